@@ -87,7 +87,7 @@ class BackgroundSaves:
         snapshot = self._checkpointer.snapshot(step, tensors, state)
         copies = self._copy.take(snapshot.items, lambda: self._checkpointer.faults.at("save.copy", step))
         self._report = self._error = None
-        # a daemon: a process that ends for another reason must not be held up by a disk
+        # a daemon thread: a process that ends for another reason must not wait for a disk
         self._thread = threading.Thread(
             target=self._work, args=(replace(snapshot, items=copies), self._copy), name=f"save of step {step}", daemon=True
         )
@@ -100,7 +100,7 @@ class BackgroundSaves:
             report = self._checkpointer.write(snapshot, self._ranks, beside=True)
             report.seconds = time.monotonic() - began
             self._report = report
-        except BaseException as error:  # raised where somebody asks
+        except BaseException as error:  # raised when the result is requested
             self._error = error
 
     def join(self) -> None:

@@ -35,7 +35,7 @@ class SaveReport:
     path: Path | None  # the step folder, when saved
     reason: str = ""  # why not saved, or why nothing needed to be written
     num_bytes: int = 0  # written by all ranks
-    seconds: float = 0.0  # for which training stood still
+    seconds: float = 0.0  # time for which training was blocked
     removed: list[str] = field(default_factory=list)  # step folders that were pruned
 
 
@@ -84,7 +84,7 @@ class Checkpointer:
         self._planned: tuple[Description, SavePlan] | None = None
         self._described: Description = {}
         self._last_saved: Path | None = None
-        self._verified: dict[Path, Manifest] = {}  # step folders this process has read in full
+        self._verified: dict[Path, Manifest] = {}  # step folders that this process has verified in full
 
     # Saving
 
@@ -136,7 +136,7 @@ class Checkpointer:
         self.faults.at("save.begin", step)
         encoded = b""
 
-        def is_known() -> bool:  # mistakes of the caller show before anything is written
+        def is_known() -> bool:  # report mistakes of the caller before anything is written
             nonlocal encoded
             encoded = encode_state(step, state) if self.ranks.rank == 0 else b""
             return self._knows(tensors)
@@ -190,7 +190,7 @@ class Checkpointer:
             )
         )
         for point in ("save.manifest", "save.rename", "save.prune") if rank else ():
-            fault(point)  # the other ranks have nothing to do here, but they can die here
+            fault(point)  # the other ranks have nothing to do here, but tests kill them here
         outcome = ranks.first(finish)
         if "failed" in outcome:
             return SaveReport(step, False, None, outcome["failed"])
@@ -315,7 +315,7 @@ class Checkpointer:
             self.verify(step_dir)
         listed = self._verified[step_dir]
         unasked = self.ranks.each(lambda: sorted(set(listed.tensors) - set(tensors)))
-        unwanted = set.intersection(*map(set, unasked))  # by every rank
+        unwanted = set.intersection(*map(set, unasked))  # not requested by any rank
 
         def check_fit() -> None:
             for name, tensor in tensors.items():

@@ -44,7 +44,7 @@ class HostCopy:
         devices = {item.piece.tensor.device for item in items if item.piece.tensor.is_cuda}
         self._device = devices.pop() if devices else torch.device("cpu")
         self._memory = host_empty((self.num_bytes,), torch.uint8, self._device)
-        self._memory.zero_()  # every page is there from now on
+        self._memory.zero_()  # touches every page, so that copies cause no page faults
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
 
@@ -61,7 +61,7 @@ class HostCopy:
             raise ValueError(f"{copy_bytes(items):,} bytes are to be copied into {self.num_bytes:,}")
         if self._stream is None:
             return self._fill(items, reached)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # behind the update that made these values
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # after the update that produced these values
         with torch.cuda.stream(self._stream):
             copies = self._fill(items, reached)
             self._copied = self._stream.record_event()
@@ -76,7 +76,7 @@ class HostCopy:
             copies.append(item._replace(piece=Piece(item.piece.offsets, to)))
             at += round_up(item.num_bytes, _ALIGN)
         head, tail = _halves(moves) if self._stream is None and torch.get_num_threads() == 1 and idle_cores() else (moves, [])
-        with ThreadPoolExecutor(1) as helper:  # one core does not move what the memory can: 0.10 s per GB, two 0.06
+        with ThreadPoolExecutor(1) as helper:  # one core does not use the memory's bandwidth: 0.10 s per GB, with two cores 0.06
             other = helper.submit(_copy, tail)
             _copy(head[:1])
             reached()

@@ -17,7 +17,7 @@ from megatron_sp.checkpoint.safetensors_file import DTYPES, StoredPiece, read_he
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import open_regular
 
-_BLOCK_BYTES = 64 << 20  # read at a time when contents cannot go straight to their place
+_BLOCK_BYTES = 64 << 20  # read at a time if the contents cannot be read straight into place
 
 Index = dict[str, list[StoredPiece]]  # by tensor name
 
@@ -26,7 +26,7 @@ class _Copy(NamedTuple):
     """One overlap of a stored rectangle and a wanted piece."""
 
     stored: StoredPiece
-    source: tuple[slice, ...]  # within the stored rectangle
+    source: tuple[slice, ...]  # region of the stored rectangle
     target: Tensor  # the part of the wanted piece that it fills
 
 

@@ -32,12 +32,12 @@ from megatron_sp.utils.files import file_system, open_own, require_own
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "LOCK"
-OF_ONE_HOST = ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "tmpfs")  # file systems that one kernel mounts at a time
+OF_ONE_HOST = ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "tmpfs")  # file systems that only one host mounts at a time
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
-_FUTURE_SECONDS = 5.0  # a heartbeat may come between our look at the clock and that at the file; beyond this a clock was wrong
-_OWN_JOB_PAUSE_S = 1.0  # between looks for a heartbeat of an earlier attempt
-_TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others have for microseconds
+_FUTURE_SECONDS = 5.0  # a heartbeat may come between reading the clock and the file; if it is later than this, a clock is wrong
+_OWN_JOB_PAUSE_S = 1.0  # between checks for a heartbeat of an earlier attempt
+_TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others hold for microseconds
 
 
 class RunLock:
@@ -273,7 +273,7 @@ def _start_time(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
     return "" if fields[0] in "ZX" else fields[19]
 
 

@@ -29,7 +29,7 @@ MAX_STATE_BYTES = 4 << 20
 
 _NO_HASH = "0" * 64
 _HASH = re.compile(r"[0-9a-f]{64}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")  # no folder, nothing hidden
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")  # no path, no hidden file
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Manifest:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Global shape and dtype of each tensor, by name."""
-        from megatron_sp.checkpoint.safetensors_file import DTYPES  # a look at a run's checkpoints need not load torch
+        from megatron_sp.checkpoint.safetensors_file import DTYPES  # here, so that listing checkpoints does not load torch
 
         return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
 

@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_HEADER_BYTES = 1 << 24
-_MAX_FOREIGN_VALUES = 300_000  # in the header of another program's file: some 40,000 tensors
+_MAX_FOREIGN_VALUES = 300_000  # values in the header of another program's file, enough for 40,000 tensors
 MAX_TENSORS_PER_FILE = 10_000  # keeps our own headers far below what the reader accepts
 _BLOCK_BYTES = 8 << 20  # written and hashed at a time
 
@@ -159,7 +159,7 @@ def _write(
             if hashed is not None:
                 hashed.result()
             size += len(block)
-            del block  # else a tensor stays in memory while the next one is made
+            del block  # else it stays in memory while the next tensor is produced
         reached("shard")
         file.sync()
     return size
@@ -258,7 +258,7 @@ def read_rows(file: Any, piece: StoredPiece, first: int, count: int) -> Tensor:
     """
     row = math.prod(piece.rect.sizes[1:])
     shape = torch.Size((count, *piece.rect.sizes[1:]) if piece.rect.sizes else ())
-    tensor = empty(shape, dtype=DTYPES[piece.dtype], device=torch.device("cpu"))  # memory that is used again: a new page costs a fault
+    tensor = empty(shape, dtype=DTYPES[piece.dtype], device=torch.device("cpu"))  # reused memory: new pages cost faults
     read_into(file, tensor, piece.begin + first * row * tensor.element_size())
     return tensor
 

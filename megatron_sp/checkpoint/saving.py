@@ -24,7 +24,7 @@ from megatron_sp.utils.files import free_bytes, fsync_dir
 
 logger = logging.getLogger(__name__)
 
-SPACE_FACTOR = 1.2  # free space wanted, over the bytes to write
+SPACE_FACTOR = 1.2  # free space required, relative to the bytes to write
 _MIN_FILE_BYTES = 64 << 20  # smaller files are not worth a thread
 
 
@@ -68,7 +68,7 @@ def write_own_files(
         staging.mkdir(exist_ok=True)  # a shared file system may be slow to show it to other hosts
         with ThreadPoolExecutor(
             threads_beside_training() if beside else threads
-        ) as pool:  # leaving it waits for all, also when one has failed
+        ) as pool:  # leaving the block waits for all, even if one has failed
             records = list(pool.map(partial(write_file, reached=reached, in_turn=beside), paths, files))
         for point in () if records else ("hash", "write", "shard"):
             reached(point)

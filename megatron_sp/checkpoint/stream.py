@@ -82,7 +82,7 @@ def write_checkpoint(
     data = encode_state(step, state)
     announced = {name: GlobalTensor(tuple(t.shape), t.dtype, list(_rows(t, max_file_bytes))) for name, t in tensors.items()}
     plan = make_plan([describe(announced)])
-    require_no_checkpoint(run_dir)  # before anything is made
+    require_no_checkpoint(run_dir)  # before anything is created
     is_new = not run_dir.exists()
     outcome: dict[str, Any] = {"failed": "interrupted"}
     try:
@@ -140,7 +140,7 @@ class _Contents:
 
     def __call__(self, item: NamedPiece) -> Tensor:
         if self._name != item.name or self._tensor is None:
-            self._tensor = None  # before the next one is made
+            self._tensor = None  # freed before the next one is produced
             self._tensor, self._name = self._read(item.name), item.name
         self._progress(item.num_bytes)
         tensor, stand_in = self._tensor, item.piece.tensor

@@ -52,7 +52,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
     if checkpoint.save is None:
         for name, off in (("save_interval", None), ("keep_every", None), ("no_save_optim", False)):
             value = getattr(checkpoint, name)
-            if value and (isinstance(value, str) or value > 0):  # below is a mistake, whatever is saved
+            if value and (isinstance(value, str) or value > 0):  # negative numbers are kept, for the rules to reject
                 setattr(checkpoint, name, off)
                 yield f"--{name.replace('_', '-')} (without --save no checkpoint is written)"
     if checkpoint.load is None and not checkpoint.auto_resume:

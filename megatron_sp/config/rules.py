@@ -23,7 +23,7 @@ from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
 _FLASH_HEAD_DIM = 256
-_MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems take 255 and 4,095, and files in the folder have names too
+_MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems allow 255 and 4,095, and files inside the folder need some of them
 
 
 def normalize(config: Config) -> Config:
@@ -270,7 +270,7 @@ class _Sizes:
     ffn: int | None
     hidden: int | None  # None: a head's width does not depend on it
     rotary: float | None
-    batches: tuple[int, ...]  # every global batch size of the run, or what they are made of
+    batches: tuple[int, ...]  # every global batch size of the run, or the numbers that determine them
     micro_batch: int
 
     @classmethod

@@ -56,7 +56,7 @@ class Ours:
     def __init__(self, source: Model, label: str = "megatron_sp") -> None:
         self.source, self.label = source, label
 
-    @torch.no_grad()  # while it computes, and not while whoever asked looks at a result: a ``with`` would leave autograd off there
+    @torch.no_grad()  # a ``with`` inside the generator would leave autograd off in the caller between two results
     def compute(self, rows: Rows, cast: Cast) -> Computed:
         is_bert, seen = self.source.config.is_bert, list[Tensor]()
         dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
@@ -90,7 +90,7 @@ class Ours:
             owner, _, leaf = name.rpartition(".")
             parameter = net.get_parameter(name)
             found = cast(self.source.store.read(name))
-            if parameter.shape != specs[name].shape:  # rows that pad the vocabulary
+            if parameter.shape != specs[name].shape:  # padding rows of the vocabulary
                 padded = torch.zeros(parameter.shape, dtype=found.dtype)
                 padded[: len(found)] = found
                 found = padded
@@ -155,7 +155,7 @@ class Transformers:
         try:
             with torch.no_grad():
                 found = net(input_ids=rows.tokens, **more)
-        except Exception as error:  # whatever its many versions raise: config.json says what they do not compute
+        except Exception as error:  # its versions raise many types: config.json asks for something that they do not compute
             raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
@@ -170,7 +170,7 @@ class Transformers:
                     self.folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
                     attn_implementation="eager", output_loading_info=True,
                 )  # fmt: skip
-            except Exception as error:  # whatever its many versions raise: the folder is then not what they read
+            except Exception as error:  # its versions raise many types: the folder is not one that they read
                 raise CheckpointError(f"{self.label} cannot load {self.folder}: {_short(error)}") from None
         lacking = sorted(report["missing_keys"]) + sorted(str(name) for name in report.get("mismatched_keys", ()))
         if lacking:
@@ -255,7 +255,7 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
     known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
     found = megatron.open_folder(folder, lambda t: t, *known)  # before anything is compared
     label = "the reference in plain torch"
-    # DeepSpeed's optimizers have wide copies, which are read, beside the weights that its ranks compute with
+    # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks compute with
     return Reference(lambda cast: megatron.open_folder(folder, cast, *known), label, found.dtype)
 
 

@@ -27,7 +27,7 @@ from megatron_sp.utils.output_file import require_place, write_output
 from megatron_sp.utils.program import is_out_of_memory
 
 _MAX_METADATA_MB = 1024
-_RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats of ranks' files
+_RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats with a file per rank
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{args.input} needs more memory than there is: for its largest tensor and about as much again. Use a machine with more"
         ) from None
-    except OSError as error:  # writing has told its own already
+    except OSError as error:  # errors of writing have been converted to ReportedError
         raise CheckpointError(f"{error.filename or args.input} cannot be read: {error.strerror or error}") from None
 
 
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
         convert(model, target, args.output, options, bar.advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
-    for note in model.notes[num_told:]:  # of the writer
+    for note in model.notes[num_told:]:  # the writer's notes
         _tell(f"note: {note}")
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:

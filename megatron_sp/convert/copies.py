@@ -253,7 +253,7 @@ class LastRead:
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # let go first
+            self._last = None  # free it before the next one is read
             self._last = (name, self._store.read(name))
         return self._last[1]
 

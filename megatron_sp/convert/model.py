@@ -26,7 +26,7 @@ OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
 _MAX_LAYERS = 1 << 10
-_MAX_COMPARED = 500  # names, each of which takes some 0.1 ms
+_MAX_COMPARED = 500  # names; each takes some 0.1 ms
 _MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
 
 
@@ -34,8 +34,8 @@ class Fate(NamedTuple):
     """Fate of a tensor of the source."""
 
     name: str
-    went: str  # the tensor of ours that it is part of; empty: nowhere
-    why: str  # it was dropped, or what else is worth saying
+    went: str  # our tensor that it became part of; empty if it was dropped
+    why: str  # why it was dropped, or another remark
 
 
 @dataclass

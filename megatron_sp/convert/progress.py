@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-_SECONDS = 10.0  # between lines
+_SECONDS = 10.0  # between two lines
 
 
 class Bar:

@@ -40,7 +40,7 @@ def convert(
     require_absent(output)
     options.output = output.absolute()
     needed = int(_SPACE_FACTOR * target.size(model, options))
-    made = [folder for folder in output.absolute().parents if not folder.exists()]  # the deepest first
+    made = [folder for folder in output.absolute().parents if not folder.exists()]  # deepest first
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(output.parent)) < needed:
@@ -57,7 +57,7 @@ def convert(
             fsync_dir(output.parent)
     except OSError as error:
         raise DiskError(f"{output} was not written: {error.strerror or error} ({error.filename or output})") from None
-    except DiskError as error:  # of a writer, which knows the folder beside it only
+    except DiskError as error:  # the writer knows only its temporary folder
         raise DiskError(str(error) if str(output) in str(error) else f"{output} was not written: {error}") from None
     except KeyboardInterrupt:
         if not output.exists():
@@ -69,7 +69,7 @@ def convert(
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # another program has put something there meanwhile
+    with suppress(OSError):  # another program has put something there in the meantime
         for folder in folders:
             folder.rmdir()
 

@@ -17,7 +17,7 @@ NAMES = (
     "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 MAX_BYTES = 64 << 20
-_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # of a file that is given alone
+_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # they complete a file that is given alone
 
 
 def find_files(path: Path) -> dict[str, Path]:

@@ -80,7 +80,7 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
         return words
     if (made := library_tokenizer(tokenizer)) is not None:
         write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
-        return {**words, "split_special_tokens": True}  # one that is written out in a text is text
+        return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
     if model_type in _NOT_BY_SENTENCEPIECE:
         return f"{_NO_JSON}, and of a {model_type} it reads nothing else: use the sentencepiece package on {TOKENIZER_MODEL}"
     if not pieces_have_their_ids(tokenizer):

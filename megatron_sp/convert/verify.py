@@ -118,7 +118,7 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
     same = True
     for r in results:
         if r.name in OUTPUTS:
-            good = r.error <= limit  # a NaN is not
+            good = r.error <= limit  # false for NaN
             same &= good
             tell(
                 f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest ({r.scale:.3g}); the same"

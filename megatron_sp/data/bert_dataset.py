@@ -29,7 +29,7 @@ from megatron_sp.utils.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
-_LITTLE = 0.5  # warn when fewer of the tokens than this are ever seen
+_LITTLE = 0.5  # warn if the samples cover a smaller share of the tokens
 
 
 @dataclass(frozen=True)

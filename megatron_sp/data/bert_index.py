@@ -133,7 +133,7 @@ def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Ite
             end = bisect_left(tokens, tokens[at] + target, at, last)
             if end < at + min_sentences:
                 end = at + min_sentences
-            at = last if end > last - 2 else end  # one sentence alone is never left over
+            at = last if end > last - 2 else end  # never leave a single sentence over
             ends.append(at)
         next(draws)
     return np.stack([np.frombuffer(column, np.int64) for column in (starts, ends, targets)], axis=1)
@@ -175,7 +175,7 @@ def _swap(order: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
     repeated = np.zeros(j.size, bool)
     same = j[by_place[1:]] == j[by_place[:-1]]
     repeated[by_place[1:][same]] = repeated[by_place[:-1][same]] = True
-    within = j >= i[-1]  # its place is the i of another swap (or its own)
+    within = j >= i[-1]  # j is also the i of another swap, or of this one
     entangled = repeated | within
     entangled[i[0] - j[within]] = True
     at_once = ~entangled

@@ -17,8 +17,8 @@ import numpy as np
 _MAX_NGRAM = 3
 _SHARES = 1.0 / np.arange(1, _MAX_NGRAM + 1)
 _SHARES = _SHARES / _SHARES.sum()
-_CUMULATIVE = (_SHARES.cumsum() / _SHARES.cumsum()[-1]).tolist()  # as RandomState.choice has them
-_MASK_SHARE, _KEEP_SHARE = 0.8, 0.5  # the second: of those that do not become [MASK]
+_CUMULATIVE = (_SHARES.cumsum() / _SHARES.cumsum()[-1]).tolist()  # computed as in RandomState.choice
+_MASK_SHARE, _KEEP_SHARE = 0.8, 0.5  # the second is a share of those that do not become [MASK]
 
 
 class MaskRule(NamedTuple):

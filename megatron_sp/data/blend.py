@@ -87,7 +87,7 @@ def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.nd
         int16 [n] set, int64 [n] sample of that set.
     """
     num_chunks = max(1, min(_MAX_CHUNKS, num_samples // _MIN_CHUNK))
-    size = -(-num_samples // num_chunks)  # of every chunk; what the last one makes too much is cut off
+    size = -(-num_samples // num_chunks)  # samples per chunk; the surplus of the last one is cut off
     starts = np.arange(num_chunks, dtype=np.int64) * size
     sets = np.empty((size, num_chunks), np.int16)
     samples = np.empty((size, num_chunks), np.int64)

@@ -188,7 +188,7 @@ class _Builder:
         if len(blend.prefixes) > 1:
             return self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples)
         one_epoch = self.data.dataloader_type == "cyclic" and name == "train"  # the sampler reshuffles each epoch itself
-        if blend.weights and self.data.data_path:  # a blend of one: it asks for a blend's surplus, and that may be another epoch
+        if blend.weights and self.data.data_path:  # a blend of one data set asks for a blend's surplus, which may take another epoch
             (num_samples,) = samples_per_set(normalized(blend.weights), num_samples)
         return self._single(blend.prefixes[0], split, None if one_epoch else num_samples)
 
@@ -242,5 +242,5 @@ def _seed_of(seed: int, turn: int) -> int:
 
 def _share(split: str, k: int) -> int:
     """Return 0 if the k-th part of --split has weight 0, else a positive number."""
-    first, last = split_bounds(split, 2**40)[k]  # so many sequences that only a weight of 0 gets none
+    first, last = split_bounds(split, 2**40)[k]  # with so many sequences only a weight of 0 gets none
     return last - first

@@ -53,7 +53,7 @@ GLUE: dict[str, TextTable] = {
 }
 """STS-B is not here: its labels are scores, and nothing of it is classified."""
 
-_LEAST_LENGTH = 8  # [CLS], two times [SEP], and a few tokens of text
+_LEAST_LENGTH = 8  # [CLS], two [SEP], and a few tokens of text
 
 
 class Example(NamedTuple):
@@ -85,7 +85,7 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
     """
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # not read_text: a carriage return within a cell ends no line
+        text = path.read_bytes().decode("utf-8-sig")  # read_text would take a carriage return within a cell for the end of a line
     except FileNotFoundError:
         raise DataError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +119,7 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
             continue
 
         def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
-            if table.labels is None and len(cells) > len(names) > 0:  # else a piece of the text would become a class of its own
+            if table.labels is None and len(cells) > len(names) > 0:  # else a part of the text would become a class
                 raise BadLineError(
                     f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: every tab divides, one in"
                     " quotes too"
@@ -170,9 +170,9 @@ def _json_object(path: Path, number: int, line: str) -> dict[str, object]:
 def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], key: str | int) -> str:
     found = load()
     value = found.get(str(key))
-    if value is None or isinstance(value, (dict, list)) or value != value:  # NaN is what pandas writes where nothing was
+    if value is None or isinstance(value, (dict, list)) or value != value:  # pandas writes NaN for missing values
         raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found) or 'nothing'}")
-    text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON has it
+    text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON spells it
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,7 +183,7 @@ def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], 
 def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable) -> Example:
     second = None if table.second is None else get(table.second)
     group = None if table.group is None else get(table.group)
-    label = " ".join(get(table.label).split())  # on one line of predictions.tsv, whatever JSON allows
+    label = " ".join(get(table.label).split())  # a label is written on one line of predictions.tsv, and JSON allows line ends
     if not label:
         raise BadLineError(f"{path} line {number} has no label")
     if table.labels is not None and label not in table.labels:
@@ -234,7 +234,7 @@ class ClassificationDataset:
         self.examples, self._tokenizer, self._seq_length = list(examples), tokenizer, seq_length
         self._labels = [labels.index(example.label) for example in examples]
         self._length = -(-len(self.examples) // multiple_of) * multiple_of
-        self._encoded: dict[int, tuple[list[int], list[int]]] = {}  # an epoch later they are wanted again
+        self._encoded: dict[int, tuple[list[int], list[int]]] = {}  # the next epoch needs them again
 
     def __len__(self) -> int:
         return self._length

@@ -107,13 +107,13 @@ class BatchLoader:
         try:
             self._ahead = ((consumed_samples, num_microbatches), self._submit(consumed_samples, num_microbatches))
         except DataError:
-            self._ahead = None  # the data end here; it is an error only if someone asks for more
+            self._ahead = None  # the data end here; an error only if a further batch is requested
 
     def _batch(self, ids: np.ndarray) -> Batch:
         """Read the samples of one micro-batch."""
         samples = [self.dataset[int(i)] for i in ids]
         batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
-        batch["sample_ids"] = torch.from_numpy(ids)  # int64, and of this step alone
+        batch["sample_ids"] = torch.from_numpy(ids)  # int64 [b]; shares memory with an array of this step alone
         if self.pin_memory:
             batch = {name: value.pin_memory() for name, value in batch.items()}
         if self._digests:

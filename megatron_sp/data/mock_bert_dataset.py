@@ -19,7 +19,7 @@ from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
 
 _STEPS = 3
 _RING = 512  # ids in use, at most: large enough to look like text, small enough to learn from few samples
-_FULL = 4  # one sample in so many fills the row
+_FULL = 4  # one sample in this many fills the row
 _SPLITS = {"train": 0, "valid": 1, "test": 2}
 
 

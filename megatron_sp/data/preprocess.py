@@ -115,7 +115,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
             if progress is not None:
                 progress.update(report, bytes_read, bytes_total)
         empty = [key for key, count in report.num_tokens.items() if count == 0]
-        if empty and options.part.count == 1:  # of many jobs one may have nothing to do
+        if empty and options.part.count == 1:  # with several jobs, one may have nothing to do
             raise DataError(
                 f"{', '.join(options.inputs)}: no text under {', '.join(empty)} ({report.num_documents} documents): nothing is written"
             )
@@ -160,7 +160,7 @@ class Encoder:
         for line, raw in zip(chunk.lines, chunk.documents, strict=True):
             try:
                 texts = self._texts(chunk, raw)
-                encoded = [self._encode(text) for text in texts]  # all keys before any is kept: a bad line leaves no trace
+                encoded = [self._encode(text) for text in texts]  # all keys first: nothing of a bad line is kept
             except (DataError, ValueError, RecursionError) as error:
                 if not self.options.skip_bad_lines:
                     raise DataError(f"{chunk.path}:{line}: {error}; --skip-bad-lines leaves such lines out") from None
@@ -205,7 +205,7 @@ def _text_of(record: dict[str, Any], key: str) -> str:
     return str(record[key])
 
 
-_encoder: Encoder | None = None  # of this worker process
+_encoder: Encoder | None = None  # the encoder of this worker process
 
 
 def _start_worker(options: PreprocessOptions) -> None:

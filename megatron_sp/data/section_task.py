@@ -22,7 +22,7 @@ from megatron_sp.data.tokenizers.train import texts_of_jsonl
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.output_file import write_output
 
-LONGEST, SHORTEST = 480, 200  # characters: about 120 tokens, and enough to tell
+LONGEST, SHORTEST = 480, 200  # characters: about 120 tokens, and enough to tell classes apart
 LONG_LINE = 40  # characters
 
 

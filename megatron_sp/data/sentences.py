@@ -18,7 +18,7 @@ _OPENING = "\"'“‘„«([{‹¿¡-–—*• \t"
 _ENDING = ".!?…؟۔।॥"
 _MARK = re.compile(rf"(?<![{_ENDING}])(?P<mark>[{_ENDING}]+)[{_CLOSING}]*(?=\s)|[。！？｡]+[{_CLOSING}」』）]*")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*|\r\n[^\S\n]*\r\n\s*|\f|\u2029")
-_LONGEST_WORD = 64  # looked at, so that a text without ends takes no longer
+_LONGEST_WORD = 64  # characters that are examined, so that a text without spaces takes no longer
 _WORD = re.compile(r"[^\W_][\w'’-]*")
 _INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]\Z")
 
@@ -74,7 +74,7 @@ def _ends(block: str, start: int, match: re.Match[str]) -> bool:
     before = block[max(start, match.start() - _LONGEST_WORD) : match.start()].lstrip()
     word = (before.split() or [""])[-1].lstrip(_OPENING)
     if word == before and word.isdigit():
-        return False  # the number of a list's item
+        return False  # the number of a list item
     found = _WORD.match(rest)
     return _full_stop_ends(word, found.group() if found else rest[:1])
 

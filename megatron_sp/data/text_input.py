@@ -32,7 +32,7 @@ from megatron_sp.utils.strict_json import parse_object
 
 STDIN = "-"
 _CHUNK_BYTES = 1 << 19
-_ROWS = 1024  # of a columnar file at a time
+_ROWS = 1024  # rows of a columnar file that are read at a time
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PACKED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
@@ -181,7 +181,7 @@ def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
     begin = 0
     for file in files:
         size = os.path.getsize(file)
-        start, stop = first - begin, last - begin  # of this file
+        start, stop = first - begin, last - begin  # the part's range within this file
         if file.endswith(".parquet"):
             groups = _module("pyarrow.parquet").ParquetFile(file).num_row_groups
             low, high = (-(-groups * max(0, min(size, at)) // size) if size else 0 for at in (start, stop))
@@ -190,7 +190,7 @@ def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
         elif _has_free_lines(file, input_format, text_unit):
             if start < size and stop > 0:
                 yield _Piece(file, max(0, start), min(size, stop))
-        elif start <= 0 < stop and size:  # its first byte lies in the part
+        elif start <= 0 < stop and size:  # the file begins within the part
             yield _Piece(file)
         begin += size
 
@@ -235,7 +235,7 @@ def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
     at = start
     if start > 0:
         file.seek(start - 1)
-        at += len(file.readline()) - 1  # the rest of a line that began before, or the end of one right in front
+        at += len(file.readline()) - 1  # skip the rest of a line that began before the part, or the line end just before it
     while at < stop and (line := file.readline()):
         at += len(line)
         yield line
@@ -287,7 +287,7 @@ class _ZstdReader(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes], package: Any) -> None:
         self._raw, self._package = raw, package
-        self._frame: Any = None  # that has begun
+        self._frame: Any = None  # the frame that is being read
         self._packed = self._plain = b""
 
     def readable(self) -> bool:

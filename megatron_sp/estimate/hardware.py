@@ -90,7 +90,7 @@ class Link:
         return self.peak_gbs * self.achieved
 
 
-# host_gbs where nothing is said: PCIe 5, 48 of 64 GB/s
+# default of host_gbs: PCIe 5, 48 of 64 GB/s
 _REACHED = "matmul, attention and memory: shares of the peak that are usual, not measured here"
 GPUS = {
     gpu.name: gpu

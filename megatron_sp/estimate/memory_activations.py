@@ -66,7 +66,7 @@ class ActivationForm:
         recomputed = sum(last - first for first, last in self.shape.recomputed)
         stored, inputs = self.shape.layers - recomputed, len(self.shape.recomputed)
         here = {line.name for line in self.block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
-        if self.offloads:  # the last stage alone
+        if self.offloads:  # only the last stage is on the device
             inputs = int(self.stages[-1][2])
         of_moved = stored if not self.offloads else 1 - inputs
         kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(self.block_keeps)]
@@ -81,7 +81,7 @@ class ActivationForm:
         recomputed = {i: first for first, last in chunks for i in range(first, last)}
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
         stored = sum(i not in recomputed for i in range(layer))
-        remade = layer - recomputed[layer] if layer in recomputed else 0  # blocks of the same chunk, made again
+        remade = layer - recomputed[layer] if layer in recomputed else 0  # recomputed blocks of the same chunk
         return [
             Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.shape.stream),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,

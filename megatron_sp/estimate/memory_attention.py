@@ -75,11 +75,11 @@ class AttentionForm:
     def _kernel_blocks(self, widest: int) -> tuple[int, int]:
         """Return the bytes that calls of the CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
         shape, length = self.shape, self.shape.length
-        row = self.queries_per_group * shape.d * shape.e  # of a position, in the columns of one group
-        most = shape.all_tokens * widest * shape.d * shape.e  # of all positions
+        row = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
+        most = shape.all_tokens * widest * shape.d * shape.e  # bytes of all positions
 
         def calls(queries: int, keys: int) -> int:
-            return 2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries  # one at work, and the results of the one before
+            return 2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries  # the current call, and the results of the previous one
 
         window = self.model.window_size
         if shape.cuda:

@@ -60,7 +60,7 @@ class BlockMoments:
         keeps = total(self.activations.attention_keeps) if recomputed else 0
         makes = attention.attention_blocks
         if attention.uses_reference:
-            # without gradients the mask is gone before the last product
+            # without gradients the mask is freed before the last product
             dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
             mask = attention.scores // shape.wide if dropped else 0
             makes = attention.reference_makes + attention.reference_keeps - mask - (0 if recomputed else attention.kernel_keeps)
@@ -82,7 +82,7 @@ class BlockMoments:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
             made = [Line("MLP, behind the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
-        # with a parallel residual nobody keeps it: the MLP reads what attention read
+        # a parallel residual does not save it: the MLP reads attention's input
         made.append(Line("sum behind attention", shape.stream if shape.parallel_residual else 0))
         return Moment(
             "forward", "last block",
@@ -175,14 +175,14 @@ class BlockMoments:
         first, count = max(range(len(attention.chunks)), key=lambda i: attention.recv_buffers[i]), len(attention.chunks)
         d_out = attention.outs[first] * shape.padded // shape.length
         received = d_out if shape.sp > 1 else 0
-        # with several chunks the next one's gradient is on its way already, and the last one's is not yet taken
+        # with several chunks the next one's gradient is already on its way, and the last one's has not been received
         ahead = 2 * d_out if count > 1 and shape.sp > 1 else d_out if count > 1 else 0
         selective = self.kernels.recompute_granularity == "selective"
         kernel = attention.scores if attention.uses_reference else attention.attention_grad_blocks
-        if selective:  # made again
+        if selective:  # recomputed
             log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)
-        # a recomputation hands over the three gradients apart, which the fused projection wants in one
+        # recomputation returns three separate gradients; the fused projection needs them in one tensor
         apart = selective and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
         base = [*self.activations.attention_keeps, *self._at_attention(layer)]
         out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]

@@ -49,7 +49,7 @@ class HeadMoments:
         # a last chunk that is shorter gets logits of its own while the others' still exist
         rest = tokens % chunk * shape.rows * shape.wide
         more = chunk * shape.rows * (shape.wide + shape.e) if shape.is_16_bit else 0  # divided, and rounded
-        product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU adds it up in fp32, at its place
+        product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
         before = shape.head_stream if shape.num_micro_batches > 1 else 0
         entering = tokens * shape.h * shape.e if bert else shape.stream
         return [
@@ -68,7 +68,7 @@ class HeadMoments:
         kept = [line for line in lines if line.name not in (_WEIGHTED, _PRODUCT)]
         chunk = min(shape.head_tokens, shape.head_chunk)
         last = shape.head_tokens % chunk
-        if last:  # it has taken the place of the others' logits
+        if last:  # its logits have replaced those of the full chunks
             kept = [Line(line.name, round(line.num_bytes * (last / chunk))) if line.name in _LOGITS else line for line in kept]
         scattered = Line("gradient of the head's input, scattered", 0 if self.model.is_bert else shape.scattering)
         return Moment("forward", "end of the LM head", (*kept, scattered))

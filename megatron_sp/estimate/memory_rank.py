@@ -71,6 +71,6 @@ class RankForm:
             return norms * h if shape.parts > 1 and not shape.post and unit > 0 else 0
         count = (2 * norms + model.proj_bias + model.mlp_bias) * h if shape.parts > 1 else 0
         count += 2 * norms * shape.d if model.qk_layernorm else 0
-        if model.num_groups % shape.tp:  # each has its own place for every group
+        if model.num_groups % shape.tp:  # every rank has room for all groups
             count += model.num_groups * 2 * shape.d * (h + model.qkv_bias)
         return count

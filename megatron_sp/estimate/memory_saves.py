@@ -29,7 +29,7 @@ def copy_bytes(config: Config, world_size: int) -> int:
     each = shape.e + state + with_state * wide * shape.is_16_bit
     ranks = parallel.dp_size(world_size) * parallel.sequence_parallel_size
     tables = 1 + config.model.untie_embeddings_and_output_weights
-    padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # rows that no checkpoint has
+    padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # padding rows are not saved
     share = -(-(form.zero.num_params - padding) * each // ranks)
     if parallel.zero_stage > 0 or ranks == 1:
         return share

@@ -10,9 +10,9 @@ from megatron_sp.estimate.workload import Device, Workload
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.utils.numbers import round_up
 
-BLOCK_BYTES = 2**20  # of ops/memory.py :: blocks on the CPU, one thread
+BLOCK_BYTES = 2**20  # block size of ops/memory.py :: blocks on the CPU, one thread
 _MIB = 2**20
-_LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # of the LM head in parallel/; a test holds them together
+_LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # defaults of the LM head in parallel/; a test compares the two
 _LM_HEAD_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 

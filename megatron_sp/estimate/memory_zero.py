@@ -20,7 +20,7 @@ from megatron_sp.estimate.memory_plan import Line
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.utils.numbers import round_up
 
-ALIGN_BYTES = 64  # of parameters in optim/flat.py; a test holds them together
+ALIGN_BYTES = 64  # alignment of parameters in optim/flat.py; a test compares the two
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ class ZeroForm:
             return Held()
         if self.stage < 2:
             return self._held(range(len(self.units)), ())
-        return self._held([0], (), [0])  # the embedding of the micro-batch before is on its way
+        return self._held([0], (), [0])  # the previous micro-batch's gradient of the embedding is being reduced
 
     def at_head(self) -> Held:
         """Return the gradients during the head's loss and backward."""
         if self.stage < 2:
             return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
-        if self.tied:  # the head begins the next gradient of the embedding's unit, and takes in the one before only then
+        if self.tied:  # the head starts the next gradient of the embedding's unit, and finishes the previous one only then
             return self._held([0], (), [0] if self.accumulates else [])
         left = [0] if self.accumulates else []
         return self._held([self._last, *left], (), left)

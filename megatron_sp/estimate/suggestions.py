@@ -16,7 +16,7 @@ from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.utils.format import format_bytes
 
 _NUMBER = 3
-_MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped it
+_MOST_TRIED = 1 << 10  # divisors of a batch size that are tried; a larger size is a typing error
 
 
 class Suggestion(NamedTuple):

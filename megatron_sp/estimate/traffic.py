@@ -102,7 +102,7 @@ class _Counter:
         self.ranks, self.world = workload.dp * shape.sp, workload.dp * shape.sp * shape.tp
         self.units = range(shape.layers + 2)
         self.recomputed = sum(last - first for first, last in shape.recomputed)
-        self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # of blocks in a step
+        self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step
         self.backwards = shape.layers * shape.num_micro_batches
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
@@ -118,7 +118,7 @@ class _Counter:
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.shape.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
-        # at stages 2 and 3 the embedding's of all micro-batches but the last has the next one's forward pass
+        # at stages 2 and 3 the next micro-batch's forward pass hides the embedding's, except that of the last micro-batch
         hidden = sizes[1:] * times + sizes[:1] * (times - 1)
         op: Op = "all_reduce" if stage == 0 else "reduce_scatter"
         yield self._flow(
@@ -157,12 +157,12 @@ class _Counter:
         # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
         # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
         forwards, backwards, bert = self.forwards, self.backwards, self.form.workload.model.is_bert
-        ends = 1 if bert else 2  # embedding and head; BERT's head leaves in another way
+        ends = 1 if bert else 2  # embedding and head; BERT's head has an all_reduce instead
         enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
         entered, left = [size] * backwards, [size] * backwards
         pieces = [tokens * shape.parts * shape.h * shape.e for tokens in shape.mlp_pieces]
         enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
-        if shape.chunked:  # a piece enters under the one before, and leaves under the one behind
+        if shape.chunked:  # a piece is gathered under the piece before it, and reduced under the one after it
             under += ", and other pieces of the MLP"
             entered = entered + pieces[1:] * (forwards + 2 * backwards)
             left = left + pieces[:-1] * forwards + pieces * backwards
@@ -201,16 +201,17 @@ class _Counter:
         for index, chunk in enumerate(chunks):
             last = index == len(chunks) - 1
             of_ranks = [len(share.queries) for share in chunk.shares]
-            # forward: the last message of the first chunk has nothing left to run under but the next chunk's projection
+            # forward: only the next chunk's projection can hide the last message of the first chunk
             for place, message in enumerate(chunk.messages):
                 widths = [len(rows) for rows in message.rows]
                 covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
                 forward[covered] += (sum(widths) - widths[rank]) * per_head
-                # backward: whoever waits takes them in the order in which they were sent, the first at once if there is but one chunk
+                # backward: messages are waited for in the order in which they were sent; with a single chunk the first one at once
                 covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
                 backward[covered] += widths[rank] * (self.sp - 1) * per_head
             forward[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
-            backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head  # the gradient of the output: under that of the projection
+            # the gradient of attention's output, under the gradient of the projection's weight
+            backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
         return (forward[0], forward[1]), (backward[0], backward[1])
 
     def scalars(self) -> Iterator[Flow]:

@@ -108,7 +108,7 @@ class BatchCache:
         found = []
         for kept, new in ((self._keys[layer], k), (self._values[layer], v)):
             assert kept is not None
-            kept[at, torch.arange(rows, device=k.device)] = new[0].view(rows, -1, *new.shape[2:])
+            kept[at, torch.arange(rows, device=k.device)] = new[0].view(rows, -1, *new.shape[2:])  # [1, b*m, 1, d] -> [b, m, 1, d]
             found.append(kept[:end, :rows].flatten(1, 2))  # [end, b, m, 1, d] -> [end, b*m, 1, d]
         return found[0], found[1]
 

@@ -16,7 +16,7 @@ from megatron_sp.planner.parallel_plans import Given, ParallelPlan, default_batc
 from megatron_sp.planner.search import num_groups
 
 _NUMBER = 3
-_MOST_GPUS = 8  # doublings
+_MOST_GPUS = 8  # times the number of GPUs is doubled
 
 
 class Change(NamedTuple):
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, ParallelPlan] | None:
     """Return bytes and layout of the layout that needs least memory; None if no layout is valid."""
     found: list[tuple[int, ParallelPlan]] = []
-    # how exchanges are overlapped hardly matters here, and tp_seq always saves
+    # the overlap of exchanges hardly changes memory, and tp_seq always saves some
     distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
@@ -54,7 +54,7 @@ def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
     now = least_memory(base, given, machine)
     tried = list(_tried(base, given, machine, now[0] if now else 0))
     found = [change for change, _ in tried]
-    enough = {change.what.split()[0] for change in found if change.fits}  # these need nothing beside
+    enough = {change.what.split()[0] for change in found if change.fits}  # these suffice alone
     state, words = (base, given, machine), ""
     for _ in range(_TOGETHER):
         gentle = [(change, after) for change, after in tried if not change.fits and not change.what.startswith(_HARSH)]
@@ -68,7 +68,7 @@ def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
     return found[:_NUMBER]
 
 
-_TOGETHER = 3  # gentle changes that are put together
+_TOGETHER = 3  # most changes that are combined
 _HARSH = ("--gpus", "--gpu ", "--seq-length", "--num-layers")
 
 _State = tuple[Config, Given, Machine]

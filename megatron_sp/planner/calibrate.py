@@ -33,10 +33,10 @@ from megatron_sp.training.memory_estimate import host_memory_bytes
 from megatron_sp.utils.errors import ConfigError
 
 ROUNDS = 5
-_TOKENS = 1024  # of a measured product
-_SEQUENCE = 2048  # of a measured attention, at most
+_TOKENS = 1024  # tokens of a measured product
+_SEQUENCE = 2048  # longest sequence of a measured attention
 _LARGE, _SMALL = 4 * 2**20, 256  # bytes of a measured collective
-_ELEMENTS = 2**21  # of the measured update
+_ELEMENTS = 2**21  # parameters of the measured update
 _UNKNOWN_MEMORY = 2**40
 
 Times = dict[str, float]  # seconds
@@ -95,11 +95,11 @@ class _Shape:
 
     @property
     def norm_bytes(self) -> float:
-        return 6.0 * self.tokens * self.h * 4  # read and written, twice as much backward
+        return 6.0 * self.tokens * self.h * 4  # read and written; twice as much in backward
 
     @property
     def activation_bytes(self) -> float:
-        return 8.0 * self.tokens * self.f * 4  # forward twice, and backward
+        return 8.0 * self.tokens * self.f * 4  # two forward passes, and backward
 
 
 def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:

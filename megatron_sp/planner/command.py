@@ -116,7 +116,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
         extra.append("--bf16")
     config.kernels.device = "cpu" if cpu else config.kernels.device
     _fill(config)
-    tp_seq = config.parallel.sequence_parallel  # about a tp that is not chosen yet
+    tp_seq = config.parallel.sequence_parallel  # normalize would drop it while tp is 1; the search chooses tp later
     normalize(config)
     if ("parallel", "tensor_model_parallel_size") not in given:
         config.parallel.sequence_parallel = tp_seq

@@ -90,9 +90,9 @@ class Machine:
         return min(inside, card * near) if near > 1 else card
 
 
-# what a process has beside its tensors, in GiB: context and kernels of the driver; buffers of NCCL for one group
+# GiB that a process takes besides its tensors: the driver's context and kernels; NCCL's buffers for one group
 CONTEXT_GIB, GROUP_GIB = 0.7, 0.35
-FRAGMENTS = 0.04  # of the tensors' peak: holes of the allocator
+FRAGMENTS = 0.04  # share of the tensors' peak that the allocator loses to fragmentation
 CPU_PROCESS_GIB = 0.35  # Python and torch
 
 

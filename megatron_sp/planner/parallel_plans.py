@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config
 
-Given = frozenset[tuple[str, str]]  # (group, field) that stand on the command line
+Given = frozenset[tuple[str, str]]  # (group, field) given on the command line
 
 Saving = tuple[int, str | None]
 """ZeRO stage and recomputation."""
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
-TOKENS = 2**20  # of a step, when no --global-batch-size is given
-ENOUGH_TOKENS = 32768  # of a rank at a time: products do not get faster beyond
+TOKENS = 2**20  # tokens of a step without --global-batch-size
+ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not get faster
 
 
 @dataclass(frozen=True, order=True)
@@ -76,7 +76,7 @@ class ParallelPlan:
 
     def apply(self, base: Config) -> Config:
         """Return a normalised copy of a configuration with this layout."""
-        config = copy.copy(base)  # what is not changed is shared: a search makes thousands
+        config = copy.copy(base)  # unchanged sections are shared: a search makes thousands of copies
         config.parallel, config.kernels, config.batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
         parallel, kernels = config.parallel, config.kernels
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq

@@ -39,7 +39,7 @@ def draw(best: Sequence[Candidate], path: Path, title: str) -> None:
         DiskError: the file cannot be written.
     """
     package = availability.load("matplotlib")
-    figures = importlib.import_module(f"{package.__name__}.figure")  # no pyplot: no display, and nothing global
+    figures = importlib.import_module(f"{package.__name__}.figure")  # not pyplot, which needs a display and has global state
     figure = figures.Figure(figsize=(12, 1.9 + 0.55 * len(best)), layout="constrained")
     figure.suptitle(title, fontsize=11, fontweight="bold")
     memory, speed = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])

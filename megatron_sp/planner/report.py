@@ -14,7 +14,7 @@ from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
 from megatron_sp.utils.format import format_bytes, format_count
 
-BAR = 50  # characters of a full GPU
+BAR = 50  # characters of the bar of a full GPU
 KINDS = ("parameters", "gradients", "optimizer", "activations", "reserve")
 _LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "reserve": "r"}
 

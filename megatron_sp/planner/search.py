@@ -22,8 +22,8 @@ from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.parallel_plans import Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.planner.timing import StepTime, step_time
 
-TIGHT = 0.95  # of the memory: a little more of anything, and it does not fit
-_SIZES = 3  # micro-batches of a layout whose time is worked out: the largest, and a half and a quarter of it with more memory left
+TIGHT = 0.95  # share of the memory above which a layout counts as tight
+_SIZES = 3  # micro-batch sizes of a layout that are timed: the largest, a half and a quarter of it
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Frame:
         for saving in tries:
             if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
                 continue
-            if taken[saving] == _SIZES:  # it fits, for larger ones did
+            if taken[saving] == _SIZES:  # it fits, since larger ones did
                 fits.append(saving)
                 continue
             tried = known.get(saving) or self._try(saving, size, found)

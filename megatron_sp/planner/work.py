@@ -21,10 +21,10 @@ from megatron_sp.estimate.memory_rank import RankForm
 
 Product = tuple[int, int, int]  # [m, k] times [k, n], as (m, n, k)
 
-_TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.7))  # of a product's kernels, and what the smaller ones reach
-_SHORT_INNER = 96  # inner dimension at which half of the rate is lost to beginning and end of a tile
-_SHORT_SEQUENCE = 256  # of attention: sequence at which half of the rate is lost
-_NARROW, _WIDE = 64, 128  # of heads
+_TILES = ((128, 256, 1.0), (128, 128, 0.88), (64, 128, 0.7))  # tiles of a product's kernels, and the share of the rate that they reach
+_SHORT_INNER = 96  # inner dimension at which half of the rate is lost to a tile's start and end
+_SHORT_SEQUENCE = 256  # sequence at which attention loses half of its rate
+_NARROW, _WIDE = 64, 128  # head widths
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Work:
         """Return the backward pass of one block: twice the products and bytes, the activation recomputed, attention's backward kernel."""
         parts = [self._backward(part) for part in (self.qkv(), self.out(), self.mlp())]
         weights = sum(weight for _, weight in parts)
-        remade = self._forward(self.mlp()[::2]) if self.shape.chunked else 0.0  # --mlp-chunks keeps nothing of fc1
+        remade = self._forward(self.mlp()[::2]) if self.shape.chunked else 0.0  # --mlp-chunks saves nothing of fc1
         moved = self._elementwise(2, 3) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
         return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out)

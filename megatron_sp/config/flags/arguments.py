@@ -471,7 +471,7 @@ def _value(setting: Setting, target: Target) -> Any:
     if target.name == "window_size" and len(words) == 1:
         words = (_one_window(words[0]),)
     if target.name == "split":
-        words = tuple(word.strip("'\" ") for word in words)  # of a shell that took the quotes for part of the value
+        words = tuple(word.strip("'\" ") for word in words)  # some shells leave the quotes in the value
     spellings = {theirs.lower(): ours for theirs, ours in dialect.VALUE_SPELLINGS.get(setting.name, {}).items()}
     return target.kind.parse([spellings.get(word.lower(), word) for word in words])
 

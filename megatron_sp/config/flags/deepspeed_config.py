@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from megatron_sp.config.schema import Config
 
-_SHOWN = 60  # keys in the line of ignored ones
+_SHOWN = 60  # most keys that the note about ignored ones names
 
-Given = dict[tuple[str, str], str]  # (group, field) -> where it was said
+Given = dict[tuple[str, str], str]  # (group, field) -> where it was given
 
 
 class Claim(NamedTuple):
@@ -80,7 +80,7 @@ def settle(found: DeepSpeedConfig, config: Config, given: Given, world_size: int
         Problems of the file itself, and contradictions between the file and the command line.
     """
     problems = list(found.problems)
-    for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, and what depends on others after them
+    for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, dependent claims after the others
         if claim.needs is not None and _value(config, claim.needs[0]) != claim.needs[1]:
             continue
         told = list(_told(claim.field, config, given))
@@ -112,7 +112,7 @@ def _overrule(claim: Claim, config: Config) -> None:
         setattr(getattr(config, group), attribute, value)
 
 
-# fields that say something about another: (other field, the value that says it or None for any, what it says or None for that value)
+# fields whose value follows from another: (other field, its value or None for any, the value that follows or None for the same one)
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "parallel.zero_stage": (("parallel.use_distributed_optimizer", True, 1),),
     "parallel.zero3_fetch": (("parallel.stage3_use_all_reduce_for_fetch_params", True, "all_reduce"),),
@@ -129,7 +129,7 @@ def _told(name: str, config: Config, given: Given) -> Iterator[tuple[Any, str]]:
         value = _value(config, other)
         if (group, attribute) in given and needed in (None, value):
             where = given[group, attribute]
-            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))  # a key of the file shows its value
+            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))  # a key's place includes its value
             yield (value if says is None else says), where if plain else f"{where} ({value})"
 
 
@@ -143,7 +143,7 @@ def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_siz
     batch, parallel, steps = config.batch, config.parallel, found.accumulation
     ranks = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
-        return []  # the rules of the configuration have words for that
+        return []  # config/rules.py reports this
     dp = world_size // ranks
     if steps is not None and batch.rampup_batch_size:
         return [

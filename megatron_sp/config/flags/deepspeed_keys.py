@@ -194,7 +194,7 @@ def _stage(reader: _Reader, place: str, value: Any) -> None:
 def _overlap(reader: _Reader, place: str, value: Any) -> None:
     if reader.flag(place, value) is not None:
         reader.claim("parallel.overlap_grad_reduce", place, value)
-        # in DeepSpeed it is about the gathers at stage 3 alone: it does not argue with a flag about them
+        # in DeepSpeed it concerns the gathers of stage 3 only: a default, so that it never contradicts a flag about them
         reader.default("parallel.overlap_param_gather", value)
 
 
@@ -309,7 +309,7 @@ def _communication(reader: _Reader, place: str, value: Any) -> None:
 
 def _accumulate_in(reader: _Reader, place: str, value: Any) -> None:
     if value == "fp32":
-        reader.found.ignored.append(place)  # what happens anyway
+        reader.found.ignored.append(place)  # it asks for what happens anyway
     elif value in ("bf16", "fp16"):
         reader.refuse(
             place, value, 'gradients are accumulated in fp32: use "fp32", or remove it (they can travel in bf16: "communication_data_type")'

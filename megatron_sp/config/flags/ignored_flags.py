@@ -51,7 +51,7 @@ REWRITTEN: dict[str, Rewrite] = {
     "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
     # Megatron-LM 1, of 2019 and 2020
     "model-parallel-size": Rewrite((("tensor-model-parallel-size", None),)),
-    "batch-size": Rewrite((("micro-batch-size", None),)),  # of a data-parallel rank; there was no accumulation
+    "batch-size": Rewrite((("micro-batch-size", None),)),  # per data-parallel rank; there was no gradient accumulation
     "warmup": Rewrite((("lr-warmup-fraction", None),)),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),

@@ -26,7 +26,7 @@ from megatron_sp.utils.strict_json import is_count, read_small_file
 METADATA = "torch.distributed.checkpoint.metadata."
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
-_COST_OF_METADATA = 16  # of its values for each byte, for it consists of small records: 48 MiB of values
+_COST_OF_METADATA = 16  # cost of its values per byte, as it consists of small records: 48 MiB of values
 
 
 class ByteRange(NamedTuple):
@@ -113,7 +113,7 @@ class DistFolder:
         result: Tensor | None = None
         for chunk in tensor.chunks:
             part = self._read_chunk(name, tensor, chunk)
-            if result is None:  # not before one chunk has turned out to be there
+            if result is None:  # only after one chunk has been found
                 result = torch.empty(tensor.shape, dtype=dtype)
             result[tuple(slice(o, o + s) for o, s in zip(*chunk.rect, strict=True))] = part
         return torch.empty(tensor.shape, dtype=dtype) if result is None else result
@@ -206,7 +206,7 @@ class DistFolder:
             offsets, sizes = (chunk.attributes.get(key) for key in ("offsets", "sizes")) if isinstance(chunk, Object) else (None, None)
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
-            if math.prod(sizes):  # an empty one has nothing to read, and may be where another begins
+            if math.prod(sizes):  # an empty chunk has nothing to read, and may start where another one starts
                 found.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
         if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")

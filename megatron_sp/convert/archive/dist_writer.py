@@ -31,7 +31,7 @@ class NewChunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     make: Callable[[], Tensor]
-    rank: int = 0  # whose file it goes to
+    rank: int = 0  # rank whose file it is written to
 
 
 class DistFolderWriter:

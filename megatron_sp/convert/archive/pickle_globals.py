@@ -26,7 +26,7 @@ DTYPE_NAMES = {
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
 }  # fmt: skip
 
-# Names whose call gives plain data, by what pickle_machine.py does with them.
+# Names whose call returns plain data, grouped by what pickle_machine.py does with them.
 DICTS = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
 LISTS = {"collections.deque", "builtins.list"}
 TUPLES = {"torch.Size", "builtins.tuple"}
@@ -42,7 +42,7 @@ ARRAYS = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 FROM_BUFFER = {f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")}  # pickle protocol 5
 SCALARS = {f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")}
 
-# Names that stay names, and whose call or instance stays a record with that name.
+# Names that are kept as names; a call or an instance of them becomes a record with that name.
 _EXACT = (
     DICTS | LISTS | TUPLES | set(SETS) | BYTES | STRINGS | TENSORS | PARAMETERS | ARRAYS | SCALARS | FROM_BUFFER
     | {TENSOR_SUBCLASS, RECONSTRUCTOR, ENUM_BY_NAME}
@@ -55,13 +55,13 @@ _EXACT = (
     | {"signal.Signals", "torch.distributed.remote_device"}
 )  # fmt: skip
 
-# Packages whose own enums, settings and bookkeeping lie in their checkpoints. Nothing of them is installed or imported here.
+# Packages whose enums, settings and bookkeeping are stored in their checkpoints. None of them is installed or imported here.
 _FAMILIES = (
     "megatron.", "deepspeed.", "apex.", "transformer_engine.", "fp16.loss_scaler.",
     "torch.distributed.checkpoint.", "torch.distributed._shard.",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][\w.]{0,299}", re.ASCII)
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # by Python 3
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2 that Python 3 has changed
 
 
 def full_name(module: str, name: str) -> str | None:

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 from megatron_sp.convert.archive import pickle_globals as names
 
-MAX_DEPTH = 100  # of nesting; checkpoints have some ten levels
+MAX_DEPTH = 100  # levels of nesting; checkpoints have some ten
 MAX_DIMS = 64
 MAX_LONG_BYTES = 32
-MAX_DEVICES = 64  # that one process has
+MAX_DEVICES = 64  # devices of one process
 _TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _DEVICE = re.compile(r"[a-z]{1,20}:[0-9]{1,4}")
-_NODE_COST = 32  # bytes that any value is counted as, beside its own text
-_LIST_COST = 96  # likewise, of what holds others: lists, dicts, tensors, objects
+_NODE_COST = 32  # bytes counted for every value, besides its own text
+_LIST_COST = 96  # likewise for values that contain others: lists, dicts, tensors, objects
 
 Node = Any  # as above
 
@@ -87,7 +87,7 @@ class Machine:
         self.outer: list[list[Node]] = []  # stacks below each open mark
         self.memo: dict[int, Node] = {}
         self.storages: dict[str, Storage] = {}
-        self.devices: set[str] = set()  # on which storages were, those with a number: cuda:1
+        self.devices: set[str] = set()  # devices with a number, such as cuda:1, on which storages were
 
     def run(self) -> Node:
         """Return the pickle's value; afterwards ``at`` is the first byte after it and ``storages`` are the storages it refers to, by key.
@@ -292,7 +292,7 @@ def _container(tag: str) -> Callable[[str, list[Node]], Node]:
 
 def _dict(name: str, args: list[Node]) -> Node:
     if name == "collections.defaultdict":
-        args = args[1:]  # its factory makes values for missing keys, which a checkpoint has none of
+        args = args[1:]  # its factory is for missing keys, which are never looked up here
     if len(args) == 1 and isinstance(args[0], list) and args[0][0] == "{":
         return list(args[0])
     pairs = _items(args)
@@ -327,7 +327,7 @@ def _tensor(name: str, args: list[Node]) -> Node:
     least = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}[name.rsplit(".", 1)[1]]
     extra = args[least:] if least > 4 else []
     if not least <= len(args) <= least + 1 or any(node is not None and node != ["{"] for node in extra):
-        return None  # what is behind the rest are bits for conjugate and negative views
+        return None  # the last argument has the bits of conjugate and negative views
     storage, offset, size, stride = args[:4]
     shapes = all(isinstance(n, list) and n[0] == "(" and len(n) <= MAX_DIMS and all(map(is_count, n[1:])) for n in (size, stride))
     if not (isinstance(storage, Storage) and is_count(offset) and shapes and len(size) == len(stride)):
@@ -471,7 +471,7 @@ def check(root: Node, max_cost: int) -> None:
     Args:
         max_cost: bound on the sum of the lengths of strings and bytes plus ``_NODE_COST`` or ``_LIST_COST`` for every value.
     """
-    known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are looked at
+    known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are visited
 
     def visit(node: Node, depth: int) -> tuple[int, int]:
         if not isinstance(node, (list, tuple)):

@@ -26,7 +26,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 1 << 23  # 40,000 tensors take 5.7 MB
 MEMORY_OF_PICKLE = 32  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
-MAX_COST = 48 << 20  # of the values, as ``pickle_machine.check`` counts: what they take here, about
+MAX_COST = 48 << 20  # approximate memory of the values here, as ``pickle_machine.check`` counts it
 _SMALL_BYTES = 1 << 19  # a process for pickles up to this size is kept for the next one
 _ROOT = Path(__file__).parents[3]
 _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.archive.pickle_worker import main; main()"
@@ -91,9 +91,9 @@ class Pickles(NamedTuple):
     """Values of consecutive pickles."""
 
     values: list[Any]
-    end: int  # the first byte behind the last one
-    storages: dict[str, Storage]  # all that they ask for, by key
-    devices: frozenset[str]  # on which these were when they were saved, those with a number: cuda:1
+    end: int  # position of the first byte after the last pickle
+    storages: dict[str, Storage]  # all that the pickles refer to, by key
+    devices: frozenset[str]  # devices with a number, such as cuda:1, on which they were when they were saved
 
 
 class PickleReader:
@@ -124,7 +124,7 @@ class PickleReader:
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # what could not be written
+                    with contextlib.suppress(OSError):  # closing flushes, and the process is gone
                         pipe.close()
             process.wait()
 
@@ -163,7 +163,7 @@ class PickleReader:
     def _ask(self, data: bytes, count: int, where: str, max_cost: int) -> dict[str, Any]:
         max_cost = min((1 << 22) + 32 * len(data), max_cost)
         process = self._started(len(data))
-        timer = threading.Timer(self.timeout_seconds + len(data) / 20_000, process.kill)  # it is read at some 500 kB/s
+        timer = threading.Timer(self.timeout_seconds + len(data) / 20_000, process.kill)  # the machine interprets some 500 kB/s
         timer.start()
         try:
             assert process.stdin is not None and process.stdout is not None

@@ -35,7 +35,7 @@ def main() -> None:
         text = _answer(requests.read(length), count, max_cost)
         answers.write(struct.pack("<Q", len(text)) + text)
         answers.flush()
-    os._exit(0)  # an ordinary exit would run into the fence
+    os._exit(0)  # an ordinary exit raises audit events, which end the process as a failure
 
 
 def _give_up_everything(headroom_bytes: int, cpu_seconds: int) -> None:
@@ -47,15 +47,15 @@ def _give_up_everything(headroom_bytes: int, cpu_seconds: int) -> None:
         ("RLIMIT_AS", _address_space() + headroom_bytes),
         ("RLIMIT_NOFILE", 3),
     ):
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has, or keeps to, each of them
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # no system has all of these limits
             resource.setrlimit(getattr(resource, limit), (value, value))
-    gc.disable()  # the values have no cycles that outlive a request, and looking for them takes most of the time
+    gc.disable()  # no cycle of values outlives a request, and the search for cycles would take most of the time
     sys.addaudithook(_no_event)
 
 
 def _no_event(event: str, _args: Any) -> None:
     """End the process at any audit event: Python raises one before open, import, exec, ..., none of which is needed here."""
-    if event != "builtins.id":  # the one that ``check`` needs
+    if event != "builtins.id":  # raised by id(), which ``check`` needs
         os._exit(9)
 
 

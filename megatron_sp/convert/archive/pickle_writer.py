@@ -61,7 +61,7 @@ class TreeWriter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        self._keys: dict[Any, str] = {}  # of storages met before
+        self._keys: dict[Any, str] = {}  # keys of storages that have been written
         self.storages: list[Callable[[], Tensor] | LazyFlat] = []  # each returns the storage's elements
 
     def dumps(self, tree: Any) -> bytes:

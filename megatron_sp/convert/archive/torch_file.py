@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
         torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
-_MAX_REPEATED = 1 << 20  # elements that a tensor may have more than its storage, by strides of 0
+_MAX_REPEATED = 1 << 20  # elements by which a tensor may exceed its storage, through strides of 0
 _MAGIC_LEGACY = 0x1950A86A20F9469CFC6C
 
 
@@ -67,7 +67,7 @@ class TorchFile:
             self._window = _window(fd, self.path, part)
             self._entries: Mapping[str, Entry] = {}
             self._storages: Mapping[str, StoragePlace] = {}
-            self.devices: frozenset[str] = frozenset()  #: on which its tensors were, those with a number: cuda:1
+            self.devices: frozenset[str] = frozenset()  #: devices with a number, such as cuda:1, on which its tensors were
             self.tree: Any = self._read_tree()  #: what was saved: plain data, Object, Name and TensorRecord
         except BaseException:
             self.close()
@@ -225,7 +225,7 @@ def _what_it_is(window: Window, first: bytes) -> str:
 def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, StoragePlace]]:
     """Read the format before torch 1.6: five pickles (magic, version, system, object, keys), then each storage's length and bytes."""
     data_size = 1 << 16
-    while True:  # the pickles' length is nowhere: more is taken until they end
+    while True:  # the length of the pickles is not stored: read more until they end
         data = window.read(0, min(data_size, window.size, MAX_PICKLE_BYTES))
         try:
             magic, version, machine, tree, keys = (pickles := reader.read_several(data, 5, window.where)).values

@@ -20,8 +20,8 @@ from megatron_sp.utils.errors import CheckpointError
 MAX_DIRECTORY_BYTES = 1 << 23  # some 80,000 storages
 ALIGNMENT = 64
 _BLOCK_BYTES = 8 << 20
-_LARGE, _MANY = 0xFFFFFFFF, 0xFFFF  # in a narrow field: the value is in the wide one
-_narrow_limits = [_LARGE, _MANY]  # from here on values go to the wide fields; tests lower them
+_LARGE, _MANY = 0xFFFFFFFF, 0xFFFF  # such a value in a narrow field means that the wide one has it
+_narrow_limits = [_LARGE, _MANY]  # larger values are written to the wide fields; tests lower the limits
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
     """A file inside the zip file."""
 
     name: str
-    header: int  # where its local header begins
+    header: int  # position of its local header
     size: int
     crc: int
 

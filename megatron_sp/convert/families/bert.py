@@ -17,7 +17,7 @@ _BOTH = (WEIGHT, BIAS)
 _OLD_NORM = re.compile(r"(.*LayerNorm)\.(gamma|beta)")
 
 
-# by placement: what of a block, and of what is outside of the blocks, differs in its name alone
+# by norm placement: the names that differ, inside a block and outside of the blocks
 _LAYER = {
     "post": {
         "self_attention.linear_proj": "attention.output.dense", "post_attention_layernorm": "attention.output.LayerNorm",
@@ -50,7 +50,7 @@ class Bert:
             vocab_size=settings.count("vocab_size"), num_tokentypes=settings.count("type_vocab_size", 2),
             norm_epsilon=settings.get("layer_norm_eps", float, 1e-12),
             bert_no_binary_head="cls.seq_relationship.weight" not in tensors
-            and (not self.num_classes(tensors) or settings.count("type_vocab_size", 2) == 1),  # one segment has no order
+            and (not self.num_classes(tensors) or settings.count("type_vocab_size", 2) == 1),  # with one segment there is no order
             attention_dropout=settings.get("attention_probs_dropout_prob", float, 0.1),
             hidden_dropout=settings.get("hidden_dropout_prob", float, 0.1), init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
@@ -61,7 +61,7 @@ class Bert:
 
     def _require_head(self, settings: Settings, tensors: Tensors) -> None:
         """Check the heads in the files. Raises CheckpointError: a bare model, another task, or an order head with one segment type."""
-        if "bert.embeddings.word_embeddings.weight" not in tensors:  # these are not the files of a whole model
+        if "bert.embeddings.word_embeddings.weight" not in tensors:  # some files of the model are missing
             return
         classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors
         if not classifies and not any(name.startswith("cls.predictions.") for name in tensors):

@@ -128,7 +128,7 @@ class Qwen2(Llama):
     groups_if_absent = 32
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        absent = "sliding_window" not in settings.document  # null is no window
+        absent = "sliding_window" not in settings.document  # null means no window
         window = settings.count("sliding_window", 4096 if absent else None) if settings.get("use_sliding_window", bool, False) else None
         config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
         set_biases(config, qkv=True, proj=False, mlp=False)

@@ -41,7 +41,7 @@ class GPTNeoX:
         return config
 
     def renamed(self, name: str) -> str:
-        return "embed_out.weight" if name == "lm_head.weight" else name  # the class has one name for it, its files another
+        return "embed_out.weight" if name == "lm_head.weight" else name  # the class and its files name it differently
 
     def num_classes(self, tensors: Tensors) -> int:
         return 0

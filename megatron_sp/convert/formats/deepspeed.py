@@ -103,7 +103,7 @@ class _Reading:
 
     def _order(self) -> QkvOrder:
         """Return the row order of fused projections; the user may have to give it, as it has changed without a new checkpoint version."""
-        said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # in what was written here
+        said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # present in files that were written here
         version = self.ranks.states.settings.get("checkpoint_version")
         if self.options.qkv_layout is not None:
             return self.options.qkv_layout
@@ -112,7 +112,7 @@ class _Reading:
         if isinstance(version, int | float) and float(version) in _OLD_ORDERS:
             return _OLD_ORDERS[float(version)]
         if self.config.num_groups == self.ranks.tp:
-            return "interleaved"  # a rank has one group, and both orders are one
+            return "interleaved"  # with one group per rank both orders are the same
         raise ConfigError(
             f"{self.folder.path} does not say in which order the rows of queries, keys and values are: give --qkv-layout flat if"
             " Megatron-DeepSpeed of December 2024 (pull request 441) or later wrote it, --qkv-layout interleaved if an earlier one did"

@@ -13,7 +13,7 @@ from megatron_sp.convert.archive.pickle_tree import Object
 from megatron_sp.convert.families.parts import Sizes
 from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
 
-_VERSION = 0.2  # of the entries; 0.4 wants the widths of uneven shares, which there are none of here
+_VERSION = 0.2  # version of the entries; 0.4 requires the widths of uneven shards, and there are none here
 _VOCABULARY = re.compile(r"language_model\.embedding\.word_embeddings\.weight|language_model\.output_layer\.weight|lm_head\.bias")
 _ROWS = re.compile(r".*(dense_4h_to_h|attention\.dense)\.weight")
 _QKV = re.compile(r".*\.query_key_value\.(weight|bias)")

@@ -45,7 +45,7 @@ from megatron_sp.utils.files import fsync_dir, write_synced
 
 QKV_LAYOUT = "qkv_layout"
 """An entry of ours in the model states, for no entry of theirs says it."""
-_VERSION = "0.19.8"  # of DeepSpeed, whose files these are like
+_VERSION = "0.19.8"  # the DeepSpeed release whose files these resemble
 _EVEN = 2  # elements that ZeRO rounds a rank's range up to
 Layout = Literal["module", "zero1", "universal"]
 

@@ -31,9 +31,9 @@ from megatron_sp.utils.strict_json import parse_object, read_small_file
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 8 << 20, 100_000
-_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = 1 << 20, 50_000  # what a checkpoint here can keep of it for the way back
+_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = 1 << 20, 50_000  # limits for config.json to be kept in a checkpoint, for the way back
 _WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
-_DTYPES = "hf_dtypes"  # of the tensors, whatever config.json says of them
+_DTYPES = "hf_dtypes"  # the tensors' own dtypes, which config.json may contradict
 
 
 class HuggingFace:
@@ -76,7 +76,7 @@ class HuggingFace:
         dtypes = {info.dtype for info in store.tensors().values()}
         copy_files(model.tokenizer, path)
         document = _document(model, family, dtypes)
-        if not _is_of(model, family):  # what came from there has its own
+        if not _is_of(model, family):  # a model that came from there keeps its own
             ids, notes = special_ids.of_model(model, path)
             document |= ids
             if not model.config.is_bert:
@@ -103,7 +103,7 @@ class _Renamed:
     def __init__(self, store: TensorStore, family: Family) -> None:
         self._store = store
         names = {name: family.renamed(name) for name in store.tensors()}
-        if not any(new.startswith(family.prefix) for new in names.values()):  # a bare model, without its head
+        if not any(new.startswith(family.prefix) for new in names.values()):  # a bare model without a head
             heads = ("lm_head.", "cls.", "classifier.", "embed_out.")
             names = {old: new if new.startswith(heads) else family.prefix + new for old, new in names.items()}
         self.old = {new: old for old, new in names.items()}
@@ -232,10 +232,10 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
     if not isinstance(kept, dict) or not same_kind:
         return made
     if "id2label" not in made and _says(family, kept, model) == _says(family, made, model):
-        if model.settings.get(_DTYPES) == _names(dtypes):  # what it says of them is as true as it was
+        if model.settings.get(_DTYPES) == _names(dtypes):  # unchanged dtypes: config.json's entry still holds
             return kept
         return {**kept, **{name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}}
-    if any(name in made for name in ROTARY):  # what was said in one place must not be heard behind what is now said in another
+    if any(name in made for name in ROTARY):  # an old entry in another place must not override the new one
         kept = {name: value for name, value in kept.items() if name not in ROTARY}
     return {**kept, **made}
 

@@ -37,7 +37,7 @@ class Megatron:
     holds_optimizer = True
 
     def recognises(self, path: Path) -> bool:
-        if (path / "latest").exists():  # DeepSpeed keeps Megatron's note beside its own
+        if (path / "latest").exists():  # DeepSpeed writes Megatron's tracker file beside its own
             return False
         folder = iteration_folder(path, None)
         return folder is not None and bool(rank_folders(folder))

@@ -16,7 +16,7 @@ from megatron_sp.convert.model import Model
 from megatron_sp.convert.overrides import Overrides
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
-# Arguments that change what the model computes and that ours does not have: the values that leave it as it is, and what others mean.
+# Arguments that change what the model computes and that we do not support: their neutral values, and what other values mean.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None, 0, 1, [1]), "is a mixture of experts"),
     "expert_model_parallel_size": ((None, 1), "is a mixture of experts"),
@@ -175,7 +175,7 @@ def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given
         raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be converted")
     openai = legacy and settings.get("openai_gelu", bool, False)
     fused = settings.get("bias_gelu_fusion", bool, True) and not config.disable_bias_linear
-    if not config.swiglu and not config.squared_relu:  # there is a GELU
+    if not config.swiglu and not config.squared_relu:  # the activation is a GELU
         config.gelu_approximate = "tanh" if openai or fused else "none"
     if facts.is_bert:
         config.bert_head_activation = "gelu_tanh" if openai else "gelu"

@@ -135,7 +135,7 @@ def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> _Common:
         with TorchFile(folder / COMMON, reader) as file:
             return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
     tree: Any = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
-    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder), lambda record: torch.tensor(0)))  # its tensors are read
+    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder), lambda record: torch.tensor(0)))  # tensors in it are not needed
 
 
 def _dict(tree: Any, folder: Path) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from megatron_sp.utils.errors import CheckpointError
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
-_MAX_BLOCKS = 1 << 12  # each gets names of its own before anything else is known of it
-_MAX_NAMES = 100_000  # of all blocks: a hundred layers have some 5,000 with the optimizer's
-_MAX_SHARES = 1 << 14  # of one tensor
+_MAX_BLOCKS = 1 << 12  # names are made for each block before it is known to exist
+_MAX_NAMES = 100_000  # names of all blocks: a hundred layers have some 5,000, with the optimizer's
+_MAX_SHARES = 1 << 14  # shards of one tensor
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 
 

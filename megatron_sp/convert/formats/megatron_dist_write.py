@@ -65,7 +65,7 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
             for stack in _stacks(store):
                 _add(writer, prefix, stack, store, cut, model.config.num_layers // options.pp, progress)
         for key, rank in _extra_keys(plan.weights, model.config.num_layers, model.config.num_layers // options.pp, options.tp):
-            writer.add_object(key, [None], rank)  # as an object lies there that no 8-bit numbers were used for
+            writer.add_object(key, [None], rank)  # Megatron stores None where no FP8 was used
         writer.finish()
     args = namespace(
         model, tp=options.tp, pp=options.pp, padded_vocab_size=cut.padded_vocab_size, legacy=False, params_dtype=dtype
@@ -151,7 +151,7 @@ class _Last:
     def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, stacked: bool) -> Callable[[], Tensor]:
         def make() -> Tensor:
             if self._name != name:
-                self._tensor = torch.empty(0)  # let go first
+                self._tensor = torch.empty(0)  # free it before the next one is read
                 self._tensor, self._name = self._store.read(name), name
             part = self._tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
             self._progress(part.numel() * part.element_size())

@@ -40,7 +40,7 @@ class Facts:
     has_bias: bool
     has_qkv_bias: bool
     has_norm_bias: bool
-    head_dim: int | None  # from norms of queries and keys
+    head_dim: int | None  # from the norms of queries and keys
     attention_width: int  # columns of the output projection: heads * head_dim
     names: frozenset[str] = field(default_factory=frozenset)
 

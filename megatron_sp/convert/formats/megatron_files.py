@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
     file: TorchFile
     record: TensorRecord
-    shown: str  # as the file has it
+    shown: str  # the name in the file
 
 
 @dataclass

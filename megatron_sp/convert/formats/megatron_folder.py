@@ -81,7 +81,7 @@ def rank_folders(path: Path) -> list[RankFolder]:
     if not found:
         return []
     tp, pp = (1 + max(key[axis] for key in found) for axis in range(2))
-    if len(found) != tp * pp:  # a folder's name may claim any number of ranks: only the first that lack are counted up
+    if len(found) != tp * pp:  # a folder's name may claim any number of ranks, so only the first missing ones are listed
         missing = (rank_name(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in found)
         raise CheckpointError(
             f"{path} has folders of {len(found)} ranks, and {tp} x {pp} are expected (tp x pp): {', '.join(islice(missing, 8))} missing."

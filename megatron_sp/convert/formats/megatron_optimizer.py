@@ -37,15 +37,15 @@ class Found(NamedTuple):
 
     kinds: tuple[str, ...]
     fates: list[Fate]
-    num_updates: int | None = None  # that Adam has made, where it is said
-    loss_scale: LossScale | None = None  # of fp16
+    num_updates: int | None = None  # Adam's update count, if it is stored
+    loss_scale: LossScale | None = None  # state of fp16's loss scaling
 
 
 class Parameter(NamedTuple):
     """A parameter of a rank; ``find`` handles them in the order in which modules register them."""
 
     chunk: ModelChunk
-    name: str  # ours, with the number of the layer in its file
+    name: str  # our name, with the layer's number within the file
     weight: Stored
 
     @property
@@ -222,7 +222,7 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
     found: dict[str, TensorRecord] = {}
     for key in ("param", *_MOMENTS):
         row = inner.get(key) if isinstance(inner, dict) else None
-        if isinstance(row, list) and len(row) == 1:  # before 2024-02 there was one tensor for each bucket
+        if isinstance(row, list) and len(row) == 1:  # older than 2024-02: a single tensor for each bucket
             row = row[0]
         if not isinstance(row, TensorRecord) or len(row.shape) != 1 or row.stride != (1,) or row.dtype != "float32":
             raise CheckpointError(f"{file.path}: {key} is not one row of fp32 numbers: its form is not known here; {_WAY_OUT}")
@@ -267,7 +267,7 @@ def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> I
 def _laid_out(parameters: list[Parameter], alignment: int, bucket_size: int | None, shared: set[str]) -> tuple[tuple[int, ...], int]:
     """Lay out parameters as in Megatron's buffer, without the padding at the end of buckets, which files do not contain."""
     starts: dict[str, int] = {}
-    behind, at, is_empty = 0, 0, True  # length of the buckets before this one; place in it
+    behind, at, is_empty = 0, 0, True  # total length of the previous buckets; position in this one
     for parameter in reversed(parameters):
         at = -(-at // alignment) * alignment
         alone = parameter.name in shared

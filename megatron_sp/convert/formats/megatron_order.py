@@ -28,7 +28,7 @@ _INNER = {
     ),
 }  # fmt: skip
 _TABLES = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.")
-LAST = (len(_TOP["legacy"]) + 1,)  # of all that ``position`` gives
+LAST = (len(_TOP["legacy"]) + 1,)  # larger than everything that ``position`` returns
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.+)")
 
 

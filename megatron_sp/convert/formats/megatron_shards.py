@@ -145,7 +145,7 @@ class Cut:
                     yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (at,), stored=stored)
             return
         mine = slice(rank * groups, (rank + 1) * groups)
-        for part in range(3):  # one query head for each key and value: these versions knew no other
+        for part in range(3):  # one query head for each key and value: these versions had no grouped queries
             if self.qkv == "v0":
                 yield View(ours, whole, (mine, part)), View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
             else:

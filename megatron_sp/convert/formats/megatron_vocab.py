@@ -33,7 +33,7 @@ def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int
     divisible_by = settings.count("make_vocab_size_divisible_by", None)
     said = settings.count("vocab_size", None)
     if said is not None:
-        said += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # counts its end of text on top
+        said += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # its end-of-text token is not counted
         if (divisible_by is None and said <= padded) or (divisible_by is not None and padded_size(said, divisible_by, tp) == padded):
             return int(said)
     if divisible_by is not None and divisible_by * tp == 1:

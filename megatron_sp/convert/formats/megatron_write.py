@@ -97,7 +97,7 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
         return {}
     there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
     if not {"exp_avg", "exp_avg_sq"} <= there:
-        return {}  # of another optimizer than Adam
+        return {}  # the optimizer is not Adam
     require_state(model, options)
     is_half = any(info.dtype in _HALF for info in weights.tensors().values())
     found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}

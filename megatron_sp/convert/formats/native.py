@@ -84,7 +84,7 @@ class Native:
 def _find(path: Path, step: int | None) -> Path:
     try:
         return Checkpointer(None).find(path, step)
-    except CheckpointError as error:  # the flag is a training's there
+    except CheckpointError as error:  # the message names a flag of a training
         raise CheckpointError(str(error).replace("--ckpt-step", "--step")) from None
 
 
@@ -105,7 +105,7 @@ class _Cast:
     def __init__(self, model: Model, options: Options) -> None:
         self._store, self._dtype = model.store, options.dtype
         self._tensors, there = {}, model.store.tensors()
-        self._wide: dict[str, str] = {}  # weights that a copy is made of, by the copy's name
+        self._wide: dict[str, str] = {}  # name of the weight that a wide copy belongs to, by the copy's name
         for name, info in there.items():
             of_optimizer = name.startswith(OPTIMIZER)
             if of_optimizer and not options.optimizer:
@@ -128,7 +128,7 @@ def _config(reader: NativeReader) -> Config:
     try:
         config, _ = Config.from_dict(reader.state.get("config"))
         normalize(config)
-    except ConfigError as error:  # of a file, and not of a flag
+    except ConfigError as error:  # the error is in a file, not in a flag
         raise CheckpointError(f"{reader.step_dir / STATE_NAME}: {error}") from None
     tensors = reader.tensors()
     if WORD_EMBEDDINGS not in tensors:
@@ -217,7 +217,7 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     """Return state.json as a run would have written it, as far as it is known."""
     native = model.settings.get("native")
     has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
-    if isinstance(native, dict):  # rewritten: all but the optimizer's part is as it was
+    if isinstance(native, dict):  # a rewritten checkpoint: everything except the optimizer's part is unchanged
         old = {name: value for name, value in native.items() if name not in ("format_version", "step")}
         return {**old, "has_optimizer": has_optimizer}
     if has_optimizer:

@@ -59,7 +59,7 @@ def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
     for file in files.values():
         for name, value in first.said.items():
             other = file.said.get(name, value)
-            if other != value and value == value:  # a NaN is not
+            if other != value and value == value:  # NaN differs from itself
                 raise CheckpointError(f"{file.path}: {name} is {str(other)[:60]}, and {str(value)[:60]} in {first.path}: these are files of"
                                       " different checkpoints")  # fmt: skip
     _require_order(files)
@@ -67,7 +67,7 @@ def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
 
 def _require_order(files: Mapping[tuple[int, int], Written]) -> None:
     if len({file.rank for file in files.values()} - {None}) != len(files):
-        return  # not said, or said by one process for all, as tools do that write for ranks which they do not have
+        return  # absent, or written by one process for all ranks, as conversion tools do
     for (a, b), file in files.items():
         for before in (files.get((a - 1, b)), files.get((a, b - 1))):
             if before is not None and (before.rank or 0) > (file.rank or 0):

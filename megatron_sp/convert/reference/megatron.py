@@ -41,13 +41,13 @@ _NAMES = {
     "key norm": ("self_attention.k_layernorm",),
 }
 _ORDERS = ("interleaved", "flat", "v0", "v1")
-_GIVEN = {  # settings of --set that are computed here; they are called as Megatron's arguments are
+_GIVEN = {  # settings of --set that this reference computes, by the names of Megatron's arguments
     "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu", "gelu_approximate",
     "position_embedding_type", "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor",
     "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
     "rope_scaling_original_length", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "window_size",
 }  # fmt: skip
-_BY_SHAPE = {  # and those that the tensors tell, or that no logit depends on
+_BY_SHAPE = {  # settings that follow from the tensors, or that do not change the logits
     "num_layers", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "disable_bias_linear", "add_qkv_bias", "add_proj_bias",
     "add_mlp_bias", "num_tokentypes", "bert_no_binary_head", "seq_length", "make_vocab_size_divisible_by", "vocab_size", "model_family",
     "attention_dropout", "hidden_dropout", "init_method_std",
@@ -177,7 +177,8 @@ class Megatron:
         self._is_bert = any("lm_head.dense" in name for name in last)
         qkv_bias = self._linear(first, 0, "qkv").bias is not None
         norm_bias = self._find(first, 0, "first", "bias") is not None
-        rms = str(a.get("normalization") or ("LayerNorm" if norm_bias else "RMSNorm")).lower() == "rmsnorm"  # Megatron-DeepSpeed's is small
+        normalization = a.get("normalization") or ("LayerNorm" if norm_bias else "RMSNorm")
+        rms = str(normalization).lower() == "rmsnorm"  # Megatron-DeepSpeed spells it in lower case
         up, down = self._linear(first, 0, "up").weight, self._linear(first, 0, "down").weight
         gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
         fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", qkv_bias))
@@ -204,7 +205,7 @@ class Megatron:
         dim = int(self._head_dim * float(a.get("rotary_percent") or 1.0))
         return Rotary(float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), dim, divided, stretched)
 
-    # the pieces of the forward pass
+    # the parts of the forward pass
 
     def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
         x = sum(self._looked_up(rank, tokens) for rank in range(self.tp))

@@ -53,7 +53,7 @@ class _Wrapped(LibraryTokenizer):
             raise DataError(f"{where}: its vocabulary is empty")
         self.cls, self.sep, self.mask, self.pad = (_find(role, named, ids) for role in ("cls", "sep", "mask", "pad"))
         self.eod = _find_eod(named, ids, self.sep, where)
-        self.bos = ids.get(named.get("bos", ""))  # what others put before a text; nothing here does
+        self.bos = ids.get(named.get("bos", ""))  # other programs put it before a text; nothing here does
         vocab_size, fingerprint = max(ids.values()) + 1, hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents)
         super().__init__(tokenizer, vocab_size, fingerprint.hexdigest())
         self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)

@@ -106,6 +106,7 @@ class Indexed(NamedTuple):
     width: int
 
     def covers(self, dim: int) -> bool:
+        """Return True if the item indexes this dim."""
         return self.dim <= dim < self.dim + self.width
 
 
