@@ -7,12 +7,11 @@ what it would do (``placements.py``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +31,19 @@ from megatron_sp.schedule.check.call_values import (
     on_meta,
     plain,
 )  # fmt: skip
-from megatron_sp.schedule.check.rules.common import Rule, ask
+from megatron_sp.schedule.check.rules.common import ask
 from megatron_sp.schedule.check.rules.elementwise import ELEMENTWISE, UNIFORM_FACTORIES
 from megatron_sp.schedule.check.rules.indexing import part_of
 from megatron_sp.schedule.check.rules.moves import EXPANSIONS
 from megatron_sp.schedule.check.rules.table import RULES
+from megatron_sp.schedule.check.whole_steps import (
+    WholeSteps,
+    explain_failure,
+    refuse_other_count,
+    require_same_factors,
+    require_same_shapes,
+    share_of_filled,
+)
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.placement_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.core.placements import UNIFORM, WHOLE, Choice, NotFollowed, Operand, Placement, PlacementError
@@ -100,17 +107,16 @@ class Axis:
     same_program: bool = False
 
 
-def _share_of_filled(step: Step, tensor: Tensor, placement: Placement, whole: tuple[int, ...] | None) -> Placement:
-    """Return the placement of a result; one filled with one value and as long as a share is S: counts of it, and writes, differ by rank."""
-    if placement.kind != "U" or whole is None or len(whole) != tensor.ndim:
-        return placement
-    other = [dim for dim, n in enumerate(tensor.shape) if n != whole[dim]]
-    if len(other) != 1 or not tensor.shape[other[0]] or whole[other[0]] % tensor.shape[other[0]]:
-        return placement
-    shares = whole[other[0]] // tensor.shape[other[0]]
-    if step.size % shares:
-        return placement
-    return Placement("S", other[0], copies=step.size // shares, as_needed=True, since=f"{step.place} {step.name} of a share's size")
+def _is_hidden(tensor: Tensor, placement: Placement | None) -> bool:
+    """Return whether a tensor comes from an autograd function, of which only the forward was seen: enough for what is whole."""
+    if placement is None:
+        return tensor.requires_grad and tensor.grad_fn is not None
+    return placement.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction)
+
+
+def _all_on_meta(args: tuple[Any, ...]) -> Any:
+    """Move all tensors to the meta device if one of them is there."""
+    return on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
 
 
 class WrittenLater(NotFollowed):
@@ -126,12 +132,12 @@ class Follower(TorchFunctionMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.late = late
-        self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
-        self.modules: list[tuple[str, nn.Module]] = []
+        self.model, self.axis, self.lines = model, axis, lines or {}
+        self.modules: list[tuple[str, nn.Module]] = []  # that are running, the innermost last
         self.record: dict[str, list[Seen]] = defaultdict(list)
-        self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
-        self.known: Any = WeakIdKeyDictionary()
-        self.views: Any = WeakIdKeyDictionary()  # of what is filled with one value: (it, index)
+        self.whole_steps = WholeSteps(expected, same_program=axis is not None and axis.same_program)
+        self.known: Any = WeakIdKeyDictionary()  # placements, by tensor
+        self.views: Any = WeakIdKeyDictionary()  # of tensors that were filled with one value: (the tensor, index)
         self.names = {id(t): name for named in (model.named_buffers, model.named_parameters) for name, t in named()}
         self.parameters = parameters or {}
         self.flow = Flow()
@@ -182,8 +188,7 @@ class Follower(TorchFunctionMode):
 
     def place(self) -> str:
         """Path and class of the module that is running."""
-        path, module = self.modules[-1] if self.modules else ("", self.model)
-        return f"{path or 'the model'} ({type(module).__name__})"
+        return f"{self._path() or 'the model'} ({type(self._module()).__name__})"
 
     # calls
 
@@ -193,101 +198,131 @@ class Follower(TorchFunctionMode):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
             if name == "device":
-                return torch.device("cpu")  # of a tensor without numbers too: what is made for it must have some
+                return torch.device("cpu")  # also for a tensor without values: what is created for it must have some
             if name not in _DESCRIPTORS:
                 return func(*args, **kwargs)
         name = plain(name)
         if self.axis is None:
-            if name in exchange_rules.RULES:
-                return exchange_rules.shaped(name, on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
-            result = self._call(func, name, args, kwargs)
-            if name == "setitem" or any(True for _ in tensors_in(result)):
-                shown = part_of(args[0], args[1]) if name == "setitem" else result
-                self.record[self._path()].append(Seen.of(name, shown, args, kwargs))
-            return result
-        return self._follow(func, name, args, kwargs)
+            return self._record(func, name, args, kwargs)
+        step = self._step(self.axis, name, args, kwargs)
+        return self._exchange(step, self.axis) if name in exchange_rules.RULES else self._follow(step, func)
+
+    def _record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the whole model, and record it."""
+        if name in exchange_rules.RULES:
+            return exchange_rules.shaped(name, _all_on_meta(args))
+        result = self._call(func, name, args, kwargs)
+        if name == "setitem" or any(True for _ in tensors_in(result)):
+            shown = part_of(args[0], args[1]) if name == "setitem" else result
+            self.record[self._path()].append(Seen.of(name, shown, args, kwargs))
+        return result
+
+    def _step(self, axis: Axis, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        step = Step(name, args, kwargs, None, self.look, self.place(), axis.group.size(), lines=self._said(), axis=axis.name)
+        step.choose, step.hint = self._choose, lambda: self._hint(args)
+        step.module = self._module()
+        return step
 
     def _path(self) -> str:
         return self.modules[-1][0] if self.modules else ""
 
+    def _module(self) -> nn.Module:
+        return self.modules[-1][1] if self.modules else self.model
+
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, on the meta device if one of its tensors is there."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": None}
         if name in ("to", "cuda", "cpu"):
             return converted(args, kwargs)
-        if name == "ctc_loss" and args[0].is_meta:  # torch has none for tensors without numbers
+        if name == "ctc_loss" and args[0].is_meta:  # torch has none for tensors without values
             reduction = kwargs.get("reduction", args[5] if len(args) > 5 else "mean")
             return args[0].sum((0, -1)) if reduction == "none" else args[0].sum()
         if any(t.is_meta for t in tensors_in((args, kwargs))):
-            if func.__name__ in _AUGMENTED and not args[0].is_meta:
-                func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without numbers
-            elif (in_place(func) or name == "setitem") and not args[0].is_meta:
-                raise WrittenLater(
-                    f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
-                )
-            if name in ("getitem", "setitem"):
-                args = (args[0], numbered(args[1], tuple(args[0].shape)), *args[2:])
-            args, kwargs = on_meta(args), on_meta(kwargs)
+            func, args, kwargs = self._without_values(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if self.late and name in UNIFORM_FACTORIES and result.is_floating_point():
             return result.to("meta")
         return result
 
-    def _follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.axis is not None
-        size = self.axis.group.size()
-        step = Step(name, args, kwargs, None, self.look, self.place(), size, lines=self._said(), axis=self.axis.name)
-        step.choose, step.hint = self._choose, lambda: self._hint(args)
-        step.module = self.modules[-1][1] if self.modules else self.model
-        if name in exchange_rules.RULES:
-            return self._exchange(step)
-        operands = step.operands()
-        if in_place(func) and name in _MOVES:  # which changes the shape that the rule asks for
-            before = args[0].detach()
-            self.known[before] = operands[0].placement
-            step.args = (before.requires_grad_(args[0].requires_grad), *args[1:])
+    def _without_values(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return a call on the meta device. Raises WrittenLater if it would write into a tensor that has values."""
+        if func.__name__ in _AUGMENTED and not args[0].is_meta:
+            func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without values
+        elif (in_place(func) or name == "setitem") and not args[0].is_meta:
+            raise WrittenLater(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
+        if name in ("getitem", "setitem"):
+            args = (args[0], numbered(args[1], tuple(args[0].shape)), *args[2:])
+        return func, on_meta(args), on_meta(kwargs)
+
+    # a torch function: run it, find the placements of its results, compare with the whole model
+
+    def _follow(self, step: Step, func: Any) -> Any:
+        """Run a torch function, and note the placements of its results. Raises PlacementError if something does not fit."""
+        args, kwargs, operands = step.args, step.kwargs, step.operands()
+        if in_place(func) and step.name in _MOVES:
+            step.args = (self._with_former_shape(args[0], operands[0].placement), *args[1:])
         try:
-            result = self._call(func, name, args, kwargs)
+            result = self._call(func, step.name, args, kwargs)
         except PlacementError:
             raise
         except Exception as error:
-            self._explain(step, operands, error)
+            explain_failure(step, operands, error)
         results = list(tensors_in(result))
-        if not results:
-            if name == "setitem":
-                seen = self._next(name)
-                step.whole = seen.shapes if seen else None
-                self._require_factors(step, seen)
-                placement = RULES[name](step)
-                assert isinstance(placement, Placement)
-                self._written(step, operands[0], placement)
-                self.known[args[0]] = placement
-            return result
-        step.result, seen = result, self._next(name)
-        step.whole = seen.shapes if seen else None
-        if step.whole is not None and len(step.whole) != len(results):
-            if name == "split":
-                self._rule(step, operands)  # it may know what is meant
-            step.fail(
-                f"makes {len(results)} tensors, and {len(step.whole)} in the whole model: a size that is written down there; divide it,"
-                f" .set('<attribute>', divide='{step.axis}')",
-                "E11",
-            )
-        self._require_factors(step, seen)
-        made = self._in_order(step, operands, self._rule(step, operands))
+        if results:
+            step.result = result
+            self._note_results(step, func, args, operands, results)
+        elif step.name == "setitem":
+            self._note_write(step, operands[0])
+        return result
+
+    def _with_former_shape(self, tensor: Tensor, placement: Placement) -> Tensor:
+        """Return a view of a tensor that keeps the shape it has now, for the rule of a call that changes it in place."""
+        before = tensor.detach()
+        self.known[before] = placement
+        return before.requires_grad_(tensor.requires_grad)
+
+    def _note_write(self, step: Step, before: Operand) -> None:
+        """Note the placement of a tensor after ``x[index] = value``."""
+        self._compare(step)
+        placement = RULES[step.name](step)
+        assert isinstance(placement, Placement)
+        self._written(step, before, placement)
+        self.known[step.args[0]] = placement
+
+    def _note_results(self, step: Step, func: Any, args: tuple[Any, ...], operands: list[Operand], results: list[Tensor]) -> None:
+        """Note the placements of the results of a call with these arguments."""
+        seen = self._compare(step, results, operands)
+        made = self._in_order(step, operands, self._apply_rule(step, operands))
         placements = made if isinstance(made, list) else [made] * len(results)
-        placements = [*map(partial(_share_of_filled, step), results, placements, step.whole or repeat(None))]
+        placements = [share_of_filled(step, *each) for each in zip(results, placements, seen or repeat(None), strict=False)]
         if func.__name__ in _AUGMENTED and results[0] is not args[0] and placements[0].kind in "RSP":
-            step.fail("what has numbers takes in a share that has none; verify() can tell", "unknown")
+            step.fail("a tensor that has values takes in a share that has none; verify() can tell", "unknown")
         if len(results) == 1 and args and results[0] is args[0]:
             self._written(step, operands[0], placements[0])
         for tensor, placement in zip(results, placements, strict=True):
             self.known[tensor] = placement
-        if name == "getitem" and results[0]._base is not None and (placements[0].kind == "U" or placements[0].as_needed):
+        if step.name == "getitem" and results[0]._base is not None and (placements[0].kind == "U" or placements[0].as_needed):
             self.views[results[0]] = args
-        self._require_shapes(step, results, placements)
+        require_same_shapes(step, results, placements)
         self._note_dropout(step)
-        return result
+
+    def _compare(self, step: Step, results: Sequence[Tensor] = (), operands: Sequence[Operand] = ()) -> list[tuple[int, ...]] | None:
+        """Find the same step of the whole model, if it is known, and return the shapes of its results.
+
+        Raises:
+            PlacementError: it makes another number of tensors, or computes with other numbers (E11).
+        """
+        seen = self.whole_steps.next(self._path(), self._module(), step.name)
+        step.whole = seen.shapes if seen else None
+        if step.whole is not None and results and len(step.whole) != len(results):
+            if step.name == "split":
+                self._apply_rule(step, operands)  # its rule may know what is meant
+            refuse_other_count(step, results)
+        require_same_factors(step, seen)
+        return step.whole
 
     def _written(self, step: Step, before: Operand, after: Placement) -> None:
         """Update the placement of the base that an in-place call has written to through a view. Raises NotFollowed if it is unknown."""
@@ -311,7 +346,7 @@ class Follower(TorchFunctionMode):
         assert isinstance(made, Placement)
         self.known[base] = made
 
-    def _rule(self, step: Step, operands: list[Operand]) -> Placement | list[Placement]:
+    def _apply_rule(self, step: Step, operands: Sequence[Operand]) -> Placement | list[Placement]:
         kinds = {o.kind for o in operands}
         if step.name in UNIFORM_FACTORIES and (not kinds & {"S", "P"} or step.name.startswith("new_")):
             return UNIFORM
@@ -320,25 +355,25 @@ class Follower(TorchFunctionMode):
             return UNIFORM
         if not kinds & {"S", "P"} and step.name not in EXPANSIONS:
             return join(step, operands)
-        rule: Rule = RULES.get(step.name, ask)
-        return rule(step)
+        return RULES.get(step.name, ask)(step)
 
-    def _exchange(self, step: Step) -> Any:
+    # an exchange between ranks
+
+    def _exchange(self, step: Step, axis: Axis) -> Any:
         """Run an exchange for its shape and its placement; over another axis placements are unchanged."""
-        assert self.axis is not None
-        args, placement = step.args, None
-        elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
-        step.lines = step.lines or self.axis.line
-        every = on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
+        rule, placement = exchange_rules.RULES[step.name], None
+        elsewhere = exchange_rules.is_elsewhere(step, axis.group)
+        step.lines = step.lines or axis.line
+        every = _all_on_meta(step.args)
         try:
-            if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
-                placement = exchange_rules.RULES[step.name](step)
+            if not elsewhere and step.name != "split_row":  # a rule explains mistakes better than shapes do; that of a row needs the result
+                placement = rule(step)
             step.result = exchange_rules.shaped(step.name, every)
-            placement = exchange_rules.elsewhere(step) if elsewhere else placement or exchange_rules.RULES[step.name](step)
+            placement = exchange_rules.elsewhere(step) if elsewhere else placement or rule(step)
         except (PlacementError, ValueError):
             raise
         except Exception as error:
-            self._explain(step, step.operands(), error)
+            explain_failure(step, step.operands(), error)
         self.known[step.result] = placement if elsewhere else self._in_order(step, step.operands(), placement)
         return step.result
 
@@ -356,28 +391,16 @@ class Follower(TorchFunctionMode):
             )
         return replace(made, shuffled=rows)
 
+    # placements of tensors
+
     def look(self, tensor: Tensor) -> Operand:
         """Return a tensor with its placement. Raises NotFollowed if the dry run could not follow it."""
         name = self.names.get(id(tensor), "")
         if name:
             return Operand(tensor, self.parameters.get(name, WHOLE), name)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            inside = self.look(torch._C._functorch.get_unwrapped(tensor))
-            if inside.kind in "RSP":
-                raise NotFollowed(
-                    f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.placement.describe()};"
-                    " verify() can tell (unknown)"
-                )
-        placement = self.known.get(tensor)
-        if placement is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
-            raise NotFollowed(f"{self.place()}: a view of what was written to since; verify() can tell (unknown)")
-        if placement is not None and placement.as_needed and tensor in self.views:
-            base = self.look(self.views[tensor][0]).placement
-            placement = placement if base.as_needed else replace(base, dim=placement.dim)
-        hidden = placement is None and tensor.requires_grad and tensor.grad_fn is not None
-        # of a function with a backward of its own only the forward was seen, which is enough for what is whole
-        hidden = hidden or (placement is not None and placement.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
-        if hidden and self.axis is not None:
+        self._require_no_vmap(tensor)
+        placement = self._placement_of_view(tensor)
+        if self.axis is not None and _is_hidden(tensor, placement):
             raise NotFollowed(
                 f"{self.place()}: a tensor of {list(tensor.shape)} comes from {type(tensor.grad_fn).__name__}, in which the"
                 " dry run cannot look:"
@@ -385,69 +408,28 @@ class Follower(TorchFunctionMode):
             )
         return Operand(tensor, placement or WHOLE)
 
-    # the whole model's steps
+    def _require_no_vmap(self, tensor: Tensor) -> None:
+        """Raise NotFollowed inside of torch.func, where dims are hidden, for a tensor that is not the same on all ranks."""
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return
+        inside = self.look(torch._C._functorch.get_unwrapped(tensor))
+        if inside.kind in "RSP":
+            raise NotFollowed(
+                f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.placement.describe()};"
+                " verify() can tell (unknown)"
+            )
 
-    def _next(self, name: str) -> Seen | None:
-        """Return the same call in the whole model, or None if it is unknown."""
-        path, module = self.modules[-1] if self.modules else ("", self.model)
-        if self.expected is None or path in self.strayed:
-            return None
-        at, steps = len(self.record[path]), self.expected.get(path, [])
-        assert self.axis is not None
-        if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at].name != name:
-            self.strayed.add(path)
-            return None
-        self.record[path].append(Seen(name, [], [], []))
-        return steps[at]
-
-    def _require_factors(self, step: Step, whole: Seen | None) -> None:
-        """Raise PlacementError if the step computes with another number than the whole model, such as one made of a share's size (E11)."""
-        now = Seen.of(step.name, step.result, step.args, step.kwargs)
-        mine = now.factors
-        alike = (
-            whole is not None and step.name != "setitem" and now.shapes == whole.shapes and not any(o.kind in "SP" for o in step.operands())
-        )
-        if alike and whole is not None:  # all ranks do what the whole model does
-            mine, whole = now.sizes, whole._replace(factors=whole.sizes)
-        if whole is None or mine == whole.factors or len(mine) != len(whole.factors) or step.axis == "dp":
-            return  # over dp each rank has rows of its own, and whoever trains divides by all
-        told = ", ".join(f"{a:g} where the whole model has {b:g}" for a, b in zip(mine, whole.factors, strict=True) if a != b)
-        step.fail(
-            f"computes with {told}: the number is made of a share's size, or of an attribute that was divided;"
-            f" write it down, or multiply it by the {step.size} ranks of {step.axis}",
-            "E11",
-        )
-
-    def _require_shapes(self, step: Step, results: list[Tensor], placements: list[Placement]) -> None:
-        """Raise PlacementError if a share times the number of ranks does not have the whole model's shape (E11)."""
-        for tensor, placement, whole in zip(results, placements, step.whole or [], strict=False):
-            shape = list(tensor.shape)
-            if placement.kind == "U":
-                continue
-            if placement.kind == "S":
-                shape[placement.dim] *= step.size // placement.copies
-            if shape != list(whole):
-                told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in step.operands())
-                step.fail(
-                    f"makes {list(tensor.shape)}, that is {shape} over all ranks, and {list(whole)} in the whole model"
-                    f"{f' ({told})' if told else ''}: a size that is written down in the module is the whole model's, or is"
-                    " taken from a share;"
-                    f" divide it, .set('<attribute>', divide='{step.axis}')",
-                    "E11",
-                )
-
-    def _explain(self, step: Step, operands: list[Operand], error: Exception) -> None:
-        """Raise PlacementError for a call that fails in the split model alone, so a size does not fit (E10, E11)."""
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        big = [o for o in operands if o.tensor.ndim and o.kind != "U"]
-        if any(o.kind == "S" for o in big) and any(o.placement != big[0].placement for o in big):
-            conflict(step, [o for o in big if o.tensor.ndim > 1 or o.kind == "S"], "sizes do not fit; cut both alike, or make both whole")
-        told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in operands)
-        step.fail(
-            f"{words} ({told}). It works in the whole model: a size that is written down in the module is the whole model's; divide it,"
-            f" .set('<attribute>', divide='{step.axis}')",
-            "E11",
-        )
+    def _placement_of_view(self, tensor: Tensor) -> Placement | None:
+        """Return the placement of a tensor, None: unknown; a view of what was filled follows what has been written to it since."""
+        placement = self.known.get(tensor)
+        if tensor not in self.views or placement is None or not (placement is UNIFORM or placement.as_needed):
+            return placement
+        base = self.look(self.views[tensor][0])
+        if placement is UNIFORM and base.kind in "RSP":
+            raise NotFollowed(f"{self.place()}: a view of a tensor that was written to since; verify() can tell (unknown)")
+        if placement.as_needed and not base.placement.as_needed:
+            return replace(base.placement, dim=placement.dim)
+        return placement
 
     # words
 
@@ -491,30 +473,36 @@ class Follower(TorchFunctionMode):
         """Check the results of the model. Raises PlacementError if one is a partial sum, or its gradient would be summed again."""
         assert self.axis is not None
         for name, tensor in named(result):
-            operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
+            place = f"the model ({type(self.model).__name__})"
             step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
-            if operand.kind == "P" and self.axis.name != "dp":
-                step.fail(
-                    f"leaves the model as {operand.placement.describe()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3"
-                )
-            if operand.kind == "R" and not operand.neutral and self.axis.name == "sp":
-                step.fail(
-                    f"all ranks of sp ({step.size}) compute it alike, and the gradients of parameters are summed over them,"
-                    f" {step.size} times too large: cut sequences with .ulysses(), or give these ranks to dp",
-                    "E5",
-                )
-            if operand.kind == "R" and not operand.neutral:
-                step.fail(
-                    f"is {operand.placement.describe()}: from here on all ranks use it alike, and the sum of the gradient would make"
-                    f" it {step.size} times"
-                    " too large; leave that line out, or give it grad='slice'",
-                    "E5",
-                )
-            if operand.kind == "?" and operand.placement.choice is not None:
-                operand.placement.choice.decide("I", "the model's result")
-            if operand.placement.shuffled > 1:
-                conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
-            whole = name.partition(".")[0] in (*HIDDEN, *HEADS)
-            if operand.kind == "S" and self.axis.name != "dp" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
-                words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
+            operand = self.look(tensor)
+            self._finish_one(step, operand)
+            is_record = name.partition(".")[0] in (*HIDDEN, *HEADS)
+            if operand.is_cut and self.axis.name != "dp" and (is_record or not self.axis.line):  # what else ulysses leaves cut is known
+                words = "applied.complete(result) makes it whole" if is_record else "whoever uses it must know"
                 self.flow.notes.append(f"result {name} is {operand.placement.describe()}: {words}")
+
+    def _finish_one(self, step: Step, result: Operand) -> None:
+        """Check one result of the model."""
+        if result.is_partial and step.axis != "dp":
+            step.fail(
+                f"leaves the model as {result.placement.describe()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3"
+            )
+        if result.kind == "R" and not result.neutral:
+            self._refuse_summed_again(step, result)
+        result.decide("I", "the model's result")
+        if result.placement.shuffled > 1:
+            conflict(step, [result], "its rows are out of order: they were gathered rank by rank")
+
+    def _refuse_summed_again(self, step: Step, result: Operand) -> NoReturn:
+        if step.axis == "sp":
+            step.fail(
+                f"all ranks of sp ({step.size}) compute it alike, and the gradients of parameters are summed over them,"
+                f" {step.size} times too large: cut sequences with .ulysses(), or give these ranks to dp",
+                "E5",
+            )
+        step.fail(
+            f"is {result.placement.describe()}: from here on all ranks use it alike, and the sum of the gradient would make"
+            f" it {step.size} times too large; leave that line out, or give it grad='slice'",
+            "E5",
+        )
