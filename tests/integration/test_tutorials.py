@@ -35,6 +35,15 @@ def test_the_page_does_what_it_says(tmp_path: Path, variables: dict[str, str], p
     assert run_page(page, tmp_path, variables)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not (ROOT / ".venv/bin/megatron-sp").exists(), reason="bash scripts/setup_env.sh makes the .venv that readers have")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_with_the_interpreter_of_a_reader(tmp_path: Path, page: Path) -> None:
+    """Nothing stands in for python here: what each program imports, it imports itself."""
+    path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
+    assert run_page(page, tmp_path, {"PATH": path, "MEGATRON_SP": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
+
+
 def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text('```python title="a.py"\nprint(1)\n```\n```bash\necho loss 1.25; echo end\n```\n```text\nloss 1...\n...\nend\n```\n')
