@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# torchrun with exit codes that mean something: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]
+# torchrun with meaningful exit codes: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]
 #
 # torchrun turns every failure into exit code 1. This reads the run's run_status.json afterwards and exits with the code listed in
 # docs/reference/exit_codes.md (75: preempted after a save, start the same command again). NPROC may also come as NPROC_PER_NODE. Variables:
 #   NNODES, NODE_RANK, MASTER_ADDR   a job of several hosts: how many, which one this is (from 0), the address of host 0; the same command
 #                                    on each of them (docs/how-to/launching/several_hosts.md)
-#   MASTER_PORT                      where host 0 is met (29400)
+#   MASTER_PORT                      port of the rendezvous on host 0 (29400)
 #   JOIN_TIMEOUT                     seconds that hosts wait for each other (600)
 #   JOB_ID                           tells two jobs on one host and port apart
-#   RESTARTS                         restart a failed job so often, from its last checkpoint (0); so often a host that died is taken back, too,
+#   RESTARTS                         times to restart a failed job from its last checkpoint (0); a host that died may rejoin as often,
 #                                    if the same command is started on it again within JOIN_TIMEOUT
 #   PYTHON                           the interpreter (.venv/bin/python)
 set -uo pipefail
@@ -59,12 +59,12 @@ elif [ -n "${NODE_RANK:-}" ] && [ "$NODE_RANK" != 0 ]; then
     die 2 "NODE_RANK=$NODE_RANK says that this is one of several hosts, but NNODES is ${NNODES:-not set}: set NNODES on every host, or leave NODE_RANK out"
 fi
 
-# for several processes this silences torchrun, and the program gives each its share of the cores; to one alone it would be an order
+# for several processes this silences torchrun, and the program divides the cores; a single process would take it as a limit
 if number "$nproc" && [ "$nproc" -gt 1 ]; then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 # from torch 2.13 on: how long torchrun waits for the last save after SIGTERM before it kills (30 s is its default, and fixed before)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}"
 
-# a mistake in the flags is answered here, in a moment and once, and not by torchrun's report about dead processes
+# mistakes in the flags are reported here, at once and only once, not by torchrun's report about dead processes
 resolved=""
 trains() { # takes the flags of a training, so that --print-config checks them
     if [ "$1" = -m ]; then case "${3:-}" in pretrain | finetune) [ "$2" = megatron_sp ] ;; *) false ;; esac
@@ -90,7 +90,7 @@ done
 status="$run_dir/run_status.json"
 before="$([ -f "$status" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
-# Meet the other hosts, and set `torchrun` to the program and its words for it.
+# Find the other hosts, and set `torchrun` to the program and its arguments.
 meet() {
     local met address interface
     if [ "$nnodes" -eq 1 ]; then
@@ -104,13 +104,13 @@ meet() {
     # later one would wait for it in vain. Without sharing, each round has its own store, on the first rank's host.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     echo "launch: host $NODE_RANK of $nnodes ($address), $nproc processes here; all meet at $MASTER_ADDR:$port" >&2
-    # who opens the port is said, not guessed from names; --node-rank means nothing to this rendezvous, which orders hosts by address
+    # is_host says who opens the port, so that it is not guessed from names; this rendezvous ignores --node-rank and orders hosts by address
     torchrun=("$root/scripts/torchrun_across_hosts.py" --nnodes "$nnodes" --rdzv-backend reachable-c10d
         --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port" --local-addr "$address"
         --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
 }
 
-# Whether the job may go on without torchrun having seen to it: its rendezvous is on host 0, and that may have died.
+# Succeeds if the job may be restarted here although torchrun did not: its rendezvous is on host 0, which may have died.
 may_return() {
     [ "$nnodes" -gt 1 ] && [ "$NODE_RANK" -ne 0 ] && [ "$relaunched" -lt "$restarts" ] && [ -z "$signalled" ] || return 1
     [ -n "$run_dir" ] && [ -f "$status" ] && [ "$(cat "$status")" != "$before" ] || return 0
@@ -139,7 +139,7 @@ while :; do
     done
     [ "$code" -ne 0 ] && may_return || break
     relaunched=$((relaunched + 1))
-    echo "launch: host 0, or the way to it, was lost: waiting up to $join_timeout s for it to come back (restart $relaunched of $restarts)" >&2
+    echo "launch: host 0 or the connection to it was lost: waiting up to $join_timeout s for it to come back (restart $relaunched of $restarts)" >&2
 done
 if [ "$code" -ne 0 ] && [ -n "$run_dir" ] && [ -f "$status" ] && [ "$(cat "$status")" != "$before" ]; then
     "$python" - "$status" "$code" <<'PY'

@@ -5,7 +5,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# 8,192 tokens on a GPU fit without recomputation, least of all that of attention, which is most of the work at this length
+# 8,192 tokens per GPU fit without recomputation, which would be costly: attention is most of the work at this length
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-host}" ZERO="${ZERO:-1}" OVERLAP="${OVERLAP:-auto}"
 export RECOMPUTE="${RECOMPUTE:-none}" TRAIN_ITERS="${TRAIN_ITERS:-25000}" # 26 billion tokens
 

@@ -6,8 +6,8 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# 16,384 tokens on a GPU: each block keeps its input alone. One group of keys and values for each of the 8 ranks of a sequence; the queries
-# of a group go in chunks, so that exchanges run under attention.
+# 16,384 tokens per GPU: each block keeps only its input. One key/value head for each of the 8 sp ranks; its queries are exchanged in
+# chunks, so that exchanges overlap with attention.
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-host}" ZERO="${ZERO:-3}" OVERLAP="${OVERLAP:-chunked}"
 export RECOMPUTE="${RECOMPUTE:-full}" TRAIN_ITERS="${TRAIN_ITERS:-20000}" # 21 billion tokens on one host
 

@@ -4,7 +4,7 @@
 #   bash scripts/quickstart.sh        a GPT
 #   bash scripts/quickstart.sh bert   a BERT
 #
-# Everything it makes is in runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over. Variables:
+# All output goes to runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over. Variables:
 #   QUICKSTART_STEPS   steps of training (280, of a BERT 1200)
 #   QUICKSTART_BYTES   bytes of text to take at most (all there is, about 10 MB)
 #   QUICKSTART_OUT     where everything goes (runs/quickstart)
@@ -16,13 +16,13 @@ gpt) # sequences: in a step, of each process; mark: in the names of what both le
     model=(--num-layers 4 --hidden-size 256 --seq-length 256)
     pace=(--lr 2e-3 --min-lr 2e-4 --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95)
     ;;
-bert) # only one token in seven is guessed, so a smaller model and more steps; it finds neighbours sooner by rotary positions
+bert) # only one token in seven is predicted, so a smaller model and more steps; rotary positions help it learn sooner
     usual_steps=1200 sequences=8 mark="bert-"
     model=(--num-layers 3 --hidden-size 128 --seq-length 128 --position-embedding-type rope --init-method-std 0.05)
     pace=(--lr 3e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --weight-decay 0.05 --adam-beta2 0.98)
     ;;
 *)
-    echo "quickstart.sh: unknown word '$family': it is gpt (which is meant without a word) or bert" >&2
+    echo "quickstart.sh: unknown argument '$family': expected gpt (the default) or bert" >&2
     exit 2
     ;;
 esac
@@ -70,8 +70,8 @@ else
     nproc=2
     precision=()
 fi
-# Each sequence is cut over as many processes as there are, or the most (of the 4 heads each needs one) that divide them: sequence
-# parallel (Ulysses), its exchanges under computation. What is left over is data parallel.
+# Ulysses sequence parallelism, with exchanges overlapped by computation: sp is the number of processes, or its largest divisor that is at
+# most the number of heads; dp = processes / sp.
 heads=4
 sp=$((nproc < heads ? nproc : heads))
 while [ $((nproc % sp)) -ne 0 ]; do sp=$((sp - 1)); done
@@ -100,7 +100,7 @@ if [ ! -f "$killed" ] && [ ! -f "$run/run_status.json" ]; then
     touch "$killed"
     say "5. Killed (SIGKILL) in step $victim. The same command again:"
 else
-    say "4. Training, from where it was"
+    say "4. Training, continued"
 fi
 bash scripts/launch.sh "$nproc" "${train[@]}"
 

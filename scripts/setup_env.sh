@@ -74,7 +74,7 @@ make_venv() { # BASE_PYTHON [--system-site-packages]
         if "$1" -m "$module" ${2:-} .venv >>"$log" 2>&1 && [ -x .venv/bin/pip ]; then rm -f "$log"; return 0; fi
         rm -rf .venv
     done
-    say "$1 can make no virtual environment; it said:"
+    say "$1 cannot create a virtual environment; its message:"
     sed 's/^/    /' "$log" | tail -n 12 >&2
     rm -f "$log"
     die "install the module: 'apt install python3-venv' (Debian, Ubuntu), or '$1 -m pip install --user virtualenv'; then run this again"
@@ -87,7 +87,7 @@ if [ -e .venv ] || [ -L .venv ]; then
         rm -rf .venv
     elif [ ! -f "$OURS" ] && ! runs .venv/bin/python; then
         kept=".venv.old-$(date +%Y%m%d-%H%M%S)"
-        say "the .venv found here does not work; it is kept as $kept"
+        say "the existing .venv does not work; it is kept as $kept"
         mv .venv "$kept"
     fi
 fi
@@ -114,7 +114,7 @@ rm -f "$READY"
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 pip() { .venv/bin/python -m pip "$@"; }
 # pip compiles what it installs one file after the other, a minute for all of it; this takes every core, and leaves out the thousands
-# of models in transformers, of which few are ever imported. A file that cannot be compiled is no matter: pip does not mind either.
+# of models in transformers, of which few are ever imported. A file that cannot be compiled does not matter, nor does it to pip.
 compile() {
     local site
     site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -145,6 +145,6 @@ pip install -q --no-compile --no-build-isolation -c .venv/constraints.txt -e ".[
 wait
 compile
 
-usable_torch .venv/bin/python >/dev/null || die "the environment has lost its torch ($found): remove .venv and run this again"
+usable_torch .venv/bin/python >/dev/null || die "the environment no longer has its torch ($found): remove .venv and run this again"
 printf '%s %s\n' "$wanted" "$key" >"$READY"
 say "ready: .venv/bin/python"

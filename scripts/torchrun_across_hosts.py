@@ -103,7 +103,7 @@ def run(words: list[str]) -> int:
     try:
         main(words)
     except RendezvousConnectionError as error:
-        print(f"error: host 0, or the way to it, was lost ({error.__cause__ or error})", file=sys.stderr)
+        print(f"error: host 0 or the connection to it was lost ({error.__cause__ or error})", file=sys.stderr)
         return EXIT_PEER_LOST
     except RendezvousTimeoutError:
         print("error: not all hosts came, or came back, within JOIN_TIMEOUT: see that each has its own NODE_RANK", file=sys.stderr)

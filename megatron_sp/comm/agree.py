@@ -35,7 +35,7 @@ def all_ranks_agree(group: Group) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # told to the others first, raised again below
+    except Exception as error:  # reported to the other ranks first, raised again below
         failure = error
     reports = gather_json(None if failure is None else _describe(failure), group)
     failed = [rank for rank, report in enumerate(reports) if report is not None]

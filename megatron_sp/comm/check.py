@@ -42,8 +42,8 @@ from megatron_sp.utils.processes import is_running, is_stopped, machine
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = str(Path(__file__).resolve().parent) + os.sep
 _SPACE = "check_collectives"
-_PATIENCE_S = 1.0  # a wait that is longer is worth looking into: has somebody died, does somebody wait elsewhere?
-_FAREWELL_S = 3.0  # how long one waits, before it ends, for the others to have read why
+_PATIENCE_S = 1.0  # a longer wait is investigated: has a rank died, or is one waiting in another collective?
+_FAREWELL_S = 3.0  # how long a failing rank waits for the others to read why, before it exits
 
 
 class DivergenceError(ReportedError):
@@ -106,7 +106,7 @@ def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) ->
     """
     rank = dist.get_rank()
     store = dist.PrefixStore(_SPACE, dist.distributed_c10d._get_default_store())  # has no public name
-    made = store.add(f"made/{rank}", 1)  # groups may be built again in one job, and then count from 1 again
+    made = store.add(f"made/{rank}", 1)  # groups may be rebuilt within a job, and then count from 1 again
     store = dist.PrefixStore(str(made), store)
     store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid(), machine()]))
     checked: dict[str, CheckedGroup] = {}
@@ -190,7 +190,7 @@ class CheckedGroup:
         if not dead and waited_s <= self._timeout_s:
             return
         if dead and any(self._store.check([keys[member]]) for member in dead):
-            return  # it came between the two looks, and ended after that
+            return  # it arrived between the two checks, and ended after that
         call = Call(**json.loads(self._store.get(keys[present[0]])))
         lines = [f"{_name(present, self._ranks)} call{'s' * (len(present) == 1)} {call}"]
         lines += [self._about(member, member in dead) for member in (dead or absent)[:8]]
@@ -218,7 +218,7 @@ class CheckedGroup:
             text += f", its last collective of this group was {self._number - 1}: {Call(**json.loads(self._store.get(last)))}"
         else:
             text += ", it has made no collective of this group"
-        if self._store.check([f"failed/{rank}"]):  # its end follows from trouble in another group
+        if self._store.check([f"failed/{rank}"]):  # it ended because of a failure in another group
             text += f", and this was its last word:\n{self._store.get(f'failed/{rank}').decode()}"
         elif not dead and self._store.check([waiting]):
             text += f"; it waits in {self._store.get(waiting).decode()}"
@@ -226,7 +226,7 @@ class CheckedGroup:
 
     def _fail(self, error: ReportedError, present: list[int]) -> NoReturn:
         """Raise ``error`` once the other ``present`` ranks know it too, since this process may be the one that hosts the store."""
-        error.on_all_ranks = any(self._ranks[member] == 0 for member in present)  # then rank 0 says it for all
+        error.on_all_ranks = any(self._ranks[member] == 0 for member in present)  # then rank 0 reports it for all
         self._store.set(f"failed/{self._ranks[self.rank()]}", str(error))
         self._store.set(f"{self._key(self.rank())}/seen", "1")
         _wait_for(lambda: self._store.check([f"{self._key(member)}/seen" for member in present]))

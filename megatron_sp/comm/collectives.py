@@ -66,7 +66,7 @@ class Handle:
         if getattr(self, "_work", None) is None or sys.is_finalizing() or sys.exc_info()[0] is not None:
             return
         what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
-        warnings.warn(f"nobody waited for {what}: whoever uses its result or its operand may read half of it", RuntimeWarning, stacklevel=1)
+        warnings.warn(f"wait() was never called on {what}: its result may be read before it is complete", RuntimeWarning, stacklevel=1)
 
     @property
     def waited(self) -> bool:
@@ -139,7 +139,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
     work = dist.all_to_all_single(parts, x, group=group, async_op=True)
 
     def add_up() -> Tensor:
-        result = x.new_empty(shape) if out is None else out  # not before it is needed: other gradients are made meanwhile
+        result = x.new_empty(shape) if out is None else out  # as late as possible: other gradients are computed meanwhile
         by_rank = parts.view(size, *shape)
         if x.dtype in (torch.bfloat16, torch.float16):
             return result.copy_(by_rank.sum(0, dtype=torch.float32))

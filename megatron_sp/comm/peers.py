@@ -84,11 +84,11 @@ class Peers:
         verdicts: list[str] = []
         talk = threading.Thread(target=lambda: verdicts.append(self._agree(known, stopped or dead)), daemon=True)
         talk.start()
-        talk.join(4 * _ROLL_CALL_S)  # a network that is cut would hold the store's answer back for ever
+        talk.join(4 * _ROLL_CALL_S)  # with the network cut, the store's answer would never come
         verdict = verdicts[0] if verdicts else known
         for rank in stopped or [r for r in self._here() if r != self.rank and f"{self._name(r)} did not answer" in verdict]:
             verdict += self._keep_stack(rank, folder)
-        nobody = "a rank died or did not answer, none of those on this host; the launcher's report names it"
+        nobody = "a rank on another host died or did not answer; the launcher's report names it"
         return f"{verdict or nobody}: a collective failed ({first_line(error)}). Start the same command again with --auto-resume."
 
     def _here(self) -> list[int]:
@@ -120,7 +120,7 @@ class Peers:
             if known or store.check(["verdict"]):
                 known = store.compare_set("verdict", "", known).decode()
             store.set(f"heard/{self.rank}", "1")
-            if self.rank == 0 and not shared:  # its process keeps the store
+            if self.rank == 0 and not shared:  # its process hosts the store
                 heard = _marks(store, "heard", [r for r in others if r not in answered()])
                 _wait_for(lambda: not heard())
         except RuntimeError:  # the store is gone

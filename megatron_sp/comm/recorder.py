@@ -259,7 +259,7 @@ class Recorder:
         for flight in self.flights:
             begin = at(flight.began)
             waited = None if flight.waits is None else (at(flight.waits[0]), at(flight.waits[1]))
-            # gloo's thread may get to say so only after whoever waited has gone on
+            # gloo's thread may report it only after the waiting thread has gone on
             known = [t for t in (None if flight.ended is None else at(flight.ended), waited and waited[1]) if t is not None]
             exposed = 0.0 if waited is None else waited[1] - waited[0]
             finish = max(begin, min(known, default=begin))

@@ -32,7 +32,7 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
         is_master=rank == 0 and not shared, timeout=timeout, multi_tenant=True,
-        # torch counts who has come over all attempts: behind one of another size the count may never be a multiple of this one's
+        # torch counts arrivals over all attempts: after an attempt of another size the count may never be a multiple of this one's
         wait_for_workers=False,
     )  # fmt: skip
     space = dist.PrefixStore(_SPACE, store)

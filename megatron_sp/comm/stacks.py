@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from megatron_sp.utils.processes import is_stopped
 
-_PATIENCE_S = 20.0  # a process that computes on a busy machine; one that has ended is not waited for
+_PATIENCE_S = 20.0  # enough for a process that computes on a busy machine; one that has ended is not waited for
 _NONE = -1
 
 
@@ -42,8 +42,8 @@ def take_stack(pid: int, descriptor: int) -> str:
     if not number or descriptor == _NONE:
         return ""
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # now: who is woken may end at once, and the path with it
-            if os.fstat(file.fileno()).st_size == 0:  # else another rank has asked, and it may have gone on since
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # before waking it: a woken process may end at once, and its path with it
+            if os.fstat(file.fileno()).st_size == 0:  # otherwise another rank has asked, and it may have gone on since
                 _signal_main_thread(pid, number)
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)

@@ -22,16 +22,16 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "tokenizer": ("tokenizer", "train a SentencePiece or WordPiece tokenizer on text"),
     "generate": ("generate", "continue text with a trained GPT"),
     "evaluate": ("evaluate", "report perplexity and bits per byte; also scores last-word prediction and multiple-choice tasks"),
-    "serve": ("serve", "serve a trained GPT by OpenAI's completions API over HTTP"),
+    "serve": ("serve", "serve a trained GPT over HTTP with OpenAI's completions API"),
     "finetune": ("finetune", "fine-tune a classifier on a pretrained BERT"),
-    "fill-mask": ("fill_mask", "have a trained BERT guess hidden words"),
+    "fill-mask": ("fill_mask", "fill in masked words with a trained BERT"),
     "report": ("report", "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration"),
     "plot": ("plot", "draw the curves of one or several runs"),
     "summarize": ("summarize", "summarize a run in a few lines"),
 }
 DATA_PROGRAMS: dict[str, tuple[str, str]] = {
     "corpus": ("corpus", "write a JSONL corpus of the text that comes with Python"),
-    "section-task": ("section_task", "make a classification task of such a corpus"),
+    "section-task": ("section_task", "make a classification task from such a corpus"),
 }
 
 
@@ -89,7 +89,7 @@ def _add_command(commands: Commands, name: str, text: str, **more: Any) -> argpa
 
 
 def _add_doctor(commands: Commands) -> None:
-    text = "look at this machine: torch, devices, backends, optional packages, disk and memory, and suggest a fix for anything missing"
+    text = "check this machine: torch, devices, backends, optional packages, disk and memory, and suggest a fix for anything missing"
     doctor = _add_command(commands, "doctor", text)
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
     doctor.set_defaults(run=_doctor)
@@ -98,7 +98,7 @@ def _add_doctor(commands: Commands) -> None:
 def _add_data(commands: Commands) -> None:
     from megatron_sp.commands.data import add_actions
 
-    data = commands.add_parser("data", help="make, look at, join and split data sets", allow_abbrev=False)
+    data = commands.add_parser("data", help="make, inspect, join and split data sets", allow_abbrev=False)
     add_actions(data, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
 
 
@@ -110,7 +110,7 @@ def _add_presets(commands: Commands) -> None:
 
 
 def _add_plan(commands: Commands) -> None:
-    text = "which layout for which GPUs: memory and speed of all layouts of a model, predicted, the fastest that fit first"
+    text = "choose a layout for given GPUs: predicted memory and speed of all layouts of a model, the fastest that fit first"
     from megatron_sp.planner import options
 
     plan = _add_command(commands, "plan", text, usage=options.USAGE, epilog=options.EPILOG)
@@ -119,7 +119,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_convert(commands: Commands) -> None:
-    text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/how-to/convert.md has the formats"
+    text = "convert weights from and to Hugging Face, Megatron and Megatron-DeepSpeed; docs/how-to/convert.md has the formats"
     from megatron_sp.convert import arguments
 
     parser = _add_command(commands, "convert", text, epilog=arguments.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,14 +143,14 @@ def _add_ckpt(commands: Commands) -> None:
 def _add_schedule(commands: Commands) -> None:
     from megatron_sp.commands.schedule.options import add_actions
 
-    text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/how-to/schedule.md"
+    text = "check, show, explain, verify and train external models (transformers', yours) by schedules: docs/how-to/schedule.md"
     add_actions(_add_command(commands, "schedule", text))
 
 
 def _add_chaos(commands: Commands) -> None:
     from megatron_sp.commands.chaos import options
 
-    text = "try a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
+    text = "stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
     chaos = _add_command(commands, "chaos", text, usage=options.USAGE, epilog=options.EPILOG)
     options.add_arguments(chaos)
     chaos.set_defaults(run=_chaos, takes_words=True)

@@ -30,10 +30,10 @@ def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) ->
     )
     verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
     verify.add_argument("--vocab-size", type=integer(2**31 - 1), help="token ids from here on are errors (default: only negative ids are)")
-    verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 where there is none, of the files as they are")
+    verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 of the files as they are, if there is none")
     verify.set_defaults(run=_verify)
 
-    inspect = action("inspect", "show a data set's sizes, and documents of it as token ids or text")
+    inspect = action("inspect", "show a data set's sizes, and some documents as token ids or text")
     inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
     inspect.add_argument("--document", type=integer(), nargs="+", default=[], metavar="N", help="documents to show, from 0 on")
     inspect.add_argument("--tokens", type=integer(2**31 - 1), default=_SHOWN_TOKENS, metavar="N",
@@ -85,7 +85,7 @@ def _verify(args: argparse.Namespace) -> int:
         named = indexed.prefix + digest_file.SUFFIX
         print(f"{prefix}: sound: {counts}{f'; every byte is as {named} says' if has_digest else ''}")
         if not has_digest and args.write_digest:
-            print(f"{prefix}: {named} is written: it says what every byte is now")
+            print(f"{prefix}: {named} is written: it describes the files as they are now")
         elif not has_digest:
             print(f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are")
         sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)

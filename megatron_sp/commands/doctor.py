@@ -88,7 +88,7 @@ def _torch() -> Iterator[Finding]:
     version, (oldest, newest) = numbers(torch.__version__)[:2], TESTED_TORCH
     found = f"{torch.__version__} ({build})"
     if version < OLDEST_TORCH:
-        yield Finding("torch", "lack", found, "2.10 is the oldest that reads foreign files safely: pip install -U torch")
+        yield Finding("torch", "lack", found, "2.10 is the oldest that reads untrusted files safely: pip install -U torch")
     elif not oldest <= version <= newest:
         yield Finding("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
     else:
@@ -257,7 +257,7 @@ def _print_table(rows: list[Finding]) -> None:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
-    except ImportError:  # rich itself may be what lacks
+    except ImportError:  # rich itself may be missing
         for row in rows:
             print(f"{row.status:5}{row.name}: {row.found}" + (f"  -> {row.remedy}" if row.remedy else ""))
         return
@@ -269,4 +269,4 @@ def _print_table(rows: list[Finding]) -> None:
         table.add_row(Text(row.status, style=colors[row.status]), row.name, Text(row.found), Text(row.remedy))
     Console().print(table)
     lacking = sum(row.status == "lack" for row in rows)
-    print(f"{lacking} required thing(s) lack; see the remedies above." if lacking else "Everything that training needs is there.")
+    print(f"{lacking} required thing(s) lack; see the remedies above." if lacking else "Everything that training needs is installed.")

@@ -72,11 +72,13 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
     if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
         raise ConfigError(f"--batch-size ({options.batch_size}) and --limit ({options.limit}) must be at least 1")
     if options.stride is not None and not (options.data_path or options.text):
-        raise ConfigError("--stride is about windows over a text: it goes with --data-path and --text")
+        raise ConfigError("--stride needs --data-path or --text: it shifts windows over a text")
     if options.split is not None and options.data_path is None:
-        raise ConfigError("--split is about a data set: it goes with --data-path")
+        raise ConfigError("--split needs --data-path: it selects a part of a data set")
     if config.model.is_bert and (options.last_word or options.choices or options.stride):
-        raise ConfigError("--last-word, --choices and --stride are about continuing a text, and this is a BERT: use --data-path or --text")
+        raise ConfigError(
+            "--last-word, --choices and --stride need a model that continues text, and this is a BERT: use --data-path or --text"
+        )
     if options.json is not None:
         require_place(options.json, "--json")
     return Reading(length, stride, options.batch_size, options.limit)

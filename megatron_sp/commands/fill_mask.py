@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MASK = "[MASK]"
 INSTEAD = {
-    "GPT": "which sees only what stands before a word: megatron-sp generate has it continue a text",
-    "classifier": "whose head for masked tokens is gone: give the BERT that it was made from",
+    "GPT": "which sees only the text before a word: use megatron-sp generate to continue a text",
+    "classifier": "which has no head for masked tokens: give the BERT that it was made from",
 }
 
 
@@ -50,7 +50,7 @@ def encode(stored: Stored, text: str) -> list[int]:
 
     special, parts = special_tokens(stored.tokenizer), text.split(MASK)
     if len(parts) < 2:
-        raise ConfigError(f"nothing is hidden in '{text}': write {MASK} in place of a word")
+        raise ConfigError(f"nothing is masked in '{text}': write {MASK} in place of a word")
     ids = stored.tokenizer.encode(parts[0])
     for part in parts[1:]:
         ids += [special.mask, *stored.tokenizer.encode(part)]

@@ -22,7 +22,7 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.program import documented_parser
 
-if TYPE_CHECKING:  # imports numpy, which wants memory: run_program() finds words where there is none
+if TYPE_CHECKING:  # imports numpy, which needs memory: run_program() explains if there is none
     from megatron_sp.data.classification import Example, TextTable
 
 _COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group": "group"}
@@ -40,12 +40,10 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argpa
     parser.add_argument("--text", metavar="NAME", help="tsv, jsonl: column of the text (default: text)")
     parser.add_argument("--second-text", metavar="NAME", help="tsv, jsonl: column of the second text (default: there is none)")
     parser.add_argument("--label", metavar="NAME", help="tsv, jsonl: column of the label (default: label)")
-    parser.add_argument("--group", metavar="NAME", help="column that says which examples are right together or not at all (exact match)")
+    parser.add_argument("--group", metavar="NAME", help="column that groups examples which count as right only all together (exact match)")
     parser.add_argument("--pretrained-checkpoint", metavar="RUN", help="run, or step folder, to start from (default: random weights)")
     parser.add_argument("--epochs", type=float, default=3.0, metavar="N", help="passes over the training examples (default: 3)")
-    parser.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave out lines that are no examples, and count them, instead of stopping"
-    )
+    parser.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that are not examples, instead of stopping")
     return parser.parse_known_args(argv)
 
 

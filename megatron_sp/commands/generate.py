@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from megatron_sp.models.gpt import GPTModel
 
 INSTEAD = {
-    "BERT": "which sees both sides of a word and cannot continue a text: megatron-sp fill-mask has it guess words that you hide",
-    "classifier": "which puts texts into classes and writes none: megatron-sp finetune says how well",
+    "BERT": "which sees both sides of a word and cannot continue a text: use megatron-sp fill-mask to fill in masked words",
+    "classifier": "which classifies texts and generates none: megatron-sp finetune reports how well",
 }
 
 
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     while (text := team.broadcast(next(asked, None))) is not None:
         try:
             continue_prompts(model, tokenizer, [text], options, sampling, team)
-        except ConfigError as error:  # a prompt that is too long is no reason to go
+        except ConfigError as error:  # a prompt that is too long does not end the session
             team.say(f"error: {error}")
 
 

@@ -72,13 +72,13 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add("--part", metavar="I/N", default="1/1",
         help="the I-th of N parts of the input, for array jobs: -I-of-N is added to the output's name, and `megatron-sp data merge` joins"
         " the parts (lines and row groups are dealt out, other files as a whole)")  # fmt: skip
-    add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them, instead of stopping")
+    add("--skip-bad-lines", action="store_true", help="skip and count lines that cannot be read, instead of stopping")
     return parser
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
-    from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which wants memory
+    from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which needs memory
     from megatron_sp.data.text_input import Part
 
     args = build_parser(prog).parse_args(argv)
@@ -155,5 +155,5 @@ def _shown() -> Iterator[Progress]:
 def _status(report: PreprocessReport, bytes_read: int, bytes_total: int) -> str:
     rate = bytes_read / 1e6 / max(report.seconds, 1e-9)
     tokens = sum(report.num_tokens.values())
-    total = f" of {bytes_total / 1e6:.1f}" if bytes_total else ""  # of standard input nobody knows
+    total = f" of {bytes_total / 1e6:.1f}" if bytes_total else ""  # the size of standard input is unknown
     return f"{bytes_read / 1e6:.1f}{total} MB, {report.num_documents} documents, {tokens} tokens, {rate:.1f} MB/s"

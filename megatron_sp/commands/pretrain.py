@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") 
         raise SystemExit(EXIT_OK)
     if not words or words[0] not in programs:
         found = f", not {words[0]!r}" if words else ""
-        print(f"{prog}: the first word says what is trained, gpt or bert{found}: {prog} gpt --help", file=sys.stderr)
+        print(f"{prog}: the first word must be gpt or bert{found}: {prog} gpt --help", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG)
     programs[words[0]](words[1:], f"{prog} {words[0]}")
 

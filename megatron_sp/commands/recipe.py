@@ -91,7 +91,7 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
         return flags, config_from_args(flags, world_size=layout[2], family=family)
 
     try:
-        flags, config = of(variables.full_layout)  # in a smoke test too: a layout that cannot be is no layout to try
+        flags, config = of(variables.full_layout)  # in a smoke test too: an impossible layout cannot be tried
         if variables.smoke:
             flags, config = of(variables.smoke_layout, *_tiny(config, variables))
     except ConfigError as error:

@@ -122,7 +122,7 @@ def _run(command: list[str], environ: dict[str, str]) -> int:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         child = subprocess.Popen(command, env=environ)
-        if stopped:  # before there was a child to tell
+        if stopped:  # before there was a child to signal
             child.terminate()
         while True:
             try:

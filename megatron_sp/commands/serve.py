@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MEGATRON_SP_API_KEY"
 INSTEAD = {
-    "BERT": "which cannot continue a text: megatron-sp fill-mask has it guess words that you hide",
-    "classifier": "which puts texts into classes and writes none",
+    "BERT": "which cannot continue a text: use megatron-sp fill-mask to fill in masked words",
+    "classifier": "which classifies texts and generates none",
 }
 
 
@@ -95,7 +95,10 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     team.say(loaded.description)
     model, tokenizer = cast("GPTModel", loaded.model), loaded.stored.tokenizer
     if door is None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 gets it too, finishes what there is, and says when to stop
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # rank 0 gets it too, finishes the requests in progress, and tells the others when to stop
             signal.signal(number, signal.SIG_IGN)
         Slots(model, options.max_batch_size, tokenizer.vocab_size).follow(lambda: cast("list[object]", team.broadcast(None)))
         return

@@ -54,7 +54,9 @@ def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
         return summary(run, records)
     except (KeyError, TypeError, ValueError) as error:  # the program writes no such record: the file was changed
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{run}/metrics.jsonl holds a record that cannot be used ({what}): it is damaged, or of another program") from None
+        raise DataError(
+            f"{run}/metrics.jsonl holds a record that cannot be used ({what}): it is damaged, or was written by another program"
+        ) from None
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

@@ -14,7 +14,7 @@ from megatron_sp.utils.program import integer
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
-    # imports numpy, which wants memory
+    # imports numpy, which needs memory
     from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 
     parser = argparse.ArgumentParser(

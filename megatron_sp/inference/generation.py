@@ -189,7 +189,7 @@ class _Ending:
             return "stop"
         if num_new >= self.max_new_tokens:
             return "max_new_tokens"
-        # the token behind the last position can be predicted, but not be read again
+        # the token after the last position can be predicted, but not fed back
         return "context" if len(tokens) > self.max_positions else ""
 
 

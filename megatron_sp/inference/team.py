@@ -163,7 +163,7 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
         PeerError: not all of them joined.
     """
     device = choose_device(options.device, launch)
-    if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread each wastes the other cores
+    if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread per process leaves the other cores idle
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(options.num_threads or max(1, cores // launch.local_world_size))
     if launch.world_size == 1:
@@ -232,4 +232,4 @@ def run_tool(body: Callable[[Launch], None]) -> int:
     if failed is None or launch.world_size == 1:
         destroy_process_group()
         return code
-    leave(code, as_usual=False)  # a broken process group would hold an orderly exit up
+    leave(code, as_usual=False)  # a broken process group would block an orderly exit

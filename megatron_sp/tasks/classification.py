@@ -25,7 +25,7 @@ from megatron_sp.training.step import Loss
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.files import atomic_write_text
 
-_FEW_LABELS = 100  # of which the log can hold who was taken for whom; with more, predictions.tsv says it all the same
+_FEW_LABELS = 100  # classes up to which the log holds a confusion matrix; with more, predictions.tsv still has every prediction
 
 
 class Classification:
@@ -89,7 +89,7 @@ class Classification:
         try:
             atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
         except OSError as error:
-            raise DiskError(f"{path} cannot be written: {error.strerror}; free some space, and the same command does the rest") from None
+            raise DiskError(f"{path} cannot be written: {error.strerror}; free some space and run the same command again") from None
 
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:

@@ -76,7 +76,7 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group))
     if layout.tp.size > 1:
         write(s, layout.tp.seq)
-    if not any(d.do == "ulysses" for d in s.directives):  # a plan may say more of it
+    if not any(d.do == "ulysses" for d in s.directives):  # a plan may set more of its options
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
     s.apply()
     assert s.applied is not None
@@ -87,19 +87,19 @@ def problems(config: Config) -> Iterator[str]:
     """Yield the problems of flags that an external model does not support."""
     kernels, parallel, model = config.kernels, config.parallel, config.model
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
-        yield f"--sp-overlap-mode {parallel.overlap_mode} is for our own blocks: a model from outside knows none and split-qkv"
+        yield f"--sp-overlap-mode {parallel.overlap_mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"
     if kernels.recompute_granularity == "selective" or kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1:
-        yield "a model from outside recomputes all of its blocks, one by one, or none: --recompute-granularity full, and nothing else of it"
+        yield "an external model recomputes all of its blocks or none: use --recompute-granularity full without further options"
     for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations")):
         if given:
-            yield f"{flag} changes the inside of our own blocks, and this model is from outside: leave it out"
+            yield f"{flag} changes megatron_sp's own blocks, which an external model does not have: leave it out"
     data = config.data
     for given, flag in ((data.reset_position_ids, "--reset-position-ids"), (data.reset_attention_mask, "--reset-attention-mask"),
                         (data.bert_pack_sequences, "--bert-pack-sequences")):  # fmt: skip
         if given:
-            yield f"{flag}: a model from outside is trained on whole rows: leave it out"
+            yield f"{flag}: an external model is trained on whole rows: leave it out"
     if model.has_order_head:
-        yield "a model from outside is trained on masked tokens alone: add --bert-no-binary-head"
+        yield "an external model is trained on masked tokens alone: add --bert-no-binary-head"
 
 
 def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:

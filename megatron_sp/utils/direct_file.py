@@ -21,7 +21,7 @@ import numpy as np
 from megatron_sp.utils.files import file_system
 
 _FILE_SYSTEMS = ("ext4", "xfs")
-_ALIGN = 4096  # of memory, offsets and lengths; a disk that wants more says EINVAL
+_ALIGN = 4096  # alignment of memory, offsets and lengths; a disk that needs more reports EINVAL
 _BUFFER_BYTES = 8 << 20
 
 

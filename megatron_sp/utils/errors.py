@@ -16,7 +16,7 @@ EXIT_DISK = 6
 EXIT_PEER = 7
 EXIT_LOCK = 8
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything is saved, start the same command again
-EXIT_INTERRUPTED = 130  # by Ctrl-C, of a program that keeps nothing half done
+EXIT_INTERRUPTED = 130  # ended by Ctrl-C, with nothing left half done
 
 
 class ReportedError(Exception):

@@ -77,7 +77,7 @@ def open_own(path: str | Path, flags: int) -> BinaryIO:
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return cast("BinaryIO", open(fd, _MODES[flags & (os.O_WRONLY | os.O_RDWR)]))
     except BaseException:
         os.close(fd)
@@ -165,7 +165,7 @@ def held_folder(folder: str | Path, patience_s: float = 10.0) -> Iterator[None]:
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # whoever writes there will hear of it
+    except OSError:  # the next write will report it
         yield
         return
     try:

@@ -84,13 +84,13 @@ class Stream:
 
     def _failed(self, error: OSError | ValueError) -> None:
         is_first = self.error is None
-        if self.error is None:  # a ValueError: somebody has closed it
+        if self.error is None:  # a ValueError: it has been closed
             self.error = error if isinstance(error, OSError) else OSError(errno.EBADF, os.strerror(errno.EBADF))
         if not is_first:
             return
         reason, name = self.error.strerror or str(self.error), _NAMES[self._name]
         if not self.is_result:
-            _say_elsewhere(self._name, f"warning: {name} cannot be written ({reason}): what this program says there is lost, it goes on")
+            _say_elsewhere(self._name, f"warning: {name} cannot be written ({reason}): its output there is lost, the program continues")
             return
         if self.error.errno != errno.EPIPE:
             _say_elsewhere(self._name, f"error: {name} cannot be written: {reason}")
@@ -132,7 +132,7 @@ def checked() -> Iterator[None]:
     """
     _fill_standard_descriptors()
     before = {name: getattr(sys, name) for name in _NAMES}
-    if any(isinstance(stream, Stream) for stream in before.values()):  # within another one
+    if any(isinstance(stream, Stream) for stream in before.values()):  # nested in another one
         yield
         return
     ours = {name: Stream(stream, name, is_result=name == "stdout") for name, stream in before.items()}
@@ -162,7 +162,7 @@ def _say_elsewhere(name: str, text: str) -> None:
     """Write a line to the other of the two streams, if that one works and it does not mix with a result."""
     other = getattr(sys, "stdout" if name == "stderr" else "stderr", None)
     if name == "stderr" and isinstance(other, Stream) and other.is_result:
-        return  # a result is not to be mixed with it
+        return  # a result must not be mixed with it
     with contextlib.suppress(OSError, ValueError, AttributeError):
         other.write(f"{text}\n")  # type: ignore[union-attr]
         other.flush()  # type: ignore[union-attr]

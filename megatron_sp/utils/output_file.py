@@ -18,7 +18,7 @@ from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import atomic_replace, kind_of
 
 _MOST_LINKS = 40
-_OPEN_FILES = ("/dev/fd/", "/proc/")  # names of what is open already: /dev/stdout is a link to one
+_OPEN_FILES = ("/dev/fd/", "/proc/")  # names of files that are already open: /dev/stdout links to one
 
 
 def require_place(path: str | Path, flag: str, *, only_file: bool = False) -> None:
@@ -102,7 +102,7 @@ def _is_open_already(path: str | Path) -> bool:
 
 
 def _write_into(path: str | Path, data: bytes) -> None:
-    try:  # not waiting for a FIFO's reader, who may never come
+    try:  # without waiting for a FIFO's reader, which may never come
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno != errno.ENXIO:

@@ -149,6 +149,6 @@ def leave(code: int, *, as_usual: bool = True) -> NoReturn:
     with contextlib.suppress(Exception):
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # full or closed: that was told when it happened
+        with contextlib.suppress(Exception):  # full or closed: it was reported when it happened
             stream.flush()
     os._exit(code)

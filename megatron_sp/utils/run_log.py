@@ -43,7 +43,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
         raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
     if bad:
-        notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
+        notes.append(f"{file}: {len(bad)} lines are not records and are left out, the first is line {bad[0]}")
     return records, notes
 
 
@@ -56,7 +56,7 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
     try:
         with open_own(run_dir / "metrics.jsonl", os.O_RDONLY) as file:
             for line in file:
-                if not line.startswith(_OF_EVALUATION):  # the others are many
+                if not line.startswith(_OF_EVALUATION):  # most lines are of other kinds
                     continue
                 record = _parse(line)
                 if record is not None and record["kind"] == "start" and record["step"] < step:
@@ -92,4 +92,4 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return None
     step = record.get("step")
-    return record if type(step) is int and abs(step) < 2**53 else None  # beyond that it has no place on an axis
+    return record if type(step) is int and abs(step) < 2**53 else None  # a larger one is not exact as a float

@@ -257,7 +257,7 @@ def test_a_network_that_stays_cut_ends_the_job_on_both_hosts(tmp_path: Path, two
     finally:
         codes = finish(job.processes)
     assert codes == [7, 7], job.said
-    assert "host 0, or the way to it, was lost" in job.said
+    assert "host 0 or the connection to it was lost" in job.said
     assert not any(is_running(pid) for pid in there), "no orphan is left"
     assert status(run)["exit_code"] == 7 and saved_steps(run)
 

@@ -138,7 +138,7 @@ def test_it_trains_and_resumes_alone(trained: Installed) -> None:
     assert "step 5/5" in trained.tool("pretrain", "gpt", *flags, "--auto-resume", "--override-opt-param-scheduler")
     assert "pretrain bert: --num-layer is unknown" in trained.tool("pretrain", "bert", "--num-layer", 2, code=2)
     assert "--num-layers" in trained.tool("pretrain", "gpt", "--help")
-    assert "the first word says what is trained" in trained.tool("pretrain", "gtp", code=2)
+    assert "the first word must be gpt or bert" in trained.tool("pretrain", "gtp", code=2)
 
 
 def test_it_generates_evaluates_and_converts(trained: Installed) -> None:

@@ -112,4 +112,4 @@ def late_network() -> Iterator[_LateDist]:
         finally:
             torch.set_deterministic_debug_mode(before)
     left = [work.name for work in late.started if not work.waited]
-    assert not left, f"nobody waited for {left}"
+    assert not left, f"wait() was never called on {left}"

@@ -28,7 +28,7 @@ from megatron_sp.utils.run_log import read_status
 
 MARK = "chaos.json"
 PER_ROUND = 10
-_TRIES = 4  # starts in a row that come to nothing
+_TRIES = 4  # consecutive starts that fail
 
 
 @dataclass
@@ -98,14 +98,14 @@ class Campaign:
         job = self._start(run)
         job.wait(lambda: watch.of("start"), self.patience_s)
         self._start_s = time.monotonic() - began
-        # a training of the user's may take longer than any single wait: patience counts from one step to the next
+        # the user's training may take longer than any single wait, so patience is measured from one step to the next
         seen = -1
         while not job.has_ended() and len(watch.look()) != seen:
             seen = len(watch.look())
             job.wait(lambda seen=seen: len(watch.look()) > seen, self.patience_s)  # type: ignore[misc]
         if not job.has_ended() or job.code != 0 or read_status(run).get("status") != "done":
             ended = f"ended with code {job.code}" if job.has_ended() else f"made no progress for {self.patience_s:.0f} s"
-            raise ConfigError(f"the training does not run to its end even without a fault: it {ended}; its last lines:\n{_last(job)}")
+            raise ConfigError(f"the training does not finish even without a fault: it {ended}; its last lines:\n{_last(job)}")
         saves = [r for r in watch.of("save") if r.get("saved")]
         if len(saves) < 3:
             raise ConfigError(f"the training saves {len(saves)} times only: give it a --save-interval a fifth of its --train-iters or less")
@@ -158,7 +158,7 @@ class Campaign:
     def _choose(self, left: int, but: faults.Fault | None = None) -> Kind | None:
         if left <= 0 or self._is_late():
             return None
-        # a rank that is stopped for good is waited for by the others until their time-out, which is the user's
+        # the other ranks wait for a permanently stopped one until their timeout, which the user sets
         kinds = [k for k in KINDS if k.inflict is not but and (k.inflict is not faults.rank_stopped or self._may_stop())]
         return self.rng.choices(kinds, [k.weight for k in kinds])[0]
 
@@ -174,7 +174,7 @@ class Campaign:
             job.kill()
         has_ended = job.has_ended()
         if has_ended:
-            job.kill()  # what is left below the launcher
+            job.kill()  # processes left over below the launcher
             self._check_output(job, kind)
             after.last_step = max([after.last_step, *(r["step"] for what in ("start", "train") for r in watch.of(what))])
         if not scene.struck:
@@ -209,7 +209,7 @@ class Campaign:
             self.tallies[name].lost_steps += max(0, after.last_step - begins)
         for step, what in after.damaged:
             if begins >= step:
-                self._problem(job, f"a damaged checkpoint was taken without a word ({what}): it went on from step {begins}")
+                self._problem(job, f"a damaged checkpoint was loaded silently ({what}): it went on from step {begins}")
 
     def _compare(self, run: Path) -> None:
         found = in_child(lambda: differences(self.folder / "clean", run))
@@ -289,7 +289,7 @@ def claim(folder: Path) -> None:
             raise ConfigError(f"{folder} holds files already ({', '.join(entries[:3])}): give a new folder, or an empty one")
         strange = [name for name in entries if not _is_ours(folder / name)]
         if strange:
-            raise ConfigError(f"{folder} holds more than an earlier call has left there ({', '.join(strange[:3])}): give a new folder")
+            raise ConfigError(f"{folder} holds files that no earlier call has left there ({', '.join(strange[:3])}): give a new folder")
         for name in entries:
             path = folder / name
             if path.is_dir():

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     if command and command[0].startswith("-"):
         raise ConfigError(f"unrecognized argument: {command[0]} (the training's command stands behind --)")
     for name, low, high in (("faults", 1, 10**6), ("ranks", 1, 64), ("minutes", 0, 10**5), ("patience", 1, 10**5)):
-        if not low <= getattr(args, name) <= high:  # not a number neither
+        if not low <= getattr(args, name) <= high:  # not NaN either
             raise ConfigError(f"--{name} ({getattr(args, name)}) must be from {low} to {high}")
     if not sys.platform.startswith("linux"):
         raise ConfigError("chaos needs Linux: it looks at processes in /proc and limits them from outside")

@@ -16,7 +16,7 @@ from megatron_sp.checkpoint.commit import list_steps, step_number
 from megatron_sp.checkpoint.verify import is_complete
 from megatron_sp.commands.chaos.jobs import Job, Watch
 
-_MOST_STEPS = 6  # that are let pass before something happens
+_MOST_STEPS = 6  # records that pass before the fault
 _PAUSE_S = 0.3
 
 
@@ -70,7 +70,7 @@ class Scene:
         return f"{what}, and it had not ended after {self.patience_s:.0f} s"
 
 
-Fault = Callable[[Scene], str]  # returns what went wrong, "" if nothing did; a job that goes on has not ended
+Fault = Callable[[Scene], str]  # returns what went wrong, "" for nothing; a job that continues has not ended
 
 
 def rank_killed(scene: Scene) -> str:
@@ -131,7 +131,7 @@ def rank_stopped(scene: Scene) -> str:
     others = [other for other in ranks if other != pid]
     alone = scene.job.wait(lambda: not set(others) & set(scene.job.processes()), scene.patience_s)
     scene.job.kill()
-    return "" if alone else f"a rank was stopped, and the others had not ended after {scene.patience_s:.0f} s"
+    return "" if alone else f"a rank was stopped, and the others were still running after {scene.patience_s:.0f} s"
 
 
 def disk_full(scene: Scene) -> str:

@@ -82,7 +82,7 @@ class Job:
         """Return the ids of running processes: those that were started come first, then their descendants."""
         parents = _parents()
         before = -1
-        while before != len(self._known):  # also of those whose parent has gone: they were known before
+        while before != len(self._known):  # including orphans: they were known before
             before = len(self._known)
             self._known |= {pid for pid, parent in parents.items() if parent in self._known}
         return sorted((pid for pid in self._known if pid in parents and is_running(pid)), key=lambda pid: (pid not in self._started, pid))
@@ -168,7 +168,7 @@ def _fork(body: Callable[[], None], output: Path) -> int:
         return pid
     code = 1
     try:
-        os.setsid()  # a Ctrl-C at the terminal is for the one who does all this
+        os.setsid()  # a Ctrl-C at the terminal is for the campaign, not for its jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)

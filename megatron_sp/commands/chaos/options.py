@@ -16,10 +16,10 @@ EPILOG = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags; the arguments that argparse does not know are the training's command."""
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="for the runs, on the file system to try; new, empty, or from an earlier call"
+        "folder", type=Path, metavar="DIR", help="folder for the runs, on the file system to test; new, empty, or from an earlier call"
     )
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default: 100)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults and their order (default: 1)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of the built-in training (default: 2)")
-    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="no new fault after so long (default: 120)")
+    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="start no new fault after this time (default: 120)")
     parser.add_argument("--patience", type=float, default=120, metavar="SECONDS", help="longest wait for anything to happen (default: 120)")

@@ -21,7 +21,7 @@ def differences(clean: Path, run: Path) -> list[str]:
         readers = [NativeReader(folder, verified=True) for folder in folders]  # ``find`` has read every byte
         first, second = (reader.tensors() for reader in readers)
         found = [f"the last checkpoint is {folders[1].name}, not {folders[0].name}"] if folders[0].name != folders[1].name else []
-        found += [f"{name} is in one of the two only" for name in sorted(first.keys() ^ second.keys())]
+        found += [f"{name} is in only one of the two" for name in sorted(first.keys() ^ second.keys())]
         for name in first.keys() & second.keys():
             a, b = (reader.read(name).contiguous() for reader in readers)
             if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
@@ -39,5 +39,5 @@ def _of_logs(clean: Path, run: Path) -> list[str]:
         for r in records[1] if r["kind"] == "train" and r["step"] in losses and r.get("loss_hex") != losses[r["step"]]
     ]  # fmt: skip
     return found + [
-        f"step {step} was taken twice with other results" for step, taken in repetitions(records[1]).items() if not are_equal(taken)
+        f"step {step} was repeated with different results" for step, taken in repetitions(records[1]).items() if not are_equal(taken)
     ]

@@ -82,7 +82,7 @@ def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
         state = read_state(step_dir)
         expected = expected_shapes(state.get("config"), listed.tensors)
     except (ReportedError, OSError) as error:
-        yield f"the shapes that the configuration asks for cannot be told: {error}"
+        yield f"the shapes of the configuration's model cannot be determined: {error}"
         return
     weights = weights_of(listed.tensors)
     for name, shape in sorted(expected.items()):

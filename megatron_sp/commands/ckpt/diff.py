@@ -69,7 +69,7 @@ def run(
     """
     for name, value in (("--rtol", rtol), ("--atol", atol)):
         if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{name} ({value}) must be a number from 0 on")
+            raise ConfigError(f"{name} ({value}) must be a number of at least 0")
     folders = step_folder(a), step_folder(b)
     lists = read_manifest(folders[0]), read_manifest(folders[1])
     rows = [] if tensors is not None else state_rows(folders, lists)
@@ -148,7 +148,7 @@ def _text(
     lines = [f"a: {folders[0]}", f"b: {folders[1]}"]
     for title, some in (
         ("state and flags", [row for row in rows if row.counts]),
-        ("shown, not counted: how it was run", [row for row in rows if not row.counts]),
+        ("shown but not counted: how it was run", [row for row in rows if not row.counts]),
     ):
         if some:
             lines += [f"{title}:", *aligned([("", "a", "b"), *((row.name, _plain(row.a), _plain(row.b)) for row in some)])]
@@ -161,7 +161,7 @@ def _text(
 def _tensor_text(found: list[TensorDifference]) -> list[str]:
     if not found:
         return []
-    alone = [row for row in found if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]  # one line for many of a kind
+    alone = [row for row in found if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]  # one line for many similar ones
     rest = [row for row in found if row not in alone]
     ordered = sorted(rest, key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name))
     table = [("", "a", "b", "max|a-b|", "/max|b|", "values beyond"), *map(_tensor_cells, ordered[:_MAX_ROWS])]

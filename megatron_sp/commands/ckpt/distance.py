@@ -44,7 +44,7 @@ class Distance:
         self.count += x.numel()
         if not x.numel():
             return
-        if x.dtype == y.dtype and torch.equal(x, y):  # the common case, and by far the fastest to tell
+        if x.dtype == y.dtype and torch.equal(x, y):  # the common case, and by far the fastest to detect
             finite = y[torch.isfinite(y)] if y.is_floating_point() else y
             self.largest = max(self.largest, float(finite.double().abs().max()) if finite.numel() else 0.0)
             return

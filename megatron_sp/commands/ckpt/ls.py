@@ -90,7 +90,7 @@ def _advice(found: Survey) -> list[str]:
     if kinds & {"replaced", "abandoned"}:
         lines.append("set aside, abandoned: from a continuation of the run that was given up; each can be loaded by its path")
     if found.entries:
-        lines.append(f"looked at: manifests and sizes; not read: the files' contents, which megatron-sp ckpt verify {run} compares")
+        lines.append(f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares")
     if kinds and not found.is_written:
         lines.append(f"to delete what is left over: megatron-sp ckpt prune {run} --leftovers")
     return lines

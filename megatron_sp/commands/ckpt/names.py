@@ -81,5 +81,5 @@ def matching(tensors: Tensors, pattern: str) -> list[str]:
     found = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         near = difflib.get_close_matches(pattern, list(tensors), n=3, cutoff=0.4) or sorted(tensors)[:3]
-        raise CheckpointError(f"no tensor matches {pattern!r}; nearest: {', '.join(near) or 'there is none at all'}")
+        raise CheckpointError(f"no tensor matches {pattern!r}; nearest: {', '.join(near) or 'it has no tensors at all'}")
     return found

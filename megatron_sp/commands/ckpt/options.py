@@ -53,7 +53,9 @@ def _add_show(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "verify", "read a checkpoint byte for byte against its manifest, list all that is wrong; exit code 3 if so")
+    parser = _action(
+        actions, "verify", "compare a checkpoint byte for byte with its manifest and list everything wrong; exit code 3 if anything is"
+    )
     _add_step(parser)
     parser.add_argument("--all", action="store_true", help="every step of the run, not only its newest")
     parser.add_argument(
@@ -77,15 +79,15 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_prune(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "prune", "delete old checkpoints of a run that no job is writing to")
     parser.add_argument("path", type=Path, metavar="RUN")
-    parser.add_argument("--keep-last", type=integer(), metavar="N", help="sound ones to keep, the newest; each is read byte for byte")
+    parser.add_argument("--keep-last", type=integer(), metavar="N", help="keep the newest N sound checkpoints; each is read byte for byte")
     parser.add_argument("--keep-every", type=integer(), metavar="K", help="also keep every step that is a multiple of this")
     parser.add_argument("--leftovers", action="store_true", help="delete unfinished and set-aside folders, too")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     parser.set_defaults(run=_prune)
 
 
 def _add_merge(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _action(actions, "merge", "write a checkpoint anew as one of a single process: few files, the same bits")
+    parser = _action(actions, "merge", "rewrite a checkpoint as one of a single process: few files, the same bits")
     _add_step(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="run folder to make (required)")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's tensors out")

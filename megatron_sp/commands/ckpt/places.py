@@ -35,7 +35,7 @@ def place_of(path: Path) -> CheckpointPath:
         CheckpointError: the folder does not exist.
     """
     if not path.is_dir():
-        find.candidates(path, None)  # says what there is instead
+        find.candidates(path, None)  # its message lists what there is instead
     if find.is_step_folder(path):
         return CheckpointPath(path.parent, _run_of(path.parent), path)
     folder = find.checkpoints_folder(path)

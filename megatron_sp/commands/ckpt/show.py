@@ -126,7 +126,7 @@ def _text(record: Record) -> list[str]:
     lines = [record["path"], *aligned(rows)]
     lines += ["", "bytes by kind", *_kind_rows(record), "", "weights by module (a star: all layers)", *_module_rows(record)]
     flags = [(_flag(key), _plain(e["value"]), f"(default {_plain(e['default'])})") for key, e in record["changed_flags"].items()]
-    lines += ["", f"flags that are not at their default: {len(flags)}", *aligned(flags)]
+    lines += ["", f"flags that differ from their defaults: {len(flags)}", *aligned(flags)]
     lines += ["", "tensors", *_tensor_rows(record["tensors"])] if isinstance(record["tensors"], dict) else []
     lines += ["", "values (of the finite ones)", *_value_rows(record["values"])] if "values" in record else []
     return lines

@@ -39,8 +39,8 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     try:
         with torch.device("meta"):
             model = _build(config, tensors)
-    except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # nothing about its numbers is certain
-        raise ConfigError(f"no model can be made from the configuration: {error or type(error).__name__}") from None
+    except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # none of its numbers can be trusted
+        raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
     specs = shard_specs(model)
     return {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
 

@@ -151,7 +151,7 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
         except FileNotFoundError:
             continue  # renamed or deleted since the folder was listed
     if strange:
-        notes.append(f"not looked at, no folder of a step: {', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}")
+        notes.append(f"ignored, not a step folder: {', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}")
     return sorted(entries, key=lambda entry: (entry.step, entry.kind != STEP, entry.path.name))
 
 

@@ -42,7 +42,7 @@ def _folders(path: Path, ckpt_step: int | None, every: bool) -> list[Path]:
     place = place_of(path)
     if place.only is not None or ckpt_step is not None:
         raise CheckpointError(f"--all asks for every step of a run, but one step is named ({path}): give the run, or leave --all out")
-    step_folder(path)  # says it where there is none
+    step_folder(path)  # raises where there is none
     return list(list_steps(place.folder).values())
 
 
@@ -51,7 +51,7 @@ def problems(step_dir: Path, *, deep: bool) -> list[str]:
     try:
         listed = read_manifest(step_dir)
     except CheckpointError as error:
-        return [str(error)]  # nothing is known of what else must be there
+        return [str(error)]  # it is unknown what else must be there
     if extra := verify.extra_files(step_dir, listed):
         warn(f"{step_dir} holds files that its manifest does not list, ignored: {', '.join(extra[:10])}")
     found = of_bytes(step_dir, listed)

@@ -14,15 +14,15 @@ _FACTORY = "function of yours that returns the model, or (model, batch of keywor
 def add_actions(schedule: argparse.ArgumentParser) -> None:
     """Add a subcommand for each action."""
     actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _action(actions, "check", "look for mistakes without a job: paths, sizes, sums that are missing or made twice; exit code 2 for one")
+    _action(actions, "check", "look for mistakes without a job: paths, sizes, missing or doubled sums; exit code 2 if there are any")
     show = _action(actions, "show", "the model's tree: what is split and how, where ranks talk")
-    show.add_argument("--every", action="store_true", help="also modules of which there is nothing to say")
-    show.add_argument("--html", metavar="FILE", help="write a picture of it, one file that opens anywhere")
+    show.add_argument("--every", action="store_true", help="include modules that the schedule does not touch")
+    show.add_argument("--html", metavar="FILE", help="write a picture of it, as one HTML file")
     show.add_argument("--save", metavar="FILE", help="write the lines as a plan, such as those of a preset")
     show.add_argument(
         "--cost", type=integer(), nargs=2, metavar=("ROWS", "TOKENS"), help="also the bytes a rank holds, and sends in a step"
     )
-    explain = _action(actions, "explain", "all about some modules: shares of parameters, and why each collective is there")
+    explain = _action(actions, "explain", "details of some modules: shares of parameters, and why each collective is there")
     explain.add_argument("path", metavar="PATH", help="module, or a glob of several")
     verify = _action(
         actions, "verify", "compare a step of the split model with the whole one, every gradient, in fp64; exit code 5 if they differ"

@@ -82,7 +82,7 @@ def _config(data: dict[str, Any], folder: str) -> Any:
     clean = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
     try:
         return known[model_type].from_dict(clean)
-    except Exception as error:  # transformers raises classes of its own for what it does not like
+    except Exception as error:  # transformers raises exception classes of its own for what it rejects
         raise ConfigError(f"{folder}: config.json is no {model_type}'s: {error}") from None
 
 

@@ -59,7 +59,7 @@ def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord
         text = _string(row, "text", where).rstrip()
         context, _, word = text.rpartition(" ")
         if not context.strip() or not word:
-            raise DataError(f"{where}: 'text' must have at least two words with a space between them, the last of which is to be found")
+            raise DataError(f"{where}: 'text' must have at least two words separated by spaces, the last of which is to be predicted")
         found.append(LastWord(context, " " + word, where))
     return found
 

@@ -48,7 +48,7 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
         stride: offset between consecutive windows; with ``length`` they do not overlap, with less every scored token after the first
             window has at least ``length - stride`` tokens of context.
     """
-    scored, start = 0, 0  # the labels 1 to ``scored`` have had their turn
+    scored, start = 0, 0  # the labels 1 to ``scored`` are done
     while scored < len(tokens) - 1:
         stop = min(start + length, len(tokens) - 1)
         yield ScoredTokens(tokens[start : stop + 1], scored - start)

@@ -84,7 +84,9 @@ def score_rows(model: GPTModel, rows: Sequence[ScoredTokens], batch_size: int, t
 
 def _score_batch(model: GPTModel, rows: Sequence[ScoredTokens]) -> list[list[float]]:
     longest = max(len(row.tokens) for row in rows) - 1
-    tokens, labels = (np.zeros((len(rows), longest), np.int64) for _ in range(2))  # what fills up is behind the row: nobody sees it
+    tokens, labels = (
+        np.zeros((len(rows), longest), np.int64) for _ in range(2)
+    )  # padding comes after the row, so no real token attends to it
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens) - 1], labels[i, : len(row.tokens) - 1] = row.tokens[:-1], row.tokens[1:]
     device = model.embedding.word_embeddings.weight.device

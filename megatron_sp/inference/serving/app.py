@@ -23,7 +23,7 @@ from megatron_sp.inference.serving.request import ApiError, Completion, Limits, 
 from megatron_sp.inference.serving.sequence import Piece, TokenInfo, logprobs_of
 from megatron_sp.ops import availability
 
-_LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
+_LOOK_S = 0.25  # interval at which a waiting request checks that its client is still connected
 _BODY_TIMEOUT_S = 30.0
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
@@ -85,7 +85,7 @@ class _Handlers:
     async def completions(self, request: Any) -> Any:
         self._admit(request)
         if int(request.headers.get("content-length", 0)) > self.front.max_body_bytes:
-            raise self._too_large()  # at the header: what will not be taken need not be sent
+            raise self._too_large()  # already at the headers: a body that will be rejected need not be sent
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
         data, front = await self._body(request), self.front
@@ -94,7 +94,7 @@ class _Handlers:
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         job = front.engine.submit(spec, emit)
@@ -135,7 +135,7 @@ class _Handlers:
                     raise ApiError(499, "the client has closed the connection")
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than the {self.front.max_body_bytes} bytes this server takes")
+        return ApiError(413, f"the body is larger than the {self.front.max_body_bytes} bytes this server accepts")
 
     async def _body(self, request: Any) -> bytes:
         parts, size = [], 0
@@ -151,7 +151,7 @@ class _Handlers:
         try:
             await asyncio.wait_for(read(), _BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
         except self._client_disconnect:
             raise ApiError(499, "the client has closed the connection") from None
         return b"".join(parts)

@@ -26,7 +26,7 @@ from megatron_sp.inference.serving.sequence import Piece, Sequence
 from megatron_sp.inference.serving.slots import Slots
 
 Event = Piece | ApiError
-_IDLE_S = 30.0  # how often other ranks hear from rank 0 when nothing happens
+_IDLE_S = 30.0  # interval of rank 0's messages to the other ranks while idle
 
 
 @dataclass(eq=False)
@@ -224,7 +224,9 @@ class Engine:
         if not self._running:
             return
         logits = self._slots.step([entry.sequence.tokens[-1] for entry in self._running])
-        for row in range(len(self._running) - 1, -1, -1):  # from the last: a row that goes is filled by one that has had its turn
+        for row in range(
+            len(self._running) - 1, -1, -1
+        ):  # backwards: a freed row is filled by the last one, which has been handled already
             entry = self._running[row]
             self._emit(entry, entry.sequence.next(logits[row]))
             if entry.sequence.finished:

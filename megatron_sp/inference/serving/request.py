@@ -106,7 +106,7 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
     prompts = _prompts(body.get("prompt"), tokenizer)
     if len(prompts) * n > limits.max_sequences:
         raise ApiError(
-            400, f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices this server takes at once", "n"
+            400, f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices this server accepts at once", "n"
         )
     echo = fields.boolean("echo")
     max_tokens = _max_tokens(fields, prompts, limits, echo)

@@ -71,7 +71,7 @@ class Slots:
     def again(self, more: bool) -> None:
         """Copy the prompt that was read last into another row; ``more``: ``again`` will be called once more."""
         self._tell(["again", more])
-        assert self._prompt is not None, "the last prompt was not read to be used again"
+        assert self._prompt is not None, "the last prompt was not kept for further samples"
         self._cache.add(self._prompt)
         self._prompt = self._prompt if more else None
 

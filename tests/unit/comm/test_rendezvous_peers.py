@@ -144,7 +144,7 @@ def test_nobody_died_here(dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Peers.dead_here, "__defaults__", (0.0,))
     peers = Peers(["a", "b"], [os.getpid(), dead_pid], [HERE, "another boot"])
     assert peers.dead_here() == []
-    assert "none of those on this host" in peers.explain(RuntimeError(""))
+    assert "a rank on another host died" in peers.explain(RuntimeError(""))
 
 
 def roll_call(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, where: list[str], pids: list[int], ranks: list[int]) -> list[str]:

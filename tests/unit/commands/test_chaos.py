@@ -140,7 +140,7 @@ def test_equal_runs_and_others(tmp_path: Path) -> None:
     assert "step-000001" in differences(clean, run("short", 1, losses=(3.0,)))[0]
     assert "the loss of step 2 is" in differences(clean, run("log", 2, losses=(3.0, 2.5)))[0]
     twice = logged(run("twice", 2, losses=(3.0, 2.0, 9.0)), 8.0, step=3)
-    assert differences(clean, twice) == ["step 3 was taken twice with other results"]
+    assert differences(clean, twice) == ["step 3 was repeated with different results"]
     assert "no checkpoint" in differences(clean, logged(tmp_path, 1.0))[0]
 
 

@@ -58,7 +58,7 @@ def test_another_layout_is_no_difference(base: Path, tmp_path: Path, capsys: Cap
         "--micro-batch-size",
         "--save",
     }
-    assert not any(row["counts"] for row in found["state"]) and "shown, not counted" in text and "4: dp 2, tp 2" in text
+    assert not any(row["counts"] for row in found["state"]) and "shown but not counted" in text and "4: dp 2, tp 2" in text
 
 
 def test_state_and_flags(base: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -113,7 +113,7 @@ def test_names_shapes_and_dtypes(base: Path, tmp_path: Path, capsys: Capture, mo
 
 def test_what_cannot_be_compared(base: Path, tmp_path: Path, capsys: Capture) -> None:
     for words, code, says in (
-        (["--rtol", "-1"], 2, "--rtol (-1.0) must be a number from 0 on"),
+        (["--rtol", "-1"], 2, "--rtol (-1.0) must be a number of at least 0"),
         (["--atol", "nan"], 2, "--atol (nan) must be"),
         (["--tensors", "nothing"], 3, "matches 'nothing'"),
     ):

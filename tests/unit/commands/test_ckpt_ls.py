@@ -150,7 +150,7 @@ def test_other_places(run: Path, tmp_path: Path, capsys: Capture) -> None:
     assert [c["loss"] for c in one[1][0]["checkpoints"]] == [7.25] and one[1][0]["resume"] is None
     (run / "checkpoints" / "notes.txt").write_text("")
     (run / "checkpoints" / "\x1b[2J").write_text("x")
-    assert "not looked at, no folder of a step: '\\x1b[2J', notes.txt" in ls(capsys, run)[0]
+    assert "ignored, not a step folder: '\\x1b[2J', notes.txt" in ls(capsys, run)[0]
     assert cli.main(["ckpt", "ls", str(tmp_path / "run-1")]) == 3
     assert "nearest: run" in capsys.readouterr().err
 
@@ -171,6 +171,6 @@ def test_what_was_not_checked_is_said(run: Path, capsys: Capture) -> None:
     """A flipped bit is none of its business, and it does not look as if it were; a link is not taken for a step."""
     (run / "checkpoints" / "step-000008").symlink_to("step-000006")
     text, (found,) = ls(capsys, run)
-    assert f"looked at: manifests and sizes; not read: the files' contents, which megatron-sp ckpt verify {run} compares" in text
+    assert f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares" in text
     assert "step-000008 is a symbolic link: not looked at, and a load refuses it" in text
-    assert [entry["step"] for entry in found["checkpoints"]] == [2, 4, 6] and any("not read" in note for note in found["notes"])
+    assert [entry["step"] for entry in found["checkpoints"]] == [2, 4, 6] and any("not the files'" in note for note in found["notes"])

@@ -155,7 +155,7 @@ def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
     [
         (None, "a stored configuration must be an object"),
         ({"model": {"num_layers": 10**9, "hidden_size": 8}}, "the configuration has 1000000000 layers, the checkpoint 48 tensors"),
-        ({"model": {"num_layers": 2, "hidden_size": -8, "num_attention_heads": 2}}, "no model can be made from the configuration"),
+        ({"model": {"num_layers": 2, "hidden_size": -8, "num_attention_heads": 2}}, "no model can be built from the configuration"),
     ],
 )
 def test_a_configuration_that_makes_no_model(config: Any, says: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def _forget() -> None:
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     text = capsys.readouterr().out
-    assert "megatron-sp doctor" in text and "Everything that training needs is there." in text
+    assert "megatron-sp doctor" in text and "Everything that training needs is installed." in text
     assert {r.name for r in examine()} >= {"Python", "torch", "backend gloo", "required packages", "kernel apex", "disk", "processors"}
     assert all(r.status in ("ok", "warn") for r in examine())
     assert all(r.remedy for r in examine() if r.status == "warn")

@@ -90,7 +90,7 @@ def test_mistakes_are_one_message_and_a_code(tmp_path: Path, capsys: pytest.Capt
     save(tmp_path / "run", config_of(tmp_path, "bert"))
     run = ("--load", str(tmp_path / "run"))
     for words, code, says in (
-        ((*run, "--text", "a b"), 2, "nothing is hidden in 'a b'"),
+        ((*run, "--text", "a b"), 2, "nothing is masked in 'a b'"),
         ((*run, "--text", "[MASK]" * 11), 2, "has 13 tokens, the model has 12 positions"),
         ((*run, "--text", "[MASK]", "--top", "0"), 2, "--top (0)"),
         ((*run, "--text", "[MASK]", "--tokenizer-model", "/nowhere/vocab.txt"), 4, "/nowhere/vocab.txt"),

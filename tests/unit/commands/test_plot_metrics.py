@@ -104,7 +104,7 @@ def test_a_torn_last_line_and_a_bad_one_are_left_out_and_said(resumed: Path, cap
     path.write_text("\n".join(lines) + '{"kind": "train", "step": 11, "lo')
     assert plot.main([str(resumed), "--text"]) == 0
     out, err = capsys.readouterr()
-    assert "2 lines are no records and are left out, the first is line 3" in err
+    assert "2 lines are not records and are left out, the first is line 3" in err
     assert "the last line is cut off" in err
     assert "step 10, train loss 3.0000, validation loss 3.5000, perplexity 33.00, resumed at step 5" in out
 

@@ -227,8 +227,8 @@ def test_bad_lines_are_named(tmp_path: Path, read: Any, line: str, message: str)
         (["--data-path", "/nowhere"], 4, "/nowhere"),
         (["--text", "x", "--stride", "25"], 2, "--stride (25) must be 1 to --seq-length (24)"),
         (["--text", "x", "--seq-length", "25"], 2, "--seq-length (25) must be 2 to 24"),
-        (["--last-word", "x", "--stride", "2"], 2, "--stride is about windows"),
-        (["--text", "x", "--split", "1,1"], 2, "--split is about a data set"),
+        (["--last-word", "x", "--stride", "2"], 2, "--stride needs --data-path or --text"),
+        (["--text", "x", "--split", "1,1"], 2, "--split needs --data-path"),
         (["--text", "x", "--json", "/nowhere/out.json"], 2, "there is no folder /nowhere"),
     ],
 )

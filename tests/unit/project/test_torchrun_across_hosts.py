@@ -74,7 +74,7 @@ def test_every_join_timeout_is_one_that_the_kernel_takes(program: ModuleType, se
 
 
 @pytest.mark.parametrize("error, said", [
-    (RendezvousConnectionError("reset by peer"), "host 0, or the way to it, was lost (reset by peer)"),
+    (RendezvousConnectionError("reset by peer"), "host 0 or the connection to it was lost (reset by peer)"),
     (RendezvousTimeoutError(), "not all hosts came, or came back, within JOIN_TIMEOUT"),
 ])  # fmt: skip
 def test_what_torchrun_cannot_reach_is_exit_code_7(

@@ -50,7 +50,7 @@ def test_smoothed_is_the_plain_mean() -> None:
 def test_a_step_that_no_axis_has_room_for_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": {2**53}}}\n{{"kind": "train", "step": {2**53 - 1}}}\n')
     found, notes = read_records(tmp_path)
-    assert [r["step"] for r in found] == [2**53 - 1] and "1 lines are no records" in notes[0]
+    assert [r["step"] for r in found] == [2**53 - 1] and "1 lines are not records" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_training_goes_on_and_knows(name: str) -> None:
     code, _, err = in_child(body, stdout=made())
     assert (
         code == 0
-        and err == f"warning: standard output cannot be written ({os.strerror(number)}): what this program says there is lost, it goes on\n"
+        and err == f"warning: standard output cannot be written ({os.strerror(number)}): its output there is lost, the program continues\n"
     )
 
     def both() -> None:
