@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sp.report.run_history import smoothed
-
 LARGEST = 1e300  # differences of larger ones overflow; they are listed like infinity
 LOOKS = 6  # there are in page.css
 MARKED = 200  # of the places that are no numbers; more than that cannot be told apart
@@ -51,11 +49,6 @@ class Curve:
 
     def __post_init__(self) -> None:
         self.look = (self.run if self.look < 0 else self.look) % LOOKS
-
-    def smooth(self, share: float) -> tuple[list[float], list[float]]:
-        """Return x and y of the running mean."""
-        x, y = (self.mean_x, self.mean_y) if self.mean_x else (self.x, self.y)
-        return x, smoothed(y, share)
 
     def to_json(self) -> dict[str, Any]:
         """Return the curve for the page's script, with short names and numbers to save space."""
