@@ -65,7 +65,7 @@ setup(
     install_requires=[
         "torch>=2.10",  # earlier ones run code from a crafted weights_only file (CVE-2026-24747)
         "numpy>=1.26",
-        "einops>=0.8",
+        "einops>=0.8.2",
         "sentencepiece>=0.2.1",  # CVE-2026-1260
         "tokenizers>=0.22",  # BERT's WordPiece
         "safetensors>=0.5",

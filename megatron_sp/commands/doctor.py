@@ -22,7 +22,7 @@ from megatron_sp.utils.errors import ConfigError
 
 GIB = 1024**3
 REQUIRED = {
-    "numpy": "1.26", "einops": "0.8", "sentencepiece": "0.2.1", "tokenizers": "0.22", "safetensors": "0.5",
+    "numpy": "1.26", "einops": "0.8.2", "sentencepiece": "0.2.1", "tokenizers": "0.22", "safetensors": "0.5",
     "rich": "13.7", "pyyaml": "6.0",
 }  # fmt: skip
 """Distributions that setup.py requires besides torch, with the oldest version."""

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops import availability
@@ -445,7 +446,6 @@ def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:
     """Return row keys for attention dropout, one per query and head: int32 [s, b] -> [b*g, r, s]; head numbers are global."""
-    s, b = rows.shape
     heads = torch.arange(first_head, first_head + groups * queries_per_group, device=rows.device, dtype=torch.int64)
     mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd
-    return fold32(mixed ^ (mixed >> 29)).permute(1, 2, 0).reshape(b * groups, queries_per_group, s)
+    return rearrange(fold32(mixed ^ (mixed >> 29)), "s b (g r) -> (b g) r s", g=groups)

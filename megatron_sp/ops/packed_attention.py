@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops.backward import gradients_of
@@ -269,12 +270,10 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kerne
         each: columns of m per sequence.
         kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest length).
     """
-    s, m, r, d = q.shape
-    b = m // each
-    by_token = [t.view(s, b, each, -1, d).transpose(0, 1).reshape(b * s, -1, d) for t in (q, k, v)]
-    ends = _ends(segments, s, q.device)
+    by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
+    ends = _ends(segments, q.shape[0], q.device)
     out = kernel(*by_token, ends, max(segment.queries for segment in segments))
-    return out.view(b, s, each, r, d).transpose(0, 1).reshape(s, m, r, d)
+    return rearrange(out, "(b s) (g r) d -> s (b g) r d", s=q.shape[0], g=each)
 
 
 @lru_cache(maxsize=4)

@@ -89,7 +89,7 @@ def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = row("required packages")
     assert (found.status, found.found) == ("lack", "einops absent, sentencepiece 0.2.0")
-    assert found.remedy == "pip install 'einops>=0.8' 'sentencepiece>=0.2.1'"
+    assert found.remedy == "pip install 'einops>=0.8.2' 'sentencepiece>=0.2.1'"
 
 
 def test_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
