@@ -160,17 +160,18 @@ class AttentionCore:
         assert self.ctx.rotary is not None
         return apply_rotary(x, *self.ctx.rotary, self.d, heads=heads, rotated=rotated)
 
+    # plain reshapes: every layer of every step comes through here, and einops would take ten times as long as the view
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
-        """Reshape queries [s, b, queries*d] to [s, b*g, r, d]; if the groups are uneven, each query is a group of its own."""
+        """Reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is a group of its own."""
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
         return q.reshape(q.shape[0], -1, each, self.d)
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
-        """Reshape keys or values [s, b, g*d] to [s, b*g, 1, d]."""
+        """Reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]."""
         return x.reshape(x.shape[0], x.shape[1] * groups, 1, self.d)
 
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
-        """Repeat keys or values [s, b*g, 1, d] to [s, b*queries, 1, d]: one head for each query."""
+        """Repeat keys or values [s, (b g), 1, d] to [s, (b queries), 1, d]: one head for each query."""
         places = key_of_each_query(share, self.r)
         by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
         # not an index: it would have to travel to the GPU each time, and the host to wait for it

@@ -36,6 +36,19 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 Batch = dict[str, Tensor]
 
 
+class Rank:
+    """A rank of a group, for what needs no messages."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
 class Alone:
     """A group of one, without a process group behind it."""
 
