@@ -338,3 +338,12 @@ def test_the_cpu_kernels_gradients_need_no_packing(r: int, monkeypatch: pytest.M
     monkeypatch.setattr(attention_module, "empty", lambda shape, **kw: asked.append(tuple(shape)) or torch.empty(shape, **kw))
     out.backward(randn(*out.shape, seed=1))
     assert asked == [(6, 4, r + 2, D)], "one tensor for all three gradients, handed on as it is"
+
+
+def test_each_head_of_each_sequence_has_its_own_dropout_keys() -> None:
+    """Group by group: group i of r queries is heads i * r to (i + 1) * r, wherever they are computed."""
+    rows = torch.arange(10, dtype=torch.int32).view(5, 2)  # [s, b]
+    keys = head_row_keys(rows, groups=3, queries_per_group=4, first_head=7)
+    assert keys.shape == (2 * 3, 4, 5)
+    for b, i, j in ((0, 0, 0), (0, 2, 1), (1, 1, 3)):
+        assert torch.equal(keys[b * 3 + i, j], head_row_keys(rows, 1, 1, first_head=7 + i * 4 + j)[b, 0])
