@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,11 +26,26 @@ from megatron_sp.utils.errors import ConfigError, NumericsError
 _SEED = 2023
 
 
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of ``Verify`` that Slapo's does not have.
+
+    Attributes:
+        init_weights: as for ``build``, on the copy.
+        dtype: fp64, or fp32 with its tolerance.
+    """
+
+    init_weights: Init = None
+    dtype: torch.dtype = torch.float64
+
+
 class Verify:
     """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks.
 
     A replaced module computes with the weights of the old one, where names and shapes are the same. Slapo's version compares only results;
     this one also compares the gradients of all parameters, and of inputs that require one.
+
+    The arguments are Slapo's, in its order.
 
     Args:
         sch: schedule of the whole model.
@@ -40,8 +56,7 @@ class Verify:
         device: where to compute (default: where the model is).
         eval_mode: turn dropout off, and use the running statistics of batch norms.
         enable: False: nothing is compared or checked, and ``build`` may be called inside.
-        init_weights: as for ``build``, on the copy.
-        dtype: fp64, or fp32 with its tolerance.
+        more: see ``VerifyOptions``.
     Attributes:
         verdict: the result, after the block.
     Raises:
@@ -51,13 +66,13 @@ class Verify:
     def __init__(
         self, sch: SlapoSchedule, example_inputs: Any, example_outputs: Tensor | None = None,
         loss_fn: Callable[..., Tensor] | None = None, device: str | torch.device | None = None, topology: None = None,
-        eval_mode: bool = True, enable: bool = True, init_weights: Init = None, dtype: torch.dtype = torch.float64,
+        eval_mode: bool = True, enable: bool = True, **more: Any,
     ) -> None:  # fmt: skip
         if enable and (sch.path or topology is not None):
             what = f"the schedule of the whole model, not of {sch.path}" if sch.path else "no topology: there are no pipeline stages"
             raise ConfigError(f"Verify takes {what}")
         self.sch, self.inputs, self.targets, self.loss_fn, self.device = sch, example_inputs, example_outputs, loss_fn, device
-        self.eval_mode, self.enable, self.init_weights, self.dtype = eval_mode, enable, init_weights, dtype
+        self.eval_mode, self.enable, self.options = eval_mode, enable, VerifyOptions(**more)
         self.verdict: Verdict | None = None
         self.whole = self._settled(sch.mod) if enable else nn.Identity()
 
@@ -74,11 +89,11 @@ class Verify:
         owner, lines = self.sch.schedule, without_empty_sums(self.sch)
         asked = (lines, owner.mesh, owner.seq_dim, self._batch())
         with torch.random.fork_rng():
-            compare = partial(verify, now, *asked, dtype=self.dtype, loss=self._loss, whole=self.whole)
+            compare = partial(verify, now, *asked, dtype=self.options.dtype, loss=self._loss, whole=self.whole)
             self.verdict = explained(compare, owner.model, *asked)
         if not self.verdict.ok:
             raise NumericsError(f"{self.verdict}{self._way_out(self.verdict)}")
-        with suppress(NotFollowed):  # equal by chance of these inputs: what build() refuses is refused here
+        with suppress(NotFollowed):  # these inputs may be equal by chance: what build() would refuse is refused here, too
             decide(owner.model, lines, owner.mesh, owner.seq_dim)
 
     def _way_out(self, verdict: Verdict) -> str:
@@ -96,7 +111,7 @@ class Verify:
     def _settled(self, model: nn.Module) -> nn.Module:
         """Copy a model and initialise it, ready to compute."""
         copied = copy.deepcopy(model)
-        settle_weights(copied, self.init_weights, self.sch.group)
+        settle_weights(copied, self.options.init_weights, self.sch.group)
         if self.device is not None:
             copied.to(self.device)
         copied.train(copied.training and not self.eval_mode)
