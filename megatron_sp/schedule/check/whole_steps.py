@@ -41,7 +41,7 @@ class WholeSteps:
 def require_same_factors(step: Step, whole: Seen | None) -> None:
     """Raise PlacementError if a step computes with another number than the whole model, such as one made of a share's size (E11)."""
     if whole is None or step.axis == "dp":
-        return  # over dp each rank has rows of its own, and whoever trains divides by all
+        return  # over dp each rank has its own rows, and the training loop divides by the number of all
     own = Seen.of(step.name, step.result, step.args, step.kwargs)
     all_alike = step.name != "setitem" and own.shapes == whole.shapes and not any(o.differs for o in step.operands())
     # where all ranks do what the whole model does, sizes are the same, too
@@ -68,7 +68,7 @@ def require_same_shapes(step: Step, results: Sequence[Tensor], placements: Seque
             told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in step.operands())
             step.fail(
                 f"makes {list(tensor.shape)}, that is {shape} over all ranks, and {list(whole)} in the whole model"
-                f"{f' ({told})' if told else ''}: the module has a hard-coded size of the whole model, or takes one from a share;"
+                f"{f' ({told})' if told else ''}: the module has a hard-coded size of the whole model, or one taken from a share;"
                 f" divide it, .set('<attribute>', divide='{step.axis}')",
                 "E11",
             )
