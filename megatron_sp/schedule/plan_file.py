@@ -267,7 +267,7 @@ def _require_once(node: Any, name: str) -> None:
         seen: set[str] = set()
         for key, value in node.value:
             if str(key.value) in seen:
-                raise ConfigError(f"{name} line {key.start_mark.line + 1}: {key.value} stands there twice")
+                raise ConfigError(f"{name} line {key.start_mark.line + 1}: {key.value} is written twice")
             seen.add(str(key.value))
             _require_once(value, name)
     elif isinstance(node, yaml.SequenceNode):

@@ -58,7 +58,7 @@ class Schedule:
         self.applied: Applied | None = None
         self._checked: list[Directive] | None = None  # what a dry run has completed
         self._verified: list[Directive] | None = None  # what verify() has found right, as it was written
-        self._batch: Mapping[str, Any] | None = None  # the last that somebody gave, for dry runs to come
+        self._batch: Mapping[str, Any] | None = None  # the last batch that was given, for later dry runs
 
     def __getitem__(self, glob: str) -> Selection:
         """Select the modules that a glob matches. Raises PathError: it matches none."""
@@ -188,7 +188,7 @@ class Schedule:
             if said != self._verified or self._speaks_of_dp():
                 raise
             return Report(
-                warnings=[f"verify() has measured that these lines are right, and is believed: {error}"], dry=False, why_not=str(error)
+                warnings=[f"verify() has measured that these lines are right, so this is no error: {error}"], dry=False, why_not=str(error)
             )
         self.directives = with_derived(said, report)
         self._checked = list(self.directives) if report.dry else None
@@ -218,7 +218,7 @@ class Schedule:
         with suppress(NotFollowed):
             decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         if any(open_gathers(self.directives, self.mesh)):
-            with suppress(ConfigError):  # whatever is wrong is measured here
+            with suppress(ConfigError):  # mistakes are measured below
                 self._complete(batch, guess=True)
         asked = (self.model, self.directives, self.mesh, self.seq_dim, batch)
         verdict = explained(partial(verify, *asked, dtype=dtype, loss=loss), *asked)

@@ -109,7 +109,7 @@ class Applied:
         spec = self.specs[name]
         made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
         if name in self.splits:
-            for offsets, piece in spec.pieces(local) if spec.counted else ():  # of several copies one counts
+            for offsets, piece in spec.pieces(local) if spec.counted else ():  # only one of several copies counts
                 made[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
             return all_reduce(made, self.mesh.tp)
         return made.copy_(local)
@@ -185,6 +185,6 @@ class Applied:
             )
         state = self.full_state_dict()
         if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
-            save(folder, state_dict=dict(state), **more)  # it empties what it is given
-        for group in (self.mesh.dp_sp, self.mesh.tp):  # nobody reads before it is written
+            save(folder, state_dict=dict(state), **more)  # save_pretrained may remove entries from the dict it is given
+        for group in (self.mesh.dp_sp, self.mesh.tp):  # no rank goes on before the files are written
             all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
@@ -46,7 +47,7 @@ class EarlyExchanges:
 
     def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
         self.group, self.where, self.only_looks = group, where, only_looks
-        self._passages: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()  # that have begun, and not reached the attention
+        self._passages: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()  # running modules that have not reached their attention
         self._known: WeakSet[nn.Module] = WeakSet()
         self._away: WeakKeyDictionary[nn.Module, dict[str, tuple[EarlyExchange, Tensor]]] = WeakKeyDictionary()
         for path, names, size in projecting(model, where):
@@ -65,7 +66,7 @@ class EarlyExchanges:
 
     def _begin(self, path: str, module: nn.Module) -> None:
         self._end(module)
-        if module not in self._known and not torch.compiler.is_compiling():  # the compiler sees through no mode
+        if module not in self._known and not torch.compiler.is_compiling():  # a function mode cannot be compiled
             self._passages[module] = OpTrace(path, self.where).__enter__()
 
     def _end(self, module: nn.Module) -> OpTrace | None:
@@ -89,7 +90,7 @@ class EarlyExchanges:
             if rotate is None:
                 raise RuntimeError("its file has no apply_rotary_pos_emb")
             rotated: Tensor = rotate(heads, heads[:, :1], *by)[0]
-        except RuntimeError as error:  # a part of each head alone is rotated, for instance
+        except RuntimeError as error:  # for instance if only a part of each head is rotated
             raise PlacementError(
                 f"overlap_qkv: it is not known how {path} ({type(module).__name__}) rotates its heads ({error}): leave overlap_qkv out"
                 f" ({self.where})"
@@ -132,7 +133,7 @@ class EarlyExchanges:
             return hook
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(lambda *_: self._end(module) and None, always_call=True)  # where it failed before its attention
+        module.register_forward_hook(lambda *_: self._end(module) and None, always_call=True)  # if it fails before its attention
         for part, name in zip("qkv", names, strict=True):
             getattr(module, name).register_forward_hook(launch(part))
 
@@ -172,9 +173,10 @@ def _width(path: str, module: nn.Module, where: str) -> int:
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
     """Group heads by rank: [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]."""
+    # torch's own functions, not einops: they run while ``OpTrace`` records
     return x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()
 
 
 def _joined(x: Tensor) -> Tensor:
     """Join the positions of all ranks: [ranks, b, s/sp, m, d] -> [b, m, s, d]."""
-    return x.permute(1, 3, 0, 2, 4).flatten(2, 3)
+    return rearrange(x, "ranks b s m d -> b m (ranks s) d")

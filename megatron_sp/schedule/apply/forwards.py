@@ -82,7 +82,7 @@ def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, g
     inner = module.forward
 
     def enter(x: Any) -> Any:
-        has_gradient = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())  # ids have none
+        has_gradient = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())  # token ids have no gradient
         return copy_to(x, group) if copies and has_gradient else x
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:

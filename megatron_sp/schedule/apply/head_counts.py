@@ -15,7 +15,7 @@ from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.kinds import find_kind
 
 COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "nheads", "heads")
-WIDTHS = ("all_head_size", "inner_dim", "split_size")  # of all heads together
+WIDTHS = ("all_head_size", "inner_dim", "split_size")  # attributes that hold the width of all heads together
 
 Line = tuple[Directive, str, nn.Module]
 
@@ -45,7 +45,7 @@ def implied(model: nn.Module, lines: Iterable[Line], size: int) -> list[Directiv
 def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int, size: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield (attribute, arguments of its set line) for the module around a layer with this number of heads."""
     numbers = {name: value for name, value in vars(attention).items() if type(value) is int}
-    few = bool(line.args.get("replicas")) and heads < size and size % heads == 0  # several ranks have the same one
+    few = bool(line.args.get("replicas")) and heads < size and size % heads == 0  # several ranks have the same head
     if heads % size and not few:
         return
     for name in COUNTS:

@@ -186,7 +186,7 @@ def _check_layers(job: ApplyJob, plan: SplitPlan) -> None:
     for path, module in job.model.named_modules():
         kind = find_kind(module)
         if isinstance(module, nn.Embedding):
-            continue  # it keeps a forward of its own, around the lookup
+            continue  # a table keeps its own forward, around the lookup
         if kind is not None and job.tp_size > 1 and (plan.sums_itself(path, module) or id(module) in heads):
             require_plain(path, module, kind, plan.splits[joined(path, kind.main)].where)
     for line, path, module in job.each("sync"):

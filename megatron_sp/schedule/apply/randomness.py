@@ -129,7 +129,7 @@ def _rates(module: nn.Module) -> list[float]:
     floats = {name: value for name, value in vars(module).items() if isinstance(value, float)}
     named = [value for name, value in floats.items() if "drop" in name]
     code = getattr(type(module).forward, "__code__", None)
-    # a submodule of that name tells its rate itself
+    # a submodule of that name is visited itself, and has its own rate
     if named or code is None or not any(not hasattr(module, name) for name in _DRAWS.intersection(code.co_names)):
         return named
-    return list(floats.values()) or [1.0]  # whatever it is called, or a number that is written down
+    return list(floats.values()) or [1.0]  # the rate may have any name, or be hard-coded

@@ -90,7 +90,7 @@ def make_split(name: str, shape: tuple[int, ...], request: SplitRequest, size: i
 def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str) -> list[int]:
     if blocks is None:
         return [rows]
-    if isinstance(blocks, int) and blocks > rows:  # before a list of so many is made
+    if isinstance(blocks, int) and blocks > rows:  # checked before a list of that length is created
         raise ConfigError(f"{name} has {rows} rows along the axis, which cannot be {blocks} blocks ({where})")
     parts = [rows // blocks] * blocks if isinstance(blocks, int) and blocks > 0 else list(blocks) if not isinstance(blocks, int) else []
     if sum(parts) != rows or not parts:
@@ -184,7 +184,7 @@ def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
     """Return a parameter with other contents that is otherwise like the old one, including attributes and hooks."""
     new = nn.Parameter(part, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
-    new._backward_hooks = old._backward_hooks  # the same dicts, so that who has put a hook there can take it away
+    new._backward_hooks = old._backward_hooks  # the same dicts, so that handles of hooks registered earlier still remove them
     if (after := getattr(old, "_post_accumulate_grad_hooks", None)) is not None:
         new._post_accumulate_grad_hooks = after
     return new

@@ -43,7 +43,7 @@ LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # (seq, head)
 _IGNORED = -100
 _INPUTS = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": None, "labels": _IGNORED, "shift_labels": _IGNORED}
 _OF_BLOCKS = ("position_embeddings", "position_ids", "cache_position")
-_PER_HEAD = ("position_bias", "s_aux", "head_mask")  # what an attention may be given that has heads, which nobody exchanges
+_PER_HEAD = ("position_bias", "s_aux", "head_mask")  # arguments of an attention with a dim of heads, which are not exchanged
 
 
 class Ulysses:
@@ -63,8 +63,8 @@ class Ulysses:
     def __init__(self, model: nn.Module, group: Group, multiple: int, seq_dim: int, args: Mapping[str, Any], where: str) -> None:
         self.model, self.group, self.multiple, self.seq_dim, self.where = model, group, multiple, seq_dim, where
         self.pads = bool(args.get("pad", True))
-        self.cut: Cut | None = None  # of the pass that runs, or has run last
-        self._attentions = 0  # in this pass
+        self.cut: Cut | None = None  # of the current pass, or of the last one
+        self._attentions = 0  # calls of attention in this pass
         self._packed: Tensor | None = None
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._hugging_face = hf_attention.is_hugging_face(model)
@@ -342,13 +342,13 @@ class Ulysses:
 
     def _end_root(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         hf_attention.running(None)
-        if result is None:  # an exception is on its way
+        if result is None:  # the forward pass has raised an exception
             return None
         self._require_attention()
         if self._loss_kind is None or not hasattr(result, "get") or result.get("loss") is None:
             return result
         loss = result["loss"]
-        if self._weight is not None:  # the mean of no label is no number
+        if self._weight is not None:  # the mean over no labels is NaN
             loss = weighed(loss, self._weight, cast("Tensor", result["logits"]))
         result["loss"] = reduce_from(loss, self.group)
         return result

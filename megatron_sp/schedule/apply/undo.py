@@ -43,7 +43,7 @@ class _Before:
         for module, attributes, registries in zip(self.modules, self.attributes, self.registries, strict=True):
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for registry, contents in registries:  # the same objects: whoever has put a hook there can take it away
+            for registry, contents in registries:  # the same objects, so that handles of hooks registered earlier still remove them
                 _fill(registry, contents)
         for parameter in self.parameters:
             parameter.put_back()
@@ -75,7 +75,7 @@ class _Parameter:
 
     def put_back(self) -> None:
         p = self.p
-        p.grad = None  # whatever fits contents that are gone
+        p.grad = None  # its shape may not fit the former contents
         p.data = self.data
         if self.grad_dtype is not None and p.grad_dtype != self.grad_dtype:
             p.grad_dtype = self.grad_dtype

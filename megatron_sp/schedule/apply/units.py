@@ -81,7 +81,7 @@ class UnitHooks:
     def __init__(self, model: nn.Module, blocks: list[str]) -> None:
         self.events: UnitEvents | None = None
         self.sharded: list[FlatUnit] = []
-        self._open: dict[int, int] = {}  # uses of a unit whose backward has not come yet
+        self._open: dict[int, int] = {}  # uses of a unit whose backward pass has not run yet
         self._keeping: list[Any] = []
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)

@@ -92,7 +92,7 @@ class ZeroTraining:
     def finish(self) -> None:
         """Wait for all gradients; ``step`` calls it too."""
         if not self._finished:
-            if self._seen == 0:  # the backward pass was somebody else's
+            if self._seen == 0:  # the caller ran the backward pass itself
                 self.gradients.finish_micro_batch()
             self.gradients.finish_step()
             self._finished = True

@@ -80,7 +80,7 @@ def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
     """Follow placements through the model: the second half of ``check``, for lines that ``decide`` has accepted."""
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
-        return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
+        return Report(dry=False, why_not="it was given no batch, the model's keyword arguments")
     if any(d.do == "hook" for d in directives):
         why = "what functions at hooks do between ranks is not known"
         return Report(warnings=[f"no dry run: {why}; verify() sees it"], dry=False, why_not=why)
@@ -116,7 +116,7 @@ def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], me
         ]
     except PlacementError as error:
         lines = [f"{d.do} at {d.where}" for d in directives if d.args.get("over") == "dp"]
-        raise PlacementError(f"{error}; of dp speaks {', '.join(lines)}") from None
+        raise PlacementError(f"{error}; lines about dp: {', '.join(lines)}") from None
 
 
 def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
@@ -149,7 +149,7 @@ def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
     found: dict[int, tuple[str, str, str]] = {}
     for (place, path), choice in flow.choices.items():
         if not choice.value:
-            continue  # nobody asks for this gradient
+            continue  # this gradient is not needed
         grad = "slice" if choice.value == "I" else "reduce_scatter"
         before = found.setdefault(place, (grad, path, choice.first().because))
         if before[0] != grad:

@@ -43,7 +43,7 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
         raise
     except Exception as error:  # a function of the user's own, or a copy that cannot be made
         name = type(model).__name__
-        raise NotFollowed(f"{name} cannot be tried out without its numbers: {type(error).__name__}: {error}") from error
+        raise NotFollowed(f"{name} cannot be tried out without weight values: {type(error).__name__}: {error}") from error
 
 
 def _without_jobs(line: Directive) -> Directive:

@@ -98,7 +98,7 @@ def explained(
     """
     try:
         verdict = compare()
-    except DoesNotRun as error:  # sizes that do not fit may be a line that is missing, which check() and apply() name
+    except DoesNotRun as error:  # if sizes do not fit, a line may be missing, which check() names
         why = _mistake(model, directives, mesh, seq_dim, batch)
         if not why:
             raise

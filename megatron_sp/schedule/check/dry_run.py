@@ -44,7 +44,7 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
     """
     mesh = Mesh(tp=mesh.tp)
     said = [d for d in directives if d.do not in (*LATER, "ulysses")]
-    if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
+    if mesh.tp.size() == 1:  # every tensor is that of the whole model
         return Flow()
     batch = inputs_of(batch)
 

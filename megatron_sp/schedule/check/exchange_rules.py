@@ -207,7 +207,7 @@ def own_exchange(step: Step) -> Placement:
         if made.kind != "S" or made.dim % x.tensor.ndim != x.placement.dim:
             conflict(step, [x], f"a tensor of which each rank has one run is expected{_here(step)}")
         return replace(x.placement, since=step.label("sync"))
-    free = made.kind == "S" and x.neutral  # a bias for each head of a flattened batch: which parts these are is the function's to know
+    free = made.kind == "S" and x.neutral  # a bias for each head of a flattened batch, say: only the function knows which parts these are
     return replace(made, dim=made.dim % x.tensor.ndim, as_needed=free, since=step.label("sync"))
 
 

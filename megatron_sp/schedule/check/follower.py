@@ -159,7 +159,7 @@ class Follower(TorchFunctionMode):
         except Exception as error:
             which = "whole" if self.axis is None else "split"
             raise NotFollowed(
-                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error};"
+                f"the {which} model cannot be run without weight values: {self.place()}: {type(error).__name__}: {error};"
                 " verify() can tell, on ranks"
             ) from error
         finally:

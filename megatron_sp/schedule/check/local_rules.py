@@ -138,7 +138,7 @@ def inputs(lines: Lines) -> Problem:
     """E6: a layer is split by its outputs, and no line sums the gradient of its input."""
     for directive, path, module in lines.each if not lines.has_hooks else ():
         if _forgets_bias(lines, directive, path, module):
-            continue  # told when it is applied (E4)
+            continue  # apply() reports it (E4)
         if by_outputs(directive, module) and not _sums_all_inputs(lines, path, module) and not lines.sums_elsewhere:
             parent = path.rpartition(".")[0] or path
             yield (
@@ -188,7 +188,7 @@ def same_sync(lines: Lines) -> Problem:
             key = f"{directive.do} {sorted((k, str(v)) for k, v in directive.args.items())}"
             if key in seen and seen[key] is not directive:
                 name = directive.args.get("op", directive.do)
-                yield f"{path or 'the model'}: {name} stands there twice, at {seen[key].where} and at {directive.where}: leave one out (E5)"
+                yield f"{path or 'the model'}: {name} is written twice, at {seen[key].where} and at {directive.where}: leave one out (E5)"
             seen[key] = directive
 
 
@@ -209,7 +209,7 @@ def reductions(lines: Lines) -> Problem:
         weight = getattr(module, kind.main, None)
         if directive.args["tensor"] != kind.main or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims.get(kind.main):
             continue
-        has_bias = module._parameters.get("bias") is not None  # told when it is applied, for the bias is the worse
+        has_bias = module._parameters.get("bias") is not None  # apply() reports the bias, which is worse
         if not behind and not later and not lines.has_hooks and not has_bias:
             yield (
                 f"{path} is split by its inputs ({directive.where}), so its result is a partial sum on each rank, and no line completes it:"
@@ -323,7 +323,7 @@ def owners(lines: Lines) -> Problem:
             if own and not any(d.do in said for d in lines.at.get(path, [])) and not _summed_above(lines, path, own):
                 yield (
                     f"{path} ({type(inner).__name__}) has {', '.join(own)} and stands in what {directive.args['op']} at {root} opens"
-                    f" ({directive.where}), and no line speaks of it: {way_out(lines.model, path)} (E16)"
+                    f" ({directive.where}), and no line mentions it: {way_out(lines.model, path)} (E16)"
                 )
 
 
@@ -377,7 +377,7 @@ def _called(lines: Lines) -> str:
 RULES: tuple[Callable[[Lines], Problem], ...] = (
     parameters, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners, spoken_of,
 )  # fmt: skip
-OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # it does nothing otherwise than the whole model
+OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # one rank computes what the whole model does
 
 
 def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:

@@ -37,7 +37,7 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
 
 def input_name(module: nn.Module, path: str, arg: str | int | None, where: str) -> str:
     """Return the name of an input, or its index if the signature does not name it. Raises ConfigError if there is none (E13)."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]  # the class's: the forward of a split layer has other names
+    names = list(inspect.signature(type(module).forward).parameters)[1:]  # a split layer's forward has other names
     place, name = _place(names, path, arg, where, module)
     return name or str(place)
 
@@ -64,7 +64,7 @@ def _with_changed(result: Any, out: int | str | None, change: Change, path: str,
             items = list(result)
             items[place] = _changed(items[place], change, path, f"output {place}")
             return type(result)(items) if type(result) in (tuple, list) else type(result)(*items)
-    if isinstance(result, dict):  # Hugging Face's outputs are such, and keep their order
+    if isinstance(result, dict):  # transformers' outputs are dicts, and keep their order
         key = out if isinstance(out, str) else list(result)[out or 0]
         if key in result:
             result[key] = _changed(result[key], change, path, key)

@@ -125,7 +125,7 @@ _KINDS: dict[type, Kind] = {
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
     NonDynamicallyQuantizableLinear: Kind(refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"),
 }
-_BY_NAME: dict[str, Kind] = {  # classes that need not be installed
+_BY_NAME: dict[str, Kind] = {  # classes of packages that may not be installed
     "transformers.pytorch_utils.Conv1D": Kind({"weight": 1, "bias": 0}, {"weight": 0}, "nf", "nx", _conv1d),
     "transformers.models.falcon.modeling_falcon.FalconLinear": Kind(
         {"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear

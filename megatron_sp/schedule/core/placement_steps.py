@@ -46,7 +46,7 @@ class Step:
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
         """Argument by position or name."""
-        if name == "dim" and "axis" in self.kwargs:  # numpy's word, which torch takes everywhere
+        if name == "dim" and "axis" in self.kwargs:  # numpy's name, which torch accepts everywhere
             return self.kwargs["axis"]
         return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
 
@@ -78,7 +78,7 @@ class Step:
     def fail(self, text: str, code: str) -> NoReturn:
         """Raise PlacementError; NotFollowed with the code "unknown", and over dp with E3."""
         more = self.hint() if code == "E11" else ""
-        # a loss, or a statistic, over a rank's own rows is its own, whatever is made of it
+        # over dp, a loss or a statistic over a rank's own rows may be meant
         kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else PlacementError
         raise kind(f"{self.place}: {self.name}: {text}{more} ({code})")
 
@@ -304,5 +304,5 @@ def summed_over(step: Step, share: Operand) -> Placement:
     """Return the placement of a sum along the cut dim. Raises PlacementError if several ranks would count the same share (E10)."""
     if (copies := share.placement.copies) > 1:
         conflict(step, [share], f"{copies} ranks each have the same share of this, so a sum over it would count each {copies} times")
-    name = "" if step.name == "linear" else f" {step.name}"  # which the module's class says
+    name = "" if step.name == "linear" else f" {step.name}"  # for linear, the class of the module says it already
     return Placement("P", since=f"{step.place}{name} ({share.placement.since})")

@@ -75,7 +75,7 @@ def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
         x.narrow(dim, cut.length, missing).copy_(last.expand_as(x.narrow(dim, cut.length, missing)))
     elif missing:
         x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
-    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # models have views of what they are given
+    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # a copy, since models may hold views of their inputs
 
 
 @overridable

@@ -47,6 +47,6 @@ def _write_tower(s: Schedule, base: str, config: Any, seq: bool) -> Blocks:
     is_text = module_or_none(s, f"{base}final_layer_norm") is not None
     if seq and not is_text:
         require_even(config, s.mesh.tp.size())
-    # the norm behind the images' blocks looks at the class alone, so they are whole in front of it
+    # the norm after the image blocks sees the class token only, so the sequence is whole again before it
     last = f"{base}final_layer_norm" if is_text else f"{base}encoder.layers.{config.num_hidden_layers - 1}"
     return Blocks(blocks, f"{base}encoder.layers.0", last)

@@ -34,7 +34,7 @@ def falcon(s: Schedule, seq: bool) -> Blocks:
     s[f"{blocks}.mlp.dense_h_to_4h"].column(input="prepared")
     s[f"{blocks}.mlp.dense_4h_to_h"].row(leave)
 
-    differ(s, blocks, seq=seq)  # dropout is behind the sums alone
+    differ(s, blocks, seq=seq)  # dropout comes only after the sums
     return Blocks(blocks, f"{base_of(s)}h.0", f"{base_of(s)}ln_f")
 
 

@@ -118,7 +118,7 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
     edges = [(node.path, edge) for node in found.root.walk() for edge in node.edges]
     try:
         sizes, activations = _sizes(model, edges, _inputs(batch, seq), nullcontext())
-    except ConfigError:  # it looks at its ids or masks, which are there in a dry run
+    except ConfigError:  # it inspects its ids or masks, which have values in a dry run
         model = meta_copy(schedule.model)
         sizes, activations = _sizes(model, edges, inputs_of(_inputs(batch, seq, "cpu")), Follower(model).inside())
     made = Cost(activations=activations)
@@ -165,7 +165,7 @@ def _sizes(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), inside:
             model(**batch)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(f"the model does not run without its numbers: {error}; give cost() its keyword arguments as batch") from None
+        raise ConfigError(f"the model does not run without weight values: {error}; give cost() its keyword arguments as batch") from None
     return found, sum(size for _, size in kept.values())
 
 
@@ -196,7 +196,7 @@ def _add(made: Cost, path: str, edge: Edge, size: int | None, schedule: Schedule
         made.notes.append(f"not in here: {path}, {words}, which was not called")
         return
     n = schedule.mesh.group(edge.axis).size()
-    if edge.directive.do == "vocab_parallel" and edge.forward == "all_gather":  # of the logits of padded words, too
+    if edge.directive.do == "vocab_parallel" and edge.forward == "all_gather":  # padded words have logits, too
         head: Any = schedule.model.get_submodule(path)
         words_of_all = head.weight.shape[0]
         size = size // words_of_all * round_up(words_of_all, n)
@@ -237,7 +237,7 @@ def _add_parameters(made: Cost, found: Any, schedule: Schedule) -> None:
     for node in found.root.walk():
         for part in node.parts:
             each = sizes.get(f"{node.path}.{part.name}".lstrip("."))
-            if each is None:  # another name of a tied one
+            if each is None:  # another name of a tied parameter
                 continue
             local, whole = (each * torch.Size(shape).numel() for shape in (part.local, part.shape))
             made.parameters += local

@@ -15,7 +15,7 @@ from megatron_sp.schedule.report.survey import Edge, Node, Part, Survey
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.output_file import write_output
 
-_MOST_BARS = 16  # of more ranks, each bar shows as many
+_MOST_BARS = 16  # bars show no more ranks than this
 _STYLE = """
 :root { color-scheme: light dark; --ground: #f4f6f9; --card: #fff; --line: #dde2ea; --ink: #17202e; --quiet: #566173; --own: #1d5fd1;
   --other: #bcd3f7; --whole: #c8ced8; --summed: #8a63d2; --gather: #0a7f5a; --reduce: #c64a06; --scatter: #8a6500;

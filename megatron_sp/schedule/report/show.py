@@ -94,7 +94,7 @@ def explain(found: Survey, path: str) -> str:
     lines += [f"  {note}" for note in node.notes]
     lines += _around(found, path)
     if not node.edges and not node.role and not node.notes and len(lines) == 1:
-        lines.append("  nothing is said of it: every rank has all of it and does the same")
+        lines.append("  no line mentions it: every rank has all of it and does the same")
     return "\n".join(lines)
 
 

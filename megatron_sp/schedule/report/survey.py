@@ -200,9 +200,8 @@ def survey(schedule: Schedule) -> Survey:
     whole = sum(_numel(applied.specs[name].shape) for name in parameters)
     local = sum(p.numel() for p in parameters.values())
     tp = schedule.mesh.tp
-    warnings = (
-        list(report.warnings) if report is not None and report.dry else []
-    )  # else it asks for a batch, which nobody needs to give here
+    has_run = report is not None and report.dry  # otherwise a warning asks for a batch, which is not needed here
+    warnings = list(report.warnings) if report is not None and has_run else []
     why_not = "" if report is None else report.why_not
     return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, warnings, problem, why_not)
 

@@ -87,7 +87,10 @@ class _Wire(Follower):
     def __init__(self, model: nn.Module, groups: Mapping[str, Group]) -> None:
         super().__init__(model)
         self.groups, self.sent = groups, list[Sent]()
-        self._open: list[tuple[str, str, list[Sent]]] = []  # modules to be computed again: path, policy, sent since the last that they keep
+        self._open: list[
+            tuple[str, str, list[Sent]]
+            # recomputed modules that are running: path, policy, exchanges since the last tensor that they save
+        ] = []
         self._parameters = {id(p) for p in model.parameters()}
 
     def mark(self, path: str, module: nn.Module, policy: str) -> None:
@@ -128,7 +131,7 @@ class _Wire(Follower):
         forward, backward = (share * (n - 1) / n * x.nbytes for share in counts(n, grad))
         made = Sent(self._path(), name, axis, forward, backward if x.requires_grad or name == "split_column" else 0.0, [])
         self.sent.append(made)
-        if name == "split_row":  # keeps its input behind its sum
+        if name == "split_row":  # its input is saved after the sum
             made.again += [path for path, _, _ in self._open]
             return
         for _, policy, waiting in self._open:

@@ -23,7 +23,7 @@ from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ReportedError
 
-_NO_FIT = "sizes do not fit"  # as the dry run says it
+_NO_FIT = "sizes do not fit"  # as the dry run words it
 
 
 class FirstPass:
@@ -39,14 +39,14 @@ class FirstPass:
         if mesh.tp.size() > 1:
             try:
                 self.whole = without_weights(model)
-            except Exception:  # it cannot be copied: then its own error has to do
+            except Exception:  # it cannot be copied: the model's own error is reported
                 return
         self.lines, self.mesh, self.seq_dim = as_said(lines), mesh, seq_dim
 
     def look(self) -> None:
         """Check the lines with a guessed input, if there is one. Raises PlacementError: a share would reach a layer that is whole."""
         if self.whole is None or any(m._forward_hooks or m._forward_pre_hooks for m in self.whole.modules()):
-            return  # nobody's hook is called for a guess
+            return  # the user's hooks are not called only to infer something
         for batch in _guesses(self.whole, self.mesh.tp.size()):
             self._require_fit(batch)
 
@@ -85,7 +85,7 @@ class FirstPass:
         except PlacementError as error:
             if cause is not None or _NO_FIT in str(error):
                 raise PlacementError(f"{error}; is a .shard() missing there?") from cause
-        except Exception:  # it wants other inputs, or cannot be followed
+        except Exception:  # the model needs other inputs, or cannot be followed
             return
 
 

@@ -19,7 +19,7 @@ from megatron_sp.utils.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_sp.schedule.slapo.schedule import SlapoSchedule
 
-MODES = {"fw_pre": "fwd_pre", "fw_post": "fwd_post", "bw_post": "bwd_post"}  # so in an example of its documentation
+MODES = {"fw_pre": "fwd_pre", "fw_post": "fwd_post", "bw_post": "bwd_post"}  # as in an example in Slapo's documentation
 RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {
     "RR->RR": None,
     "RS->RS": None,
@@ -73,7 +73,7 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
         name, axis = line.args["tensor"], line.args["axis"]
         tensor = tensor_of(module, name)
         if tensor is None:
-            continue  # told when it is built
+            continue  # build() reports it
         dim = axis % tensor.ndim
         if known is not None and dim == known.out_dims.get(name, -1):
             found = ("partition", known.out_axis) if found[0] is None else found

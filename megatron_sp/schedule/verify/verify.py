@@ -104,7 +104,7 @@ def verify(
     loss = loss or default_loss
     unchanged = whole is None
     whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
-    # modules that lines bring would be split here, and then again by whoever applies the schedule
+    # copies: modules that lines bring would be split here, and again when the schedule is applied
     own = [
         replace(d, args={**d.args, "new": deterministic_copy(d.args["new"], dtype)})
         if d.do == "replace" and isinstance(d.args["new"], nn.Module)
@@ -112,7 +112,7 @@ def verify(
         for d in directives
     ]
     applied = apply(split, own, mesh, seq_dim, rules=False)
-    # a recomputation on another device runs in a thread of that device, where nobody would widen anything
+    # a recomputation on another device runs in a thread of that device, which this mode does not reach
     with Float64Mode() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
         found = {"whole": _run(whole, batch, loss)}
         with _told(split):
@@ -174,7 +174,7 @@ class _Pass:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
-    # dp ranks have the same batch, and their gradients are summed: each has one of so many parts
+    # dp ranks have the same batch, and their gradients are summed, so each contributes 1/parts
     results: dict[str, Tensor] = {}
     handles = []
     for path, module in model.named_modules():
@@ -189,7 +189,11 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
     result = model(**batch)
     result = result if complete is None else complete(result)
     value = loss(result)
-    torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value) / parts)  # of a tensor, no mode would see a recomputation
+    torch.autograd.backward(
+        get_gradient_edge(value),
+        torch.ones_like(value) / parts,
+        # backward() of a tensor would recompute outside of the mode
+    )
     for handle in handles:
         handle.remove()
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
@@ -220,8 +224,8 @@ def _told(split: nn.Module) -> Iterator[None]:
         failure = f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one"
         raise DoesNotRun(
             f"{failure}: {type(error).__name__}: {error}",
-            "If this is about sizes, one that the module has written down is the whole model's: divide it,"
-            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)",
+            "If sizes do not fit, the module has a hard-coded size of the whole model: divide it,"
+            " .set('<attribute>', divide='tp'); check(batch) names the step and what is split there (E11)",
         ) from error
 
 

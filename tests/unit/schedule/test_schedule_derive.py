@@ -63,7 +63,7 @@ def test_without_a_batch_it_is_refused_with_what_to_say() -> None:
     with pytest.raises(ConfigError) as error:
         s.apply()
     words = (
-        "nobody gave it a batch", "all_gather at blocks.*.mlp (schedule_toys.py:", "say grad='reduce_scatter'",
+        "it was given no batch", "all_gather at blocks.*.mlp (schedule_toys.py:", "say grad='reduce_scatter'",
         "all_gather at norm (test_schedule_derive.py:", "dropout at blocks.0.attention: say .rng('tp')",
     )  # fmt: skip
     assert all(word in str(error.value) for word in words), error.value
@@ -193,7 +193,7 @@ def test_a_sum_that_lines_alone_do_not_miss_is_refused_when_it_is_applied(wrong:
 
 
 def test_without_a_dry_run_apply_says_so() -> None:
-    with pytest.warns(UserWarning, match="no dry run has looked for missing sums .nobody gave it a batch.*verify"):
+    with pytest.warns(UserWarning, match="no dry run has looked for missing sums .it was given no batch.*verify"):
         _cross("x").apply()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

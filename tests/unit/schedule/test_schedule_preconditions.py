@@ -107,7 +107,7 @@ def test_refused(make: Callable[[], nn.Module], write: Callable[[Schedule], Any]
 def test_one_module_under_two_names_is_told_once() -> None:
     s = schedule(nn.Sequential(LINEAR, LINEAR), Mesh.sizes(tp=2))
     twice(s)
-    with pytest.raises(ConfigError, match=r"all_gather stands there twice.*\(E5\)"):
+    with pytest.raises(ConfigError, match=r"all_gather is written twice.*\(E5\)"):
         s.apply()
 
 

@@ -188,7 +188,7 @@ LINE = "schema: 1\nlines:\n  - {%s}\n"
         ("schema: 1", "lines is None"),
         ("schema: 1\nlines: []\nlins: []", "does not know 'lins' (did you mean lines?)"),
         ("schema: 1\nlines: []\nseq_dim: x", "seq_dim is 'x'"),
-        ("schema: 1\nlines: []\nlines: []", "line 3: lines stands there twice"),
+        ("schema: 1\nlines: []\nlines: []", "line 3: lines is written twice"),
         ("schema: 1\nmodel_type: bert\nlines: []", "for models of type 'bert'"),
         ("schema: 1\ntransformers: newest\nlines: []", "must be a range of versions"),
         ("schema: 1\ntransformers: '<5'\nlines: []", "for transformers <5"),

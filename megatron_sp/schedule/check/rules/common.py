@@ -43,7 +43,7 @@ def moved(rule: OfOne) -> Rule:
 
     def of(step: Step) -> Placement | list[Placement]:
         x = step.operands()[0]
-        if x.is_partial and isinstance(step.result, Tensor) and step.result.dtype != x.tensor.dtype:  # the same bits, read otherwise
+        if x.is_partial and isinstance(step.result, Tensor) and step.result.dtype != x.tensor.dtype:  # the same bits, read as another dtype
             refuse_partial(step, x)
         return rule(step, x) if x.is_cut else x.placement
 

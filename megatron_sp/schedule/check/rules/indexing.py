@@ -129,7 +129,7 @@ def setitem(step: Step) -> Placement:
         return _written_into_share(step, x, part, operand)
     if operand is not None and operand.is_cut:
         return _share_written(step, x, part, operand)
-    # of an index nobody knows here whether it names every row
+    # whether an index that names elements covers every row is not known here
     everywhere = part.shape == x.tensor.shape and not names_elements(index)
     others = [x] if operand is None else [x, operand]
     # one value here and another there: shares of it are no longer alike
