@@ -13,12 +13,13 @@ from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, confusion, labels_of, scores
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.tasks.gpt import tokenizer_provider
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -51,7 +52,7 @@ class Classification:
     def task(self) -> Task:
         """Return the task for ``training.loop.pretrain``."""
         return Task(
-            name="finetune_classifier", build_tokenizer=lambda config: build_tokenizer(config.data, config.model.vocab_size),
+            name="finetune_classifier", build_tokenizer=tokenizer_provider,
             build_datasets=self.build_datasets, build_model=self.build_model,
             loss=Loss(names=("loss",), counts=loss_counts, sums=loss_sums, causal=False, metrics=("accuracy",), of_tokens=False),
             new_parameters=NEW_PARAMETERS, finish=self.classify,
@@ -75,17 +76,18 @@ class Classification:
 
     def classify(self, run: Run) -> None:
         """Classify every validation example, log the scores, write ``predictions.tsv``. Collective."""
-        predicted = all_reduce(self._classified_here(run), run.context.groups.control).numpy()
-        if run.context.launch.rank != 0:
+        context = run.context
+        predicted = all_reduce(self._classified_here(run), context.groups.control).numpy()
+        if context.launch.rank != 0:
             return
         true = np.array([self.labels.index(example.label) for example in self.valid])
         found = scores(predicted, true, self.labels, [example.group for example in self.valid])
-        run.context.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        context.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
         few = len(self.labels) <= _FEW_LABELS
         run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {}))
         rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
-        path = run.context.run_dir / "predictions.tsv"
+        path = context.run_dir / "predictions.tsv"
         try:
             atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
         except OSError as error:
@@ -95,16 +97,17 @@ class Classification:
     def _classified_here(self, run: Run) -> Tensor:
         """Return int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others."""
         found = torch.zeros(len(self.valid), dtype=torch.int64)
-        plan, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
+        sizes, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
+        model, weights = run.parts.model, run.parts.weights
         assert isinstance(dataset, ClassificationDataset)
-        each = plan.full // (plan.micro_batch_size * plan.dp_size)
-        run.parts.model.eval()
-        with BatchLoader(dataset, micro_batch_size=plan.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
-            for start in range(0, len(dataset), plan.full):
+        each = sizes.full // (sizes.micro_batch_size * sizes.dp_size)
+        model.eval()
+        with BatchLoader(dataset, micro_batch_size=sizes.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
+            for start in range(0, len(dataset), sizes.full):
                 run.context.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
-                run.parts.weights.start_step(len(batches), run.parts.model.unit_order(backward=False))  # type: ignore[operator]
-                events = UnitWork(run.parts.weights, None)
+                weights.start_step(len(batches), model.unit_order(backward=False))  # type: ignore[operator]
+                events = UnitWork(weights, None)
                 for batch in batches:
                     real = batch["weight"] > 0
                     logits = _logits(run, {name: value.to(groups.device) for name, value in batch.items()}, events)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import Config, raise_all
-from megatron_sp.data.build import Datasets, build_bert_datasets, build_datasets
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.tasks import bert, gpt
 from megatron_sp.tasks.external_model import ExternalModel
 from megatron_sp.training.run import Task
 from megatron_sp.training.setup import dtype_of
@@ -27,7 +27,7 @@ BuildModel = Callable[[Config], nn.Module]
 WriteSchedule = Callable[[Schedule, bool], None]
 
 ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eager", "flash": "flash_attention_2"}
-"""--attention-backend -> what transformers calls it."""
+"""--attention-backend -> the name of the implementation in transformers."""
 
 
 def external_task(
@@ -46,7 +46,7 @@ def external_task(
     def tokenizer_of(config: Config) -> Tokenizer:
         raise_all(list(problems(config)))
         prepare()
-        return build_tokenizer(config.data, config.model.vocab_size)
+        return gpt.tokenizer_provider(config)
 
     def build_model(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
         model = _scheduled(config, layout, build, write)
@@ -55,19 +55,17 @@ def external_task(
                 on_unit(model, unit)  # type: ignore[arg-type]
         return model
 
-    metrics = () if causal else ("lm accuracy",)
+    data, sums, metrics = (gpt, _sums, ()) if causal else (bert, _sums_and_hits, ("lm accuracy",))
     return Task(
-        name=name, build_tokenizer=tokenizer_of, build_datasets=_datasets if causal else _masked_datasets, build_model=build_model,
-        loss=Loss(names=("lm loss",), counts=_counts if causal else _counts_and_hits, sums=_sums if causal else _sums_and_hits,
-                  causal=causal, metrics=metrics),
-        torch_dropout=True,
+        name=name, build_tokenizer=tokenizer_of, build_datasets=data.dataset_provider, build_model=build_model,
+        loss=Loss(names=("lm loss",), counts=data.loss_counts, sums=sums, causal=causal, metrics=metrics), torch_dropout=True,
     )  # fmt: skip
 
 
 def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write: WriteSchedule) -> ExternalModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
-        model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it evaluating, without dropout
+        model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it in evaluation mode, without dropout
     if config.kernels.recompute_granularity == "full":
         kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
         if not kinds:
@@ -100,30 +98,6 @@ def problems(config: Config) -> Iterator[str]:
             yield f"{flag}: an external model is trained on whole rows: leave it out"
     if model.has_order_head:
         yield "an external model is trained on masked tokens alone: add --bert-no-binary-head"
-
-
-def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    assert config.model.seq_length
-    return build_datasets(
-        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
-        vocab_size=config.model.vocab_size, num_samples=num_samples,
-    )  # fmt: skip
-
-
-def _masked_datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    assert config.model.seq_length
-    return build_bert_datasets(
-        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
-        vocab_size=config.model.vocab_size, num_samples=num_samples, binary_head=False,
-    )  # fmt: skip
-
-
-def _counts(batch: MicroBatch) -> list[Tensor]:
-    return [batch["loss_mask"].sum()]
-
-
-def _counts_and_hits(batch: MicroBatch) -> list[Tensor]:
-    return _counts(batch) * (1 if torch.is_grad_enabled() else 2)
 
 
 def _sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:

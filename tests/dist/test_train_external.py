@@ -91,7 +91,7 @@ def test_a_folder_is_trained_from_by_the_command_and_goes_on_with_the_same_bits(
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ((*NO_DROPOUT, "--mlp-chunks", 2), "--mlp-chunks changes the inside of our own"),
+        ((*NO_DROPOUT, "--mlp-chunks", 2), "--mlp-chunks changes megatron_sp's own blocks"),
         ((*NO_DROPOUT, "--recompute-granularity", "selective"), "recomputes all of its blocks"),
         ((*NO_DROPOUT, "--model", "nowhere"), "nowhere/config.json cannot be read"),
     ],
