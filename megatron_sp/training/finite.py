@@ -13,7 +13,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.utils.errors import NumericsError
 
 _WAY_OUT = "Lower --lr, give it a warm-up, or resume an earlier checkpoint with --ckpt-step"
-_END = 2  # non-finite steps with which a run does not end well: one can be a sample's fault
+_END = 2  # non-finite steps in a row at the end of a run that are an error: a single one can be the fault of a sample
 
 
 def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, step: int) -> None:
@@ -39,7 +39,7 @@ def _is_finite(part: Tensor) -> bool:
 def require_finite_loss(kind: str, loss: float, step: int) -> None:
     """Raise NumericsError if the mean loss of a validation or test is not finite; the same on every rank."""
     if not math.isfinite(loss):
-        raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. The weights are of no use, or a sample is. {_WAY_OUT}.")
+        raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. Either the weights or a sample are unusable. {_WAY_OUT}.")
 
 
 def require_sound_end(bad_steps: int, step: int) -> None:

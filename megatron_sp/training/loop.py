@@ -93,7 +93,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
                     saves.abandon()
                 raise PeerError(peers.explain(error, run_dir)) from error
             raise
-    signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has said why
+    signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has reported why
     return code
 
 
@@ -159,7 +159,7 @@ def _steps(run: Run, saves: Saves | None) -> str:
         while progress.step < train_iters:
             result = _one_step(run, saves)
             after_step()
-            if result.stop_requested:  # before anything that takes long: whoever sent the signal will not wait
+            if result.stop_requested:  # before anything slow: the sender of a signal does not wait for long
                 return "signal" if _any_signal(run) else "duration"
             is_last, exits = progress.step >= train_iters, bool(exit_interval and progress.step % exit_interval == 0)
             if overlap_report is not None and overlap_report.is_due(last=is_last or exits):
@@ -295,7 +295,7 @@ def _evaluate(run: Run, kind: Split) -> bool:
         total += evaluate_batches(model, loss_of, micro_batches, run.kernel.name, context.groups, run.parts.weights)
         if _any_signal(run):
             model.train()
-            context.console.line(f"{kind} at step {step}: broken off by a signal")
+            context.console.line(f"{kind} at step {step}: interrupted by a signal")
             return False
     values = all_reduce(total, context.groups.world).tolist()
     model.train()
@@ -323,7 +323,7 @@ def _profiler(run: Run) -> Iterator[Callable[[], None]]:
     start, steps = max(logging.profile_step_start - done, 0), logging.profile_step_end - logging.profile_step_start
     warmup = min(start, 1)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # whoever asks for the very first step knows
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # to profile the very first step is what was asked for
         plan = torch.profiler.schedule(wait=start - warmup, warmup=warmup, active=max(steps, 1), repeat=1)
     path = run.context.run_dir / f"profile-rank{rank}.json"
     with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:

@@ -16,7 +16,7 @@ from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 
-STEPS = 10  # after which predictions are compared
+STEPS = 10  # after which prediction and measurement are compared
 
 
 class MemoryEstimate:
@@ -137,7 +137,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
     try:
         folder = root / "sys/fs/cgroup"
         limit = (folder / "memory.max").read_text().strip()
-        # what files have cached is given back when it is needed
+        # the page cache of files is reclaimed when memory is needed
         kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         if limit != "max":
             found.append(int(limit) - int((folder / "memory.current").read_text()) + int(kinds.get("inactive_file", 0)))

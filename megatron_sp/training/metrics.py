@@ -30,7 +30,7 @@ from megatron_sp.ops import availability
 from megatron_sp.utils import output
 from megatron_sp.utils.files import open_own
 
-_LEAST_FREE = 64 << 10  # bytes; below that, a file that others write counts as lost
+_LEAST_FREE = 64 << 10  # bytes on the disk, below which what another process writes there counts as lost
 
 
 class MetricsLog:
@@ -62,7 +62,7 @@ class MetricsLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Write a record, with the time added."""
-        if (lost := output.lost()) != self._lost_streams:  # nobody may have seen it elsewhere
+        if (lost := output.lost()) != self._lost_streams:  # on a lost stream nobody could have read of it
             self._lost_streams = lost
             self.write("lost_output", step=values.get("step", 0), **lost)
         record = {"kind": kind, "time": time.time(), **values}
@@ -71,17 +71,17 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close all logs, the last opened first; failures are warnings."""
-        while self._closers:  # what was opened last is closed first
+        while self._closers:
             self._guard(*self._closers.pop())
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps({k: _plain(v) for k, v in record.items()}) + "\n"
         follows_whole_line = not self._is_first
-        self._is_first = True  # until this one is whole
+        self._is_first = True  # until this line is complete
         with open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
             if not follows_whole_line and file.seek(0, os.SEEK_END) > 0:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a process was killed, or the disk was full: a half line must not swallow this one
+                if file.read(1) != b"\n":  # after a kill or on a full disk: this record must not be appended to an incomplete line
                     file.write(b"\n")
             file.write(line.encode())
         self._is_first = False
@@ -99,13 +99,13 @@ class MetricsLog:
 
     def _add_wandb(self, config: LoggingConfig, run_dir: Path, resolved: dict[str, Any]) -> None:
         self._closers.append(("logging", functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions)))
-        logging.raiseExceptions = False  # its own log may be on a full disk, of which logging would tell in a traceback for each line
+        logging.raiseExceptions = False  # W&B's own log may be on a full disk: logging would print a traceback for each of its lines
         run = availability.load("wandb").init(project=config.wandb_project, name=config.wandb_exp_name, dir=str(run_dir), config=resolved)
 
         def sink(record: dict[str, Any]) -> None:
             values = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
             run.log(values, step=record.get("step"))
-            if shutil.disk_usage(run_dir).free < _LEAST_FREE:  # a process of its own writes them, and tells nobody when it cannot
+            if shutil.disk_usage(run_dir).free < _LEAST_FREE:  # W&B's own process writes them, and does not report failures
                 raise OSError(errno.ENOSPC, "hardly any space is left on the device", str(run_dir))
 
         self._sinks.append(("W&B", sink))
@@ -131,7 +131,7 @@ class MetricsLog:
     def _guard(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker does wrong, training goes on
+        except Exception as error:  # no failure of a tracker may end the training
             self._lose(what, error)
 
     def _lose(self, what: str, error: BaseException) -> None:

@@ -39,7 +39,7 @@ from megatron_sp.utils.files import atomic_write_text
 TRACE_NAME, PICTURE_NAME = "overlap-trace.json", "overlap.png"
 AXIS_WORDS: dict[Axis, str] = {"sp": "ulysses", "tp": "tensor"}
 _ROUNDS = 7
-_SECONDS = 20.0  # no more rounds are begun after so long
+_SECONDS = 20.0  # after which no further round begins
 _TRACED_STEPS = 3
 
 
@@ -108,13 +108,13 @@ class OverlapReport:
             self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib (or this package with [plot]) gets it")
             return
         path = self._run_dir / PICTURE_NAME
-        # the step of middle length: not the one in which something else ran on the machine
+        # the step of median length: not one that something else on the machine slowed down
         step = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
         titles = {d: _summary([row for row in rows if row.direction == d]) for d in ("forward", "backward")}
         try:
             draw_steps(step, path, titles)
             self._say(f"overlap: time line in {path}")
-        except Exception as error:  # a full disk, or a library that is broken in its own way: a picture is not worth the run
+        except Exception as error:  # a full disk, or a broken library: a missing picture must not end the run
             self._say(f"warning: overlap: {path} cannot be drawn: {type(error).__name__}: {error}; training goes on")
 
 
@@ -147,7 +147,7 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
     for index in range(1 + _ROUNDS):
         for kind in dict.fromkeys(kind_of):
             seconds = _time_once(example[kind], groups, clock, *buffers[example[kind].dtype])
-            if index > 0:  # the first is for warming up
+            if index > 0:  # the first round is for warm-up
                 kinds.setdefault(kind, []).append(seconds)
         spent = torch.tensor([time.monotonic() - began], dtype=torch.float64)
         if index > 0 and float(all_reduce(spent, groups.control, "max")) > _SECONDS:

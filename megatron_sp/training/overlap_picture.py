@@ -21,7 +21,7 @@ WORDS = {
     "to heads": "Ulysses: to heads", "to positions": "Ulysses: back to positions", "tensor parallel": "tensor-parallel collective",
 }  # fmt: skip
 _TO_HEADS = ("qkv", "q", "k", "v", "d out")
-_WIDE_ENOUGH = 0.011  # of the window for each letter
+_WIDE_ENOUGH = 0.011  # share of the window that a letter needs
 
 
 class Window(NamedTuple):
@@ -81,7 +81,7 @@ def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:
         OSError: the file cannot be written.
     """
     package = availability.load("matplotlib")
-    figures = importlib.import_module(f"{package.__name__}.figure")  # no pyplot: no display, and nothing global
+    figures = importlib.import_module(f"{package.__name__}.figure")  # not pyplot, which needs a display and keeps global state
     patches = importlib.import_module(f"{package.__name__}.patches")
     parts = windows(step)
     heights = [1.2 + max(1, _num_lanes(part)) for part in parts]

@@ -26,7 +26,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 Candidate = tuple[OverlapMode, int]
 
 _ROUNDS = 3
-_SECONDS = 20.0  # no more rounds are begun after so long
+_SECONDS = 20.0  # after which no further round begins
 
 
 def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[OverlapMode, int, str]:
@@ -42,9 +42,9 @@ def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -
     for index in range(1 + _ROUNDS):
         for timer, times in zip(timers, seconds, strict=True):
             spent = timer.run()
-            if index > 0:  # the first is for warming up
+            if index > 0:  # the first round is for warm-up
                 times.append(spent)
-        if index > 0 and _agree_over(time.monotonic() - began, groups) > _SECONDS:
+        if index > 0 and _max_over_ranks(time.monotonic() - began, groups) > _SECONDS:
             break
     medians = [statistics.median(times) for times in seconds]
     best = min(range(len(choices)), key=lambda i: medians[i])
@@ -76,8 +76,8 @@ def words_for(candidate: Candidate) -> str:
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
 
 
-def _agree_over(seconds: float, groups: ParallelGroups) -> float:
-    """Return the maximum over all ranks."""
+def _max_over_ranks(seconds: float, groups: ParallelGroups) -> float:
+    """Return the maximum over all ranks. Collective."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
@@ -107,7 +107,7 @@ class _Timer:
         y, _ = self.attention(self.x, self.ctx, self.norm.in_front(), None)
         y.backward(y.detach())
         self._synchronize()
-        return _agree_over(time.perf_counter() - began, self.groups)
+        return _max_over_ranks(time.perf_counter() - began, self.groups)
 
     def _synchronize(self) -> None:
         if self.groups.device.type == "cuda":

@@ -52,7 +52,7 @@ class StepReporter:
         self._seconds = 0.0
         self._tokens = 0
         self._steps = 0
-        self._doubted = False
+        self._warned_of_peak = False
 
     def pause_ended(self) -> None:
         """Restart the step timer after a save or a validation, whose time is not to count for the next step."""
@@ -77,11 +77,11 @@ class StepReporter:
         record = self._record(progress, result, rate, lr, loss_scale, optimizer, size)
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
-        if (record["mfu"] or 0) > 1 and not self._doubted:
-            self._doubted = True
+        if (record["mfu"] or 0) > 1 and not self._warned_of_peak:
+            self._warned_of_peak = True
             self._console.line(
-                f"MFU above 100 % cannot be: the peak of {self._peak_name} that it is a share of is lower than what this device does; give"
-                " --peak-tflops, and compare tokens/s until then"
+                f"MFU above 100 % is impossible: the assumed peak, that of {self._peak_name}, is lower than what this device reaches;"
+                " set --peak-tflops, and compare tokens/s until then"
             )
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
 

@@ -71,14 +71,14 @@ def resume_samples(
     for name, now in datasets.evaluation_fingerprints.items():
         if isinstance(then, dict) and then.get(name, now) != now:
             what = "validation" if name == "valid" else name
-            tell(f"note: the {what} data is not what it was, or is repeated otherwise: its losses are not those of before")
+            tell(f"note: the {what} data have changed, or are repeated differently: do not compare their losses with earlier ones")
     old, new = stored.get("data_fingerprint"), datasets.fingerprint
     if old is None or datasets.train is None:  # converted, it is not known; or there is nothing to train on
         return SampleHistory()
     if "samples" not in stored:
         tell(
-            "the checkpoint is of an older version and has no digests of its samples: that the data are the same is known from their"
-            " sizes and a few probes only"
+            "the checkpoint was written by an older version and has no digests of its samples: only sizes and a few probes tell that"
+            " the data are the same"
         )
     history = SampleHistory.from_json(stored.get("samples", []))
     found = history.first_difference(datasets.train, config.data.dataloader_type, config.batch.seed, group)

@@ -37,7 +37,7 @@ def find_tokenizer(
     gone = [path for path in kept.own_files(data).values() if not path.exists()]
     if record is not None and folder is not None and gone and (data.tokenizer_type or default_type(data, None)) == record.type:
         kept.name_kept(data, record, folder)
-        tell(f"{gone[0]} is not there any more: the run's own copy of its tokenizer is used, {folder}")
+        tell(f"{gone[0]} no longer exists: the run's own copy of its tokenizer is used, {folder}")
 
 
 def require_same(tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, accept: bool, tell: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ def require_same(tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, 
     record = kept.Record.from_json(stored.get("tokenizer"))
     if record is None or record.fingerprint in (None, tokenizer.fingerprint()):
         return
-    what = f"the tokenizer is not the {record.type} that the checkpoint was trained with: its files, its kind or its size are others"
+    what = f"the tokenizer is not the {record.type} that the checkpoint was trained with: its files, its type or its size differ"
     if accept:
         tell(f"--accept-data-change: {what}")
         return

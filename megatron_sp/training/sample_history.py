@@ -89,7 +89,7 @@ class SampleHistory:
         for step, consumed, digests in self._steps:
             try:
                 ids = next_ids(order, consumed, len(digests), total, seed).tolist()
-            except DataError:  # the data set is shorter now: reading says so
+            except DataError:  # the data set is shorter now: reading these samples reports it
                 ids = list(range(consumed, consumed + len(digests)))
             yield from ((step, number, i, digest) for number, (i, digest) in enumerate(zip(ids, digests, strict=True)))
 

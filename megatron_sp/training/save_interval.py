@@ -23,10 +23,10 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import CheckpointConfig
 
-FIRST_STEPS = 10  # before the first save, when nothing is known
+FIRST_STEPS = 10  # before the first save, when nothing has been measured
 LONGEST_S = 3600.0
 DEVICE_HOURS_PER_FAILURE = 50_000.0  # 419 unexpected interruptions in 54 days of 16,384 GPUs
-_SPARE = 1.25  # of the time that a save takes beside training
+_SPARE = 1.25  # factor on the time of a background save
 
 
 def best_interval_s(stall_s: float, failure_s: float) -> float:

@@ -26,7 +26,7 @@ from megatron_sp.utils.format import format_bytes
 if TYPE_CHECKING:
     from megatron_sp.training.run import Run
 
-_PATIENCE_S = 2.0  # for a commit that is nearly through, when a peer is lost
+_PATIENCE_S = 2.0  # for a commit that is almost complete when a peer is lost
 _KEPT = "older checkpoints are as they were"
 
 
@@ -49,7 +49,7 @@ class Saves:
             checkpoint, run.context.launch.world_size, run.context.groups.control, step, stored.get("save_interval")
         )  # fmt: skip
         self._write_s = 0.0
-        # what it goes on from stands already: a signal before the first step leaves nothing to be written
+        # the checkpoint that the run resumes from is complete: a signal before the first step leaves nothing to write
         self.saved_step, self.failed = step if run.continues_own else -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
         self._lost = self._closing = False
@@ -153,7 +153,7 @@ class Saves:
             self.saved_step = report.step
             beside = f", {more['background_s']:.1f} s beside training" if more else ""
             self._context.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
-            if self._closing:  # what it says by then is to stay
+            if self._closing:  # the run has ended: its final status must not be overwritten
                 self._context.status.fields["saved_step"] = report.step
             else:
                 self._context.status.write("running", step=run.state.progress.step, saved_step=report.step)

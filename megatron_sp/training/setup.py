@@ -51,15 +51,15 @@ class RunStatus:
         self._rank = rank
         self.path: Path | None = None
         self.fields: dict[str, Any] = {}
-        self.lost: dict[str, str] = {}  # what else cannot be written, and why
-        self._began = False  # this attempt: what the file says from then on is of it
-        self.explain_memory: Callable[[], list[str]] | None = None  # lines about what the memory of a rank is for, once that is known
+        self.lost: dict[str, str] = {}  # other outputs that could not be written, and why
+        self._began = False  # once this attempt has written the file, it no longer describes an earlier one
+        self.explain_memory: Callable[[], list[str]] | None = None  # breakdown of a rank's memory, once that is predicted
 
     def open(self, run_dir: Path) -> None:
         """Begin to keep the status in a run folder."""
         self.path = run_dir / "run_status.json"
         if (saved := saved_step(run_dir)) is not None:
-            self.fields.setdefault("saved_step", saved)  # it stays known until there is a newer one
+            self.fields.setdefault("saved_step", saved)  # remains until a newer one is saved
 
     def has_failed(self) -> bool:
         """Return whether the file already reports a failure."""
@@ -94,7 +94,7 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
     """
     output.survive()
     status = RunStatus(launch.rank)
-    held: list[Exception] = []  # to the end: collectives that were under way in its frames are not worth a warning
+    held: list[Exception] = []  # until the end: to free its frames would warn about the collectives in flight
     try:
         code = body(status)
     except ReportedError as error:
@@ -103,9 +103,8 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
         if launch.rank == 0 or not error.on_all_ranks:
             prefix = "" if error.on_all_ranks else f"[rank {launch.rank}] "
             print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
-            if not (
-                isinstance(error, PeerError) and status.has_failed()
-            ):  # the rank that died has said why: that counts, not our wait for it
+            is_consequence = isinstance(error, PeerError) and status.has_failed()
+            if not is_consequence:  # else the file holds the reason of the rank that failed first, which says more
                 status.write("failed", code, str(error))
     except Exception as error:
         held.append(error)
@@ -139,7 +138,7 @@ def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
     found = f"out of memory: {first_words(error)}"
     try:
         lines = [] if status.explain_memory is None else status.explain_memory()
-    except Exception:  # memory for the explanation is not certain either
+    except Exception:  # there may be no memory left for an explanation
         lines = []
     if lines:
         return "\n".join([found, *lines])
@@ -161,7 +160,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
     if choice == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
+        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` shows why); use --device cpu")
     if launch.local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
@@ -219,8 +218,8 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
             raise
         where = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
         raise PeerError(
-            f"the {launch.world_size} ranks did not find each other at {where}: {first_line(error)}. See that all were started, that the"
-            " host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
+            f"the {launch.world_size} ranks did not find each other at {where}: {first_line(error)}. Check that all were started, that"
+            " the host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
         ) from error
 
 

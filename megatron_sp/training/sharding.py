@@ -67,7 +67,7 @@ def build_sharded(
         units.append(FlatUnit(unit.name, named, shard_specs(model), zero, offload=parallel.offload_optimizer))
 
     model = build_model(config, layout, take)
-    model.to(device)  # what is no parameter
+    model.to(device)  # buffers
     order = model.unit_order(backward=True)  # type: ignore[operator]
     weights = WholeWeights(
         units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,

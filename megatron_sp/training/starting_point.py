@@ -89,7 +89,7 @@ def require_kept_steps(run_dir: Path) -> None:
     """
     saved, folder = saved_step(run_dir), run_dir / "checkpoints"
     if saved is not None and not holds_steps(folder):
-        what = "has no step in it" if folder.is_dir() else "is not there"
+        what = "holds no step" if folder.is_dir() else "is missing"
         raise CheckpointError(
             f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not mounted?): bring it back;"
             " or, to begin anew, choose another --save or delete run_status.json"

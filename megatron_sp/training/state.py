@@ -40,7 +40,7 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
-    scheduled_samples: int = 0  # without those of skipped steps: what learning rate and weight decay go by
+    scheduled_samples: int = 0  # without those of skipped steps; determines learning rate and weight decay
     consumed_tokens: int = 0
     bad_steps: int = 0  # non-finite steps in a row
     skipped_steps: int = 0  # all non-finite steps so far
@@ -77,7 +77,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress, self.samples = Progress(), SampleHistory()
-        self.tokenizer: dict[str, Any] | None = None  # what a checkpoint says of it
+        self.tokenizer: dict[str, Any] | None = None  # its record in a checkpoint
         self.evaluation_data: dict[str, str] = {}  # fingerprints
         specs = shard_specs(model)
         self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}

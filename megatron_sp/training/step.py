@@ -110,7 +110,7 @@ class StepOptions:
 
     Attributes:
         seed: of dropout.
-        drops: whether any dropout rate is above 0.
+        drops: True if any dropout rate is above 0.
         kernel: attention kernel.
         torch_dropout: see ``run.Task``.
     """
@@ -127,10 +127,10 @@ class TrainStep:
     Args:
         parts: the model and what updates it.
         loss: terms of the task.
-        groups: the layout.
+        groups: process groups.
         options: seed, dropout and attention kernel.
         faults: injected faults.
-        recorder: of collectives and computation; told where a step and its passes begin.
+        recorder: records collectives and computation, and where a step and its passes begin (--report-overlap).
 
     Attributes:
         before_update: called before the weights change; a copy of them on another stream synchronizes here.
@@ -159,23 +159,23 @@ class TrainStep:
             digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global batch.
         """
         if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
-            # what draws from torch's generator (dropout in kernels, in models from outside) is keyed, so that a resumed run draws the same
+            # dropout that draws from torch's generator (in kernels, in external models) is seeded by step: a resumed run draws the same
             rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
             torch.manual_seed(_step_seed(self.options.seed, step, rank))
         if self.recorder is not None:
             self.recorder.start_step()
-        totals = self._start_totals(micro_batches, stop, digests)
+        totals, totals_handle = self._start_totals(micro_batches, stop, digests)
         self.gradients.start_step()
         self.weights.start_step(len(micro_batches))
-        sums = self._forward_backward(micro_batches, step, totals)
-        # each tp rank has the same sums: one of them speaks
+        sums = self._forward_backward(micro_batches, step, totals, totals_handle)
+        # all tp ranks have the same sums: only the first of them contributes its own
         sums_handle = all_reduce_async(sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), self.groups.world)
         if self.faults.poisons("grad", step):
             self.gradients.poison()
         self.gradients.finish_step()
         norm = self.optimizer.grad_norm() / self.scaler.scale
         # the only point of the step where the host waits for the device
-        values = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), self._totals]).tolist()
+        values = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), totals]).tolist()
         grad_norm, num_terms = values[0], len(self.loss.names)
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
         stops, *of_samples = values[1 + 2 * num_terms :]
@@ -186,32 +186,38 @@ class TrainStep:
             self.recorder.end_step()
         return result
 
-    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor]) -> Handle:
+    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor]) -> tuple[Tensor, Handle]:
         """Start summing [count of each term, number of ranks that want to stop, digest of each sample] over the ranks.
 
         All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
+
+        Returns:
+            The totals, fp64, and the handle to wait for before they are read.
         """
-        counts = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
-        device = counts[0].device
-        mine = torch.stack(counts).sum(0) * float(self.groups.is_first_of_replica)
+        by_micro_batch = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
+        device = by_micro_batch[0].device
+        counts = torch.stack(by_micro_batch).sum(0) * float(self.groups.is_first_of_replica)
         stops = torch.full((1,), float(stop), dtype=torch.float64, device=device)
-        self._totals = torch.cat([mine, stops, self._in_batch_order(digests, device)])
-        return all_reduce_async(self._totals, self.groups.world)
+        totals = torch.cat([counts, stops, self._in_batch_order(digests, device)])
+        return totals, all_reduce_async(totals, self.groups.world)
 
     def _in_batch_order(self, digests: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return float64 [samples of the global batch]: this rank's digests at the places of its samples, 0 elsewhere."""
+        """Return float64 [samples of the global batch]: the digests of this rank's samples at their places, 0 elsewhere."""
         if not digests:
             return torch.empty(0, dtype=torch.float64, device=device)
         groups, shape = self.groups, (len(digests), self.groups.dp_size, digests[0].numel())
-        everybody = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        of_batch = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
         if groups.is_first_of_replica:
-            everybody[:, groups.dp_rank] = torch.stack(list(digests))
-        return everybody.flatten().to(device, non_blocking=True)
+            of_batch[:, groups.dp_rank] = torch.stack(list(digests))
+        return of_batch.flatten().to(device, non_blocking=True)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Handle) -> Tensor:
-        """Run forward and backward of every micro-batch; return this rank's sums of the loss terms, fp64 [terms]."""
-        sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=self._totals.device)
-        inverse: Tensor | None = None
+    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Tensor, totals_handle: Handle) -> Tensor:
+        """Run forward and backward of every micro-batch; return this rank's sums of the loss terms, fp64 [terms].
+
+        The totals travel during the first forward: only its backward needs the counts in them.
+        """
+        sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=totals.device)
+        inverse_counts: Tensor | None = None
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
@@ -222,10 +228,12 @@ class TrainStep:
             if self.faults.poisons("loss", step):
                 terms = [term * float("nan") for term in terms]
             self.faults.at("step.forward", step)
-            if inverse is None:
-                inverse = _inverse_or_zero(totals.wait()[: len(self.loss.names)])
+            if inverse_counts is None:
+                totals_handle.wait()
+                inverse_counts = _inverse_or_zero(totals[: len(self.loss.names)])
             sums += torch.stack([term.detach().double() for term in terms])
-            loss = sum((term * inverse[i].to(term.dtype) for i, term in enumerate(terms[1:], 1)), terms[0] * inverse[0].to(terms[0].dtype))
+            shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
+            loss = sum(shares[1:], shares[0])
             if index == len(micro_batches) - 1:
                 self.gradients.last_micro_batch()
             if self.recorder is not None:

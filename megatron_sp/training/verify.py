@@ -73,7 +73,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         say(f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask depends on the layout")
         config.model.attention_dropout = 0.0
     if task.torch_dropout and config.model.hidden_dropout > 0:
-        say(f"verify: hidden dropout ({config.model.hidden_dropout}) is off: a model from outside draws other masks in another layout")
+        say(f"verify: hidden dropout ({config.model.hidden_dropout}) is off: an external model draws other masks in another layout")
         config.model.hidden_dropout = 0.0
     _fit_layers(config, launch, groups, dtype, say)
     plan = BatchPlan.from_config(config.batch, groups.dp_size)
@@ -118,7 +118,7 @@ class _Step:
         self.config, self.task, self.groups = config, task, groups
         backend = config.kernels.attention_backend
         self.kernel = choose_kernel("auto" if backend == "flash" else backend, groups.device.type, dtype, 0.0).name
-        config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # nothing is updated
+        config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # there is no update
         config.precision.fp64 = dtype == torch.float64
 
     def run(self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:

@@ -81,7 +81,7 @@ def test_an_old_run_goes_on_as_before_and_says_what_is_missing(work: Path, tmp_p
 def test_a_resume_goes_on_without_the_original(work: Path, pretrained: Path) -> None:
     os.unlink(work / "vocab.txt")
     said = train(work, "--save", "run", *MORE, data=FLAGS, program=bert, ranks=2).expect(
-        0, "vocab.txt is not there any more: the run's own copy of its tokenizer is used"
+        0, "vocab.txt no longer exists: the run's own copy of its tokenizer is used"
     )
     assert said.text.count("own copy") == 1 and state(work / "run")["tokenizer"] == state(pretrained / "run")["tokenizer"]
 

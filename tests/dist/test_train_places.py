@@ -56,7 +56,7 @@ def test_checkpoints_that_are_gone(run: Path, tmp_path: Path, gone: str, flags: 
     if gone == "steps":
         (run / "checkpoints").mkdir()
     for _ in range(2):
-        words = "has no step in it" if gone == "steps" else "is not there"
+        words = "holds no step" if gone == "steps" else "is missing"
         train(tmp_path, "--save", run, *flags, ranks=2).expect(3, "says that step 6 was saved", words, "delete run_status.json")
     assert len(records(run)) == 6 and status(run)["saved_step"] == 6
     (run / "run_status.json").unlink()

@@ -125,7 +125,7 @@ def slow_evaluation(rank: int) -> None:
 def test_a_signal_during_validation_breaks_it_off(tmp_path: Path, flags: tuple[object, ...]) -> None:
     run = tmp_path / "run"
     outcome = train(tmp_path, "--save", run, "--eval-iters", 100, *flags, ranks=2, setup=slow_evaluation).expect(75)
-    assert outcome.text.count("broken off by a signal") == 1 and saved_steps(run) == [2]
+    assert outcome.text.count("interrupted by a signal") == 1 and saved_steps(run) == [2]
     assert records(run, "valid") == [], "half a validation is none"
     assert status(run)["status"] == "preempted"
 
