@@ -14,6 +14,7 @@ Before the first step:
     run_tokenizer.py    so must the tokenizer; the run keeps a copy of it
     sharding.py         the model becomes flat units, one by one
     fingerprint.py      all ranks have the same initial model
+    fused.py            --fused-kernels: which kernels of AdamW and the norms run
     probe.py            --sp-overlap-mode auto measures
     memory_estimate.py  predicted memory against what there is
     verify.py           --verify-parallelism: one step against one process

@@ -11,6 +11,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.config.schema import Config, OptimizerConfig
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.digests import sample_digest
+from megatron_sp.data.gpt_dataset import GPTOptions
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.optim.lr_schedule import LRSchedule
@@ -63,7 +64,7 @@ def test_a_stored_schedule_that_cannot_be_read(stored: dict[str, Any]) -> None:
 
 def make_data(seed: int = 1, train: bool = True) -> Datasets:
     def make(number: int) -> MockGPTDataset:
-        return MockGPTDataset(num_samples=12, seq_length=8, tokenizer=NullTokenizer(60), seed=seed + number)
+        return MockGPTDataset(GPTOptions(seq_length=8, seed=seed + number), num_samples=12, tokenizer=NullTokenizer(60))
 
     return Datasets(make(0) if train else None, make(100), None)
 
