@@ -67,7 +67,7 @@ class BackgroundSaves:
                 self._copy = HostCopy(items)
             except (RuntimeError, MemoryError) as error:
                 why = str(error).splitlines()[0][:200] if str(error) else "none left"
-                return f"{size_words(needed)} of host memory could not be had ({why})"
+                return f"{size_words(needed)} of host memory could not be allocated ({why})"
             return None
 
         reasons = self._checkpointer.ranks.each(take)
@@ -129,5 +129,5 @@ class BackgroundSaves:
         self._thread = None
         if self._error is not None:
             raise self._error
-        assert self._report is not None, "a save has ended without a word"
+        assert self._report is not None, "a save has ended without a result"
         return self._report

@@ -140,7 +140,7 @@ class RunLock:
         if alive is None and age < -_FUTURE_SECONDS:
             raise LockError(
                 f"{self.path.parent} was in use by {who}, and {self.path} was touched {-age:.0f} s from now, by the clock of its file"
-                f" system: a clock is or was wrong, so nobody can tell whether that job lives. If it is surely gone, delete {self.path};"
+                f" system: a clock is or was wrong, so it is unknown whether that job is alive. If it is surely gone, delete {self.path};"
                 " or use another --save"
             )
         if alive or (alive is None and age < self._stale_s):
@@ -226,7 +226,7 @@ def _require_file(path: Path) -> None:
         require_own(path)
     except OSError as error:
         raise LockError(
-            f"{path} cannot be used as the lock of this run: {error.strerror}. It is none of ours: delete it, or use another --save"
+            f"{path} cannot be used as the lock of this run: {error.strerror}. It is not a lock of ours: delete it, or use another --save"
         ) from None
 
 

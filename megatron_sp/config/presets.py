@@ -176,7 +176,7 @@ def preset_named(name: str, family: str | None = None) -> Preset:
     if preset is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
         choice = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"'{name[:40]}' is no preset: {choice}`megatron-sp presets` lists them")
+        raise ConfigError(f"'{name[:40]}' is not a preset: {choice}`megatron-sp presets` lists them")
     if family is not None and preset.family != family:
         raise ConfigError(
             f"{name.lower()} is a {preset.family.upper()} model, and this program trains {family.upper()}: start it with"

@@ -100,7 +100,7 @@ def _out_of_bounds(flag: str, value: float, about: Mapping[str, Any], base: str)
 
 def _unusable_text(flag: str, text: str, is_path: bool) -> str | None:
     if "\0" in text:
-        return f"{flag}: a text with a zero byte in it is no name of anything"
+        return f"{flag}: a text with a zero byte in it cannot be a name"
     if not is_path:
         return None
     longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)

@@ -121,8 +121,8 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
         def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
             if table.labels is None and len(cells) > len(names) > 0:  # else a part of the text would become a class
                 raise BadLineError(
-                    f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: every tab divides, one in"
-                    " quotes too"
+                    f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: tabs separate cells,"
+                    " inside quotes as well"
                 )
             if places[column] >= len(cells):
                 raise BadLineError(
@@ -138,7 +138,7 @@ def _about_header(line: str, names: Sequence[str]) -> str:
         return "its first line is empty, and would be the header"
     if line.startswith(("{", "[")):
         return "its first line looks like JSON; files with one object on each line end in .jsonl"
-    commas = "; it has no tab, and only tabs divide columns" if "\t" not in line and "," in line else ""
+    commas = "; it has no tab, and only tabs separate columns" if "\t" not in line and "," in line else ""
     return f"its header has {', '.join(names)}{commas}"
 
 
@@ -176,7 +176,7 @@ def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], 
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadLineError(f"{path} line {number}: what stands under '{key}' is no text: half of a surrogate pair") from None
+        raise BadLineError(f"{path} line {number}: the value of '{key}' is not text: it has half of a surrogate pair") from None
     return text
 
 
@@ -199,7 +199,7 @@ def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
     """
     labels = table.labels or tuple(sorted({example.label for example in examples}))
     if len(labels) < 2:
-        raise DataError(f"all training examples have one label, '{', '.join(labels)}': to classify takes two at least")
+        raise DataError(f"all training examples have one label, '{', '.join(labels)}': classification takes at least two")
     return labels
 
 

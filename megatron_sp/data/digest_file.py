@@ -57,8 +57,8 @@ def read(prefix: str) -> dict[str, str] | None:
     found = {match[3]: match[1] for match in lines if match is not None}
     if len(lines) != 2 or set(found) != {".bin", ".idx"}:
         raise DataError(
-            f"{path} is not as sha256sum writes it: it must have one line for the .bin and one for the .idx, digits, two spaces, name."
-            " Delete it, and --write-digest makes one of the files as they are"
+            f"{path} is not in sha256sum's format: it must have one line for the .bin and one for the .idx, digits, two spaces, name."
+            " Delete it, and --write-digest creates one for the files as they are"
         )
     return found
 
@@ -76,7 +76,7 @@ def compare(prefix: str, found: Mapping[str, str]) -> bool:
         if found[suffix] != digest:
             raise DataError(
                 f"{prefix}{suffix} is not what was written: SHA-256 {found[suffix]}, and {prefix}{SUFFIX} says {digest}. Restore it from"
-                f" its source; if it was meant to change, delete {prefix}{SUFFIX}, and --write-digest makes one of the files as they are"
+                f" its source; if it was meant to change, delete {prefix}{SUFFIX}, and --write-digest creates one for the files as they are"
             )
     return wanted is not None
 

@@ -150,7 +150,7 @@ def read_header(fd: int, path: str) -> Header:
     if start.startswith(OLD_MAGIC):
         raise DataError(
             f"{path}: byte offset 0: this is a TNTIDX file, the 'lazy'/'cached' format of old Megatron and fairseq, which is not read:"
-            " make it anew with megatron-sp preprocess, or convert it with the tools that wrote it"
+            " create it again with megatron-sp preprocess, or convert it with the tools that wrote it"
         )
     if start[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: byte offset 0: expected the magic {MAGIC!r}, found {start[: len(MAGIC)]!r}: not an index of a data set")
@@ -164,9 +164,9 @@ def read_header(fd: int, path: str) -> Header:
     if DTYPES[code].kind == "f":
         raise DataError(f"{path}: byte offset 17: dtype code {code} is {DTYPES[code].name}: tokens must be integers")
     if num_sequences > MAX_COUNT:
-        raise DataError(f"{path}: byte offset 18: {num_sequences} sequences cannot be: the file has {size} bytes")
+        raise DataError(f"{path}: byte offset 18: {num_sequences} sequences cannot be right: the file has {size} bytes")
     if num_entries > MAX_COUNT or num_entries < 1:
-        raise DataError(f"{path}: byte offset 26: a document index of {num_entries} entries cannot be: the file has {size} bytes")
+        raise DataError(f"{path}: byte offset 26: a document index of {num_entries} entries cannot be right: the file has {size} bytes")
     header = Header(DTYPES[code], num_sequences, num_entries)
     if size != header.file_size:
         modes = size == header.file_size + num_sequences

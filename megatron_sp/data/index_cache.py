@@ -84,7 +84,7 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError, EOFError) as error:
         if warn:
-            logger.warning("index cache %s is damaged and is built anew: %s", record_path, error)
+            logger.warning("index cache %s is damaged and is rebuilt: %s", record_path, error)
         return None
 
 
@@ -161,7 +161,7 @@ def _warn_once(folder: Path, error: OSError) -> None:
     if str(folder) not in _warned:
         _warned.add(str(folder))
         logger.warning(
-            "index cache %s cannot be written (%s): the indices stay in memory and are built anew at every start; choose another"
+            "index cache %s cannot be written (%s): the indices stay in memory and are rebuilt at every start; choose another"
             " folder with --data-cache-path",
             folder,
             error.strerror or error,

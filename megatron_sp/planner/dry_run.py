@@ -100,12 +100,12 @@ class RunPlan:
             lines.append("traffic: none, there is one process")
         else:
             lines.append(
-                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of it"
+                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of which"
                 f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
             )
             lines += self._flows()
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
-            lines.append("--sp-overlap-mode auto is settled by timing when the run starts; here it counts as none")
+            lines.append("--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as none")
         if self.remedies:
             lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
         lines += self.notes
@@ -114,7 +114,7 @@ class RunPlan:
     def _flows(self) -> list[str]:
         lines = []
         for flow in self.traffic.flows:
-            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "in the open"
+            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "exposed"
             lines.append(
                 f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks} ({flow.group}):"
                 f" {flow.kind}; {hides}"

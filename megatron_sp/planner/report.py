@@ -143,7 +143,7 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
         f" {base.precision.params_dtype}, on {where}",
         f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp and sp:",
     ]
-    return said + ([f"assumed, because nothing was said: {' '.join(extra)}"] if extra else [])
+    return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 
 
 def _table(best: Sequence[Candidate]) -> list[str]:
@@ -167,7 +167,7 @@ def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
         f"  memory of a {_unit(best.machine)}: {', '.join(f'{kind} {format_bytes(size)}' for kind, size in kinds.items() if size)};"
         f" worst in {best.memory.worst.phase}, {best.memory.worst.name}",
         f"  step {time.seconds:.3g} s: products {time.products:.3g}, attention {time.attention:.3g}, norms and the like {time.memory:.3g},"
-        f" update {time.update:.3g}, communication in the open {time.exposed:.3g}, slowed by communication {time.overlap:.3g},"
+        f" update {time.update:.3g}, exposed communication {time.exposed:.3g}, slowed by communication {time.overlap:.3g},"
         f" waiting for Python {time.host:.3g}"
         + (f", copies to host memory and back {time.copies:.3g}" if time.copies else "")
         + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),

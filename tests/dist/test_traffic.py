@@ -128,7 +128,7 @@ def test_one_process_sends_nothing() -> None:
 
 
 def test_what_can_hide_follows_the_flags() -> None:
-    """Everything of the embedding is in the open: its gradient comes last, its parameters are needed first."""
+    """Everything of the embedding is exposed: its gradient comes last, its parameters are needed first."""
     n = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     for stage in (1, 3):
         both = {flow.kind: flow for flow in plan_of({"zero_stage": stage}, dp=2).flows}

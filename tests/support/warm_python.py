@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 _PROGRAM = """#!{python} -SE
 import array, json, os, signal, socket, sys

@@ -484,7 +484,7 @@ def _one_window(text: str) -> str:
     before, behind = int(pair[1]), int(pair[2])
     if before < 0 or behind != 0:
         raise ValueError(
-            f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': no token sees those behind it; to see all before it leave this out"
+            f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': no token sees later ones; leave this out to see all earlier ones"
         )
     return str(before + 1)
 

@@ -72,11 +72,11 @@ def _settings(node: Any, name: str, inside: str) -> Iterator[Setting]:
             raise ConfigError(f"{_line(name, key)}: expected the name of a flag")
         flag = canonical(key.value)
         if flag in seen:
-            raise ConfigError(f"{_line(name, key)}: {key.value} stands there twice")
+            raise ConfigError(f"{_line(name, key)}: {key.value} is given twice")
         seen.add(flag)
         if isinstance(value, yaml.MappingNode) and not inside:
             if key.value not in GROUPS:
-                raise ConfigError(f"{_line(name, key)}: {key.value} is no group of flags; the groups are {', '.join(GROUPS)}")
+                raise ConfigError(f"{_line(name, key)}: {key.value} is not a group of flags; the groups are {', '.join(GROUPS)}")
             yield from _settings(value, name, inside=key.value)
         else:
             words = tuple(_words(value, name, key.value))

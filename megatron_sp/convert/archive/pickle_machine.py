@@ -159,7 +159,7 @@ class Machine:
         """Push the name of a class or function; nothing is imported. Raises Refused if it is not on the list."""
         full = names.full_name(module, name)
         if full is None:
-            raise Refused(f"names {f'{module}.{name}'[:200]!r}, which is no part of the checkpoints that are read here")
+            raise Refused(f"names {f'{module}.{name}'[:200]!r}, which is not part of the checkpoints that are read here")
         self.push(Global("g", full))
 
     def remember(self, index: int) -> None:
@@ -198,7 +198,7 @@ class Machine:
         """Push the name whose module and own name are on the stack."""
         name, module = self.pop(), self.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
-            raise Refused("has a name that is no string: it is damaged")
+            raise Refused("has a name that is not a string: it is damaged")
         self.global_(module, name)
 
     def short_string(self, count: int) -> None:
@@ -211,27 +211,27 @@ class Machine:
 
     def append(self, items: list[Node]) -> None:
         """Append to the list on top of the stack."""
-        self.top("[o", "appends to what is no list").extend(items)
+        self.top("[o", "appends to something that is not a list").extend(items)
 
     def set_items(self, items: list[Node]) -> None:
         """Set keys and values of the dict on top of the stack."""
         if len(items) % 2:
             raise Refused("has a key without a value: it is damaged")
-        self.top("{o", "sets an item of what is no dict").extend(items)
+        self.top("{o", "sets an item of something that is not a dict").extend(items)
 
     def call(self, args: Node) -> None:
         """Handle REDUCE and NEWOBJ: push the result of calling the name with the arguments, as plain data."""
         function = self.pop()
         if not isinstance(function, Global):
-            raise Refused("calls something that is no name")
+            raise Refused("calls something that is not a name")
         if not (isinstance(args, list) and args[0] == "("):
-            raise Refused(f"calls {function.name} with something that is no tuple")
+            raise Refused(f"calls {function.name} with something that is not a tuple")
         self.push(result_of(function.name, args[1:]))
 
     def build(self) -> None:
         """Handle BUILD: set the attributes of the object below; those of an ordered dict (torch's ``_metadata``) are dropped."""
         state = self.pop()
-        node = self.top("o{", "gives attributes to what has none")
+        node = self.top("o{", "sets attributes of something that has none")
         if node[0] == "o":
             node[3] = state
 
@@ -242,7 +242,7 @@ class Machine:
         if len(parts) == 6 and parts[5] is None:
             parts = parts[:5]
         if len(parts) != 5 or parts[0] != "storage":
-            raise Refused("refers to something outside that is no storage: save state dicts, not modules")
+            raise Refused("refers to something outside that is not a storage: save state dicts, not modules")
         kind, key, numel = parts[1], parts[2], parts[4]
         dtype = names.storage_dtype(kind.name) if isinstance(kind, Global) else None
         if dtype is None or not (isinstance(key, str) and 0 < len(key) <= 100) or not is_count(numel):
@@ -382,7 +382,7 @@ def _dict_of_mark(m: Machine) -> None:
 
 def _add_to_set(m: Machine) -> None:
     items = m.pop_mark()
-    m.top("s", "adds to what is no set").extend(items)
+    m.top("s", "adds to something that is not a set").extend(items)
 
 
 def _new_object_with_keywords(m: Machine) -> None:

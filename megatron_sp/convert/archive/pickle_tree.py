@@ -235,7 +235,7 @@ def _set(node: list[Any]) -> frozenset[Any] | set[Any]:
     try:
         return (set if node[0] == "s" else frozenset)(map(_value, node[1:]))
     except TypeError:
-        raise _Meaningless("has a set of what cannot be in one, such as lists") from None
+        raise _Meaningless("has a set of values that cannot be in one, such as lists") from None
 
 
 def _tensor(node: list[Any]) -> TensorRecord:

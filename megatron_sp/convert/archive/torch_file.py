@@ -118,7 +118,7 @@ class TorchFile:
         if first[:1] == b"\x80":
             tree, self._storages = _read_legacy(self._window, self._reader)
             return tree
-        raise CheckpointError(f"{self._window.where} is no file of torch.save: {_what_it_is(self._window, first)}")
+        raise CheckpointError(f"{self._window.where} is not a file of torch.save: {_what_it_is(self._window, first)}")
 
     def read(self, record: TensorRecord) -> Tensor:
         """Read a tensor into CPU memory, with the elements and strides that were saved.
@@ -235,7 +235,7 @@ def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, S
                 raise
             data_size *= 8
     if magic != _MAGIC_LEGACY or version != 1001 or not isinstance(keys, list):
-        raise CheckpointError(f"{window.where} is no file of torch.save: it is a pickle of another program, or damaged")
+        raise CheckpointError(f"{window.where} is not a file of torch.save: it is a pickle of another program, or damaged")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CheckpointError(f"{window.where} was written on a machine with another byte order: save it again on a little-endian one")
     places, at = dict[str, StoragePlace](), pickles.end

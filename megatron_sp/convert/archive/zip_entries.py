@@ -98,7 +98,7 @@ def read_directory(window: Window) -> dict[str, Entry]:
 
 
 def _damaged(window: Window, problem: str) -> CheckpointError:
-    return CheckpointError(f"{window.where} is no whole torch file: {problem}. It is cut short or damaged: copy it again")
+    return CheckpointError(f"{window.where} is not a complete torch file: {problem}. It is cut short or damaged: copy it again")
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:

@@ -94,7 +94,7 @@ class Bert:
         if not config.token_types:
             found[r"bert\.embeddings\.token_type_embeddings\.weight"] = "zeros for the only kind of segment"
         if not config.has_order_head:
-            found[r"bert\.pooler\.dense\.(weight|bias)"] = "a pooler without a head behind it"
+            found[r"bert\.pooler\.dense\.(weight|bias)"] = "a pooler without a head after it"
         return found
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:

@@ -128,7 +128,7 @@ def find(record: Record, step_dir: Path) -> Path | None:
     if found is not None and (problem := _problem(found, record.files)) is not None:
         raise DataError(
             f"the run's own copy of its tokenizer is damaged: {problem}. Restore it, or delete the folder {found} and name the tokenizer"
-            " that the run was trained with (--tokenizer-model; in training that keeps it anew)"
+            " that the run was trained with (--tokenizer-model; in training that stores it again)"
         )
     return found
 

@@ -139,8 +139,8 @@ def test_a_tokenizer_decides_about_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("flags, family, message", [
-    (("--preset", "gtp2-124m"), "gpt", "--preset: 'gtp2-124m' is no preset: did you mean gpt2-124m"),
-    (("--preset", "x"), "gpt", "'x' is no preset: `megatron-sp presets` lists them"),
+    (("--preset", "gtp2-124m"), "gpt", "--preset: 'gtp2-124m' is not a preset: did you mean gpt2-124m"),
+    (("--preset", "x"), "gpt", "'x' is not a preset: `megatron-sp presets` lists them"),
     (("--preset",), "gpt", "--preset: expected a text, got nothing"),
     (("--preset=",), "gpt", "--preset: expected a text, got an empty text"),
     (("--preset", "bert-large"), "gpt", "bert-large is a BERT model, and this program trains GPT: start it with pretrain_bert.py"),
@@ -157,7 +157,7 @@ def test_a_mistake_in_a_file_names_its_line(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit) as end:
         parse_config(["--config", str(tmp_path / "run.yaml"), "--mock-data", "--train-iters", "1"], prog="pretrain_gpt.py", family="gpt")
     assert end.value.code == 2
-    assert "run.yaml line 2: preset: 'gpt-1.2b' is no preset: did you mean gpt-1.3b" in capsys.readouterr().err
+    assert "run.yaml line 2: preset: 'gpt-1.2b' is not a preset: did you mean gpt-1.3b" in capsys.readouterr().err
 
 
 def test_printed_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

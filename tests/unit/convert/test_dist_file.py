@@ -200,7 +200,7 @@ def lie_about_the_shape(state: dict[str, Any]) -> None:
             lambda s: info_of(s, "step").update(offset=info_of(s, "model.w")["offset"], length=info_of(s, "model.w")["length"]),
             "damaged, or of two saves",
         ),
-        (lambda s: info_of(s, "step").update(offset=5), "is no file of torch.save|no whole torch file"),
+        (lambda s: info_of(s, "step").update(offset=5), "is not a file of torch.save|not a complete torch file"),
     ],
 )
 def test_chunks_that_are_not_there_are_named(

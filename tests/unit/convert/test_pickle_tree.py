@@ -106,7 +106,7 @@ def test_objects_of_megatron_and_deepspeed_need_no_such_package(reader: PickleRe
 
 
 def test_classes_of_users_are_refused_by_name(reader: PickleReader) -> None:
-    with pytest.raises(CheckpointError, match=r"^a\.pt: its pickle names '[\w.]*Color', which is no part .* Nothing in it was run"):
+    with pytest.raises(CheckpointError, match=r"^a\.pt: its pickle names '[\w.]*Color', which is not part .* Nothing in it was run"):
         reader.read(saved({"color": Color.RED}), "a.pt")
 
 
@@ -177,12 +177,12 @@ WIDE = b"]" + b"q\x00" + b"]" + b"".join(b"(" + b"h%c" % n * 200 + b"tq%c" % (n 
         (b".", "empty stack"),
         (b"t.", "did not begin"),
         (b"h\x07.", "does not have"),
-        (b"K\x01K\x02a.", "no list"),
+        (b"K\x01K\x02a.", "not a list"),
         (b"}(K\x01u.", "key without a value"),
-        (b"]K\x01K\x02s.", "no dict"),
+        (b"]K\x01K\x02s.", "not a dict"),
         (b"X\x01\x00\x00\x00\xff.", "not UTF-8"),
-        (b"K\x01)R.", "no name"),
-        (b"cargparse\nNamespace\nK\x01R.", "no tuple"),
+        (b"K\x01)R.", "not a name"),
+        (b"cargparse\nNamespace\nK\x01R.", "not a tuple"),
         (b"\xfe.", "should be"),
         (b"K\x01.K\x02.", "3 bytes behind the end"),
         (b"}]K\x01s.", "cannot be one"),
@@ -197,7 +197,7 @@ WIDE = b"]" + b"q\x00" + b"]" + b"".join(b"(" + b"h%c" % n * 200 + b"tq%c" % (n 
         (tensor(storage=STORAGE.replace(b"FloatStorage", b"QInt8Storage") + b"Q"), "QInt8Storage"),
         (tensor(storage=STORAGE.replace(b"K\x04t", b"J\xff\xff\xff\xfft") + b"Q"), "without a known class, a key and a size"),
         (b"(" + STORAGE + b"Q" + STORAGE.replace(b"K\x04t", b"K\x05t") + b"Qt.", "in two ways"),
-        (b"K\x01Q.", "no storage"),
+        (b"K\x01Q.", "not a storage"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )

@@ -82,7 +82,7 @@ def test_a_renamed_set_is_known_by_its_endings(prefix: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("text", ["", "rubbish\n", "0" * 64 + "  x.bin\n", ("0" * 64 + "  x.bin\n") * 2, "g" * 64 + "  x.idx\n", "\xff"])
 def test_what_is_no_digest_file_is_said(prefix: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(f"{prefix}.sha256").write_bytes(text.encode("latin-1"))
-    assert verify(prefix) == EXIT_DATA and "not as sha256sum writes it" in capsys.readouterr().err
+    assert verify(prefix) == EXIT_DATA and "is not in sha256sum's format" in capsys.readouterr().err
 
 
 def test_where_nothing_can_be_written(prefix: Path) -> None:
@@ -121,5 +121,5 @@ def test_all_of_a_set_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
 def test_a_fifo_in_its_place_is_not_waited_for(prefix: Path) -> None:
     (file := prefix.with_name("x.sha256")).unlink()
     os.mkfifo(file)
-    with pytest.raises(DataError, match="is not as sha256sum writes it"):
+    with pytest.raises(DataError, match="is not in sha256sum's format"):
         digest_file.read(str(prefix))

@@ -94,7 +94,7 @@ def test_damage_is_rebuilt_with_a_warning(name: str, tmp_path: Path, caplog: pyt
     DAMAGE[name](tmp_path)
     with caplog.at_level(logging.WARNING):
         check(cached_arrays(tmp_path, "k", EXPECTED, make))
-    assert make.calls == 2 and "is damaged and is built anew" in caplog.text  # type: ignore[attr-defined]
+    assert make.calls == 2 and "is damaged and is rebuilt" in caplog.text  # type: ignore[attr-defined]
     assert not (tmp_path / "canary").exists()
     caplog.clear()
     check(cached_arrays(tmp_path, "k", EXPECTED, make))

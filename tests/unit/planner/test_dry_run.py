@@ -49,7 +49,7 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "buffers for whole parameters", "and at the worst moment (", "peak: ", "forward ", "backward ", "update ",
         "x reduce_scatter between 16 (dp x sp): gradients;", "x all_gather between 16 (dp x sp): parameters;", "optimizer state",
         "x all_to_all between 2 (sp)",
-        "can run under computation", "auto is settled by timing", "less memory: ",
+        "can run under computation", "auto is resolved by timing", "less memory: ",
     ):  # fmt: skip
         assert part in text, f"{part!r} is missing in\n{text}"
 

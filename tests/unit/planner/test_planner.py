@@ -191,7 +191,7 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     text = says(capsys, f"--gpus 16 --gpu h100-80g --nodes 2 --link ib-400g {MODEL} --micro-batch-size 1 --tp-size 2 --top 2")
     for part in (
         "16 x h100-80g, 2 nodes with 8 each (nvlink4 inside, 8 cards of ib-400g a node)", "tokens/s", "per GPU", "1 in detail: ",
-        "assumed, because nothing was said: --bf16 --global-batch-size 64", "  flags: ", "memory of a GPU: parameters", "worst in ",
+        "assumed, because nothing was given: --bf16 --global-batch-size 64", "  flags: ", "memory of a GPU: parameters", "worst in ",
         " hidden", "not possible:", "and each needs one",
     ):  # fmt: skip
         assert part in text, f"{part!r} is missing in\n{text}"

@@ -82,13 +82,13 @@ def test_columns_and_keys_of_ones_own(tmp_path: Path) -> None:
         ("x.tsv", "words\tlabel\na\t1\n", "x.tsv has no column 'text': its header has words, label"),
         ("x.tsv", "text\tlabel\n", "has no examples"),
         ("x.tsv", "", "has no column 'text': its first line is empty"),
-        ("x.tsv", "text,label\na,1\n", "its header has text,label; it has no tab, and only tabs divide columns"),
+        ("x.tsv", "text,label\na,1\n", "its header has text,label; it has no tab, and only tabs separate columns"),
         ("x.txt", '{"text": "a", "label": 1}\n', "has no column 'text': its first line looks like JSON"),
         ("x.tsv", "text\tlabel\na\t1\nb\t \r\n", "x.tsv line 3 has no label"),
-        ("x.tsv", 'text\tlabel\n"a\tb"\t1\n', "x.tsv line 2 has 3 columns, and the header 2: every tab divides, one in quotes too"),
+        ("x.tsv", 'text\tlabel\n"a\tb"\t1\n', "x.tsv line 2 has 3 columns, and the header 2: tabs separate cells, inside quotes as well"),
         ("x.jsonl", '{"text": "a", "label": ""}\n', "line 1 has no label"),
         ("x.jsonl", '{"text": "a", "label": NaN}\n', "line 1 has no text or number under 'label'"),
-        ("x.jsonl", '{"text": "\\ud800", "label": 1}\n', "line 1: what stands under 'text' is no text"),
+        ("x.jsonl", '{"text": "\\ud800", "label": 1}\n', "line 1: the value of 'text' is not text"),
         ("x.jsonl", '{"text": "a", "label": 1}\nnot json\n', "line 2 is not JSON"),
         ("x.jsonl", '{"text": "a", "label": 1}\n[1]\n', "line 2 is not a JSON object"),
         ("x.jsonl", "[" * 100_000, "line 1 is not JSON"),
@@ -136,7 +136,7 @@ def test_labels_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: the label '2' is none of 0, 1"):
         read_examples(write(tmp_path, "sentence\tlabel\nx\t2\n"), GLUE["sst-2"])
     one = [Example("a", None, "x", None)]
-    with pytest.raises(DataError, match="one label, 'x': to classify takes two"):
+    with pytest.raises(DataError, match="one label, 'x': classification takes at least two"):
         labels_of(TextTable(), one)
     with pytest.raises(DataError, match="do not have: x; they have y, z"):
         check_labels(("y", "z"), one)
