@@ -168,7 +168,7 @@ class LanguageModel(nn.Module):
         x = self.embedding(cut.pad(tokens.t())[cut.sp_slice], cut.pad(positions)[cut.tp_seq_slice], ctx, mine)
         layers = cast("list[TransformerBlock]", list(self.stack.layers))
         offload = self._offload_pass(x, ctx)
-        # the unit whose parameters backward reads next, when it is through with what comes now
+        # the unit whose parameters backward reads after those of the layers run next
         below: int | None = 0 if self._reads_embedding_again else None
         for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()

@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
             return mask
         if mask.causal or mask.key_lengths is None:
             return replace(mask, window=self.window)
-        return replace(mask, key_starts=mask.key_lengths - self.window)  # one new position behind each sequence: all it sees are keys
+        return replace(mask, key_starts=mask.key_lengths - self.window)  # one new position after each sequence: it sees only earlier keys
 
 
 def qkv_rows(config: ModelConfig, tp: TensorParallel) -> tuple[int, int, ShardSpec]:

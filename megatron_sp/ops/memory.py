@@ -39,7 +39,7 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
     block = _arena.take(num_bytes)
     if block is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    # set_, not view: autograd lets nobody write in place on a view that was made inside a function of ours
+    # set_ instead of view: autograd forbids in-place writes to a view created inside a custom function
     made = torch.empty(0, dtype=dtype)
     return made.set_(torch.from_numpy(block).untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
 

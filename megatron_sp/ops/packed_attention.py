@@ -31,7 +31,7 @@ from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.utils.numbers import window_tile
 
-_BATCHED_BYTES = 1 << 18  # of a segment's queries: beyond this a call of its own costs nothing beside its work
+_BATCHED_BYTES = 1 << 18  # of a segment's queries: above this size a separate call costs little compared with its work
 _FILL = 0.75  # the shortest segment of a batch, of the longest
 _SHORT = 8  # up to here all lengths share a batch: it is calls that cost
 
@@ -138,7 +138,7 @@ class _Places:
         start, length = torch.tensor([segment.start for segment in call.segments])[:, None], torch.tensor(lengths)[:, None]
         at = torch.arange(longest)
         self.each, self.padded, self.valid = call.each, min(lengths) < longest, at < length
-        self.rows = start + torch.minimum(at, length - 1)  # behind its end a segment's last row again: any finite number will do
+        self.rows = start + torch.minimum(at, length - 1)  # past the end of a segment its last row is repeated: any finite number will do
         self.columns = torch.tensor([segment.sequence * call.each for segment in call.segments])[:, None] + torch.arange(call.each)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:

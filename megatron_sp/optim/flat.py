@@ -26,7 +26,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.ops.memory import empty, host_empty
 from megatron_sp.utils.numbers import round_up
 
-_ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds the rest behind the last full one otherwise, so ranges would show
+_ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds elements after the last full one differently
 
 
 @dataclass(frozen=True)

@@ -488,7 +488,7 @@ class _Run:
         d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
         outputs, gradients = [state.heads[0]], [d_q]
         if share.keys:
-            if group in d_shared:  # what the group's other chunks, behind this one, have found
+            if group in d_shared:  # gradients from the group's later chunks, which ran first
                 d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]
             outputs += [h for h in state.heads[1:] if h is not None]
             gradients += d_kv
@@ -504,7 +504,7 @@ class _Run:
     def _send_heads_grads_back(self, chunk: HeadChunk, d_recv_buffers: list[Tensor]) -> list[tuple[Message, Handle]]:
         """Start sending the gradients of what this rank received for a chunk back to where it came from."""
         started = []
-        # v first: its gradient needs no rotation, and whoever waits takes them in this order
+        # v first: its gradient needs no rotation; the receiver waits for the messages in this order
         for message, d_buffer in reversed(list(zip(chunk.messages, d_recv_buffers, strict=True))):
             widths = self._widths(message)
             mine, theirs = [self.tokens * widths[self.sp.rank]] * self.sp.size, [self.tokens * width for width in widths]
