@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LARGEST = 1e300  # differences of larger ones overflow; they are listed like infinity
-LOOKS = 6  # there are in page.css
-MARKED = 200  # of the places that are no numbers; more than that cannot be told apart
+LOOKS = 6  # colours and dashes in page.css
+MARKED = 200  # marks of values that are not finite; more than that cannot be told apart
 
 
 @dataclass

@@ -9,7 +9,7 @@ from megatron_sp.report.html import Html, table, tag
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record
 
-ROWS = 40  # of a long table; the rest is counted
+ROWS = 40  # shown of a long table; the rest is counted
 
 
 class Section(NamedTuple):
