@@ -108,7 +108,7 @@ def test_what_it_has_found_is_in_the_summary_and_on_the_page(
     said = capsys.readouterr().out
     files = read_run(run)
     text = page([files], files.records[-1]["time"])
-    for name, title in (("lm_accuracy", "Masked tokens found"), ("order_accuracy", "Sentence order found")):
+    for name, title in (("lm_accuracy", "Masked-token accuracy"), ("order_accuracy", "Sentence-order accuracy")):
         assert f"valid {name.replace('_', ' ')}" in said and f"{100 * last[name]:.1f} %" in said
         assert title in text and f"{100 * last[name]:.1f} %" in text
     assert "Validation: lm accuracy" in text and "Validation: order accuracy" in text
