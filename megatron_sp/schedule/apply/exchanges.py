@@ -52,7 +52,8 @@ def _register_hook(job: ApplyJob, line: Directive, module: nn.Module) -> None:
 def _is_folded(plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> bool:
     """Return whether the sum of a sync behind a layer split by rows is made in the layer itself, in front of its bias."""
     sums = ("all_reduce",) if isinstance(module, nn.Embedding) else ("all_reduce", "reduce_scatter")
-    return plan.sums_itself(path, module) and line.args["op"] in sums
+    over_tp = line.args.get("over", "tp") == "tp"  # a row layer's parts lie on the tp ranks
+    return over_tp and plan.sums_itself(path, module) and line.args["op"] in sums
 
 
 def _along_outputs(

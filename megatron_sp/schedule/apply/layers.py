@@ -116,7 +116,8 @@ def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
     reduce, axis = layer.args.get("reduce"), layer.args.get("axis")
     if reduce is not None:
         return reduce, axis
-    sync = next((line for line, _, at in job.each("sync") if at is layer.module and line.args["mode"] == "fwd_post"), None)
+    syncs = (line for line, _, at in job.each("sync") if at is layer.module and line.args["mode"] == "fwd_post")
+    sync = next((line for line in syncs if line.args.get("over", "tp") == "tp"), None)
     if sync is not None and sync.args["op"] in ("all_reduce", "reduce_scatter"):
         return sync.args["op"], sync.args.get("axis")
     if layer.module._parameters.get("bias") is not None:

@@ -206,6 +206,23 @@ def test_a_row_without_a_line_of_its_own_sums_as_the_sync_behind_it_says() -> No
     assert not hooked(s.model)  # the layer sums in front of its bias, so no hook sums again
 
 
+def test_a_sync_over_another_axis_is_not_the_sum_of_a_row() -> None:
+    mesh = Mesh.sizes(tp=2, sp=2)
+    s = schedule(nn.Sequential(nn.Linear(4, 4, bias=False)), mesh)
+    s["0"].shard("weight", 1).sync("fwd_post", "all_reduce", over="sp")
+    job = ApplyJob(s.model, s.directives, mesh, s.seq_dim)
+    plan = plan_splits(job)
+    whole = WholeModel.of(s.model, plan)
+    split_tensors(s.model, plan.splits, job.tp)
+    replace_forwards(job, plan, whole)
+    register_syncs(job, plan)
+    assert hooked(s.model) == {"0": (0, 1)}, "the line's own exchange takes place"
+    s = schedule(nn.Sequential(nn.Linear(4, 4)), mesh)
+    s["0"].shard("weight", 1).sync("fwd_post", "all_reduce", over="sp")
+    with pytest.raises(ConfigError, match="each of the tp .* ranks would add its bias"):
+        replace_forwards(ApplyJob(s.model, s.directives, mesh, s.seq_dim), plan_splits(job), WholeModel.of(s.model, plan))
+
+
 def test_a_row_with_a_bias_and_no_sum_is_refused() -> None:
     s = schedule(nn.Sequential(nn.Linear(4, 4)), Mesh.sizes(tp=2))
     s["0"].shard("weight", 1)
