@@ -333,8 +333,8 @@ def predict_way(way: Way, shape: dict[str, Any], machine: Any) -> Any:
     from megatron_sp.config.schema import Config
     from megatron_sp.planner.timing import step_time
 
-    def timed(model: Any, parallel: Any, kernels: Any, batch: Any, precision: Any, **_: Any) -> Any:
-        parts = {"model": model, "parallel": parallel, "kernels": kernels, "batch": batch, "precision": precision}
+    def timed(work: Any) -> Any:
+        parts = {name: getattr(work, name) for name in ("model", "parallel", "kernels", "batch", "precision")}
         return step_time(normalize(Config(**parts)), machine)
 
     return memory.predict(way.layout, shape, way.batch, what=timed)

@@ -28,7 +28,9 @@ KINDS = {
 @pytest.mark.parametrize("way", ["run_main", "run_program"])
 def test_a_thread_of_the_backend_that_wants_the_interpreter(way: str) -> None:
     """With the interpreter's own tear-down, this process aborts each time."""
-    done = subprocess.run([sys.executable, ROOT / "tests" / "backend_at_exit.py", way, "5"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/support/backend_at_exit.py", way, "5"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (5, "all work is done\n", "")
 
 

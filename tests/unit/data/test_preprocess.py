@@ -272,7 +272,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_tool_runs_without_torch_and_killed_leaves_nothing_whole(tmp_path: Path) -> None:
     code = (
-        f"import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        f"import sys, runpy; sys.argv = ['x', '--help']; sys.path.insert(0, {str(TOOL.parent)!r})\n"
+        f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "except SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -282,7 +283,7 @@ def test_the_tool_runs_without_torch_and_killed_leaves_nothing_whole(tmp_path: P
     words = ["--input", str(lines), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]
     code = (
         "import os, runpy, signal, sys\nos.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"  # all is written, under no name yet
-        f"sys.argv[1:] = {words!r}\nrunpy.run_path({str(TOOL)!r}, run_name='__main__')"
+        f"sys.argv[1:] = {words!r}; sys.path.insert(0, {str(TOOL.parent)!r})\nrunpy.run_path({str(TOOL)!r}, run_name='__main__')"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL
     assert list(tmp_path.glob("o_text_document.bin.part-*"))

@@ -219,7 +219,7 @@ def test_a_sync_over_another_axis_is_not_the_sum_of_a_row() -> None:
     assert hooked(s.model) == {"0": (0, 1)}, "the line's own exchange takes place"
     s = schedule(nn.Sequential(nn.Linear(4, 4)), mesh)
     s["0"].shard("weight", 1).sync("fwd_post", "all_reduce", over="sp")
-    with pytest.raises(ConfigError, match="each of the tp .* ranks would add its bias"):
+    with pytest.raises(ConfigError, match=r"each of the tp .* ranks would add its bias"):
         replace_forwards(ApplyJob(s.model, s.directives, mesh, s.seq_dim), plan_splits(job), WholeModel.of(s.model, plan))
 
 

@@ -172,4 +172,4 @@ def test_p10_torch_and_what_every_installation_has_are_enough() -> None:
     """Other packages are asked for inside of functions, where somebody uses them."""
     for path, tree in sources().items():
         top = {name.partition(".")[0] for node in tree.body for name in imported(node)}
-        assert top <= {"__future__", "megatron_sp", "torch", "yaml"} | set(sys.stdlib_module_names), (path, top)
+        assert top <= {"__future__", "megatron_sp", "torch", "yaml", "einops"} | set(sys.stdlib_module_names), (path, top)

@@ -276,6 +276,8 @@ def test_every_output_flag_is_in_the_table() -> None:
     found = set()
     for folder in ("tools", "megatron_sp", "scripts", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.parent == ROOT / "tools/dev":  # they write pages and pictures of this repository
+                continue
             text = path.read_text()
             calls = ast.walk(ast.parse(text)) if any(f'"{name}"' in text for name in NAMES) else ()
             for call in (n for n in calls if isinstance(n, ast.Call)):
