@@ -11,7 +11,7 @@ from itertools import pairwise
 from megatron_sp.data import digest_file
 from megatron_sp.data.idx_format import resolve_prefix
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.writer import IndexedDatasetWriter
+from megatron_sp.data.writer import IndexedDatasetWriter, make_folder
 from megatron_sp.utils.errors import ConfigError
 
 _PART = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})")
@@ -22,7 +22,7 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
 
     Args:
         prefixes: with or without the suffix .bin, .idx or .sha256; a data set named by several of its files counts once.
-        output: prefix of the new pair.
+        output: prefix of the new pair; its folder is created.
     Returns:
         The new data set, open.
     Raises:
@@ -34,6 +34,7 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
     _require_all_parts(names)
     _require_other_place([output], names)
     sources = [_opened(name) for name in names]
+    make_folder(output)
     with IndexedDatasetWriter(output, dtype=sources[0].dtype) as writer:
         for source in sources:
             writer.merge(source)
@@ -68,6 +69,7 @@ def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str])
             raise ConfigError(f"{source.prefix} has {count} documents: by these weights {output} would get none of them")
     made = []
     for output, (first, last) in zip(outputs, pairwise([0, *ends]), strict=True):
+        make_folder(output)
         with IndexedDatasetWriter(output, dtype=source.dtype) as writer:
             writer.merge(source, range(first, last))
         made.append(IndexedDataset(output))

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,8 +29,8 @@ from megatron_sp.data.idx_format import token_dtype
 from megatron_sp.data.sentences import split_sentences
 from megatron_sp.data.text_input import WHOLE, InputFormat, Part, TextChunk, TextUnit, check_input, input_bytes, is_json, read_chunks
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.utils.errors import ConfigError, DataError, DiskError
+from megatron_sp.data.writer import IndexedDatasetWriter, make_folder
+from megatron_sp.utils.errors import ConfigError, DataError
 
 _CHUNKS_PER_WORKER = 3  # in flight: enough that no worker waits, few enough that the parent's memory stays small
 
@@ -133,11 +132,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
         check_input(path, options.input_format, options.part)
         if not is_json(path, options.input_format) and options.json_keys != ("text",):
             raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or say --input-format jsonl")
-    folder = Path(options.output_prefix).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"{folder}: cannot be made: {error.strerror}") from error
+    make_folder(options.output_prefix)
     return build_tokenizer(options.data, options.vocab_size)
 
 

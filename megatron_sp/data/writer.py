@@ -30,6 +30,15 @@ _COPY_BYTES = 1 << 24
 _MAX_LENGTH = 2**31 - 1
 
 
+def make_folder(prefix: str | Path) -> None:
+    """Create the folder of a new data set, with its parents. Raises DiskError."""
+    folder = Path(prefix).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"{folder}: cannot be made: {error.strerror}") from error
+
+
 class IndexedDatasetWriter:
     """Writer of one ``.bin``/``.idx`` pair, a context manager; the files appear when the block ends without an error.
 

@@ -33,12 +33,12 @@ def documents(prefix: Path | str) -> list[list[list[int]]]:
 
 def test_merged_and_split_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [write(tmp_path / name, DOCUMENTS[a:b]) for name, a, b in (("a", 0, 2), ("b", 2, 2), ("c", 2, 5))]
-    assert main(["data", "merge", *parts, "--output", str(tmp_path / "all")]) == 0
-    assert documents(tmp_path / "all") == DOCUMENTS and "5 documents, 7 sequences, 11 tokens" in capsys.readouterr().out
+    assert main(["data", "merge", *parts, "--output", str(tmp_path / "new/folder/all")]) == 0
+    assert documents(tmp_path / "new/folder/all") == DOCUMENTS and "5 documents, 7 sequences, 11 tokens" in capsys.readouterr().out
     whole = write(tmp_path / "whole", DOCUMENTS)
     for suffix in (".bin", ".idx"):
-        assert Path(whole + suffix).read_bytes() == (tmp_path / f"all{suffix}").read_bytes()
-    outputs = [str(tmp_path / f"s{i}") for i in range(3)]
+        assert Path(whole + suffix).read_bytes() == (tmp_path / f"new/folder/all{suffix}").read_bytes()
+    outputs = [str(tmp_path / f"s{i}/part") for i in range(3)]
     assert main(["data", "split", whole, "--weights", "2,1,2", "--output", *outputs]) == 0
     assert [documents(o) for o in outputs] == [DOCUMENTS[:2], DOCUMENTS[2:3], DOCUMENTS[3:]]
     merge_datasets(outputs, str(tmp_path / "again"))
