@@ -67,10 +67,8 @@ def render(kind: str, values: dict[str, str], environment: dict[str, str], comma
         environment: more variables of the container.
         command: script and flags.
     Raises:
-        Refusal: there is no such manifest, or no command.
+        Refusal: there is no command.
     """
-    if kind not in ("trainjob", "pytorchjob"):
-        raise Refusal(f"{kind!r} is neither trainjob (Kubeflow Trainer) nor pytorchjob (Training Operator)")
     if not command:
         raise Refusal("no command: behind -- comes what to train, such as: -- pretrain_gpt.py --preset gpt-1.3b ...")
     script = command[0] if command[0].startswith(("-", "/")) else f"{values['ROOT']}/{command[0]}"
@@ -107,6 +105,8 @@ def main(words: list[str]) -> int:
     try:
         if not before:
             raise Refusal("usage: render.py trainjob|pytorchjob NAME=VALUE ... -- SCRIPT [FLAGS]")
+        if before[0] not in ("trainjob", "pytorchjob"):  # before the values: one who has no manifest yet has none of those
+            raise Refusal(f"{before[0]!r} is neither trainjob (Kubeflow Trainer) nor pytorchjob (Training Operator)")
         documents = render(before[0], *values_from(before[1:]), command)
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)

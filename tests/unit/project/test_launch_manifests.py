@@ -178,6 +178,7 @@ def _two_nodes(kind: str) -> Any:
     (["trainjob", *GIVEN, "NODE=2"], "'NODE=2' is not NAME=VALUE"),
     (["trainjob", *GIVEN, "NAME=My_Job"], "NAME=My_Job must be at most 40 small letters"),
     (["job", *GIVEN], "'job' is neither trainjob"),
+    (["job"], "'job' is neither trainjob"),
 ])  # fmt: skip
 def test_values_that_cannot_work_are_refused(words: list[str], message: str) -> None:
     assert message in rendered(words[0], *words[1:], expect=2)
