@@ -1,7 +1,7 @@
 """What the benchmarks share: medians, a description of the machine, tables and JSON files.
 
-Every figure is a median with its minimum and maximum, and every result file names hardware, versions and the command, so
-that a number can be measured again. Nothing here imports torch.
+Every figure is a median with its minimum and maximum, and every result file names hardware, versions and the command,
+so that a number can be measured again. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python benchmarks/convert.py [--gb 2] [--rounds 3] [--folder DIR] [--json docs/benchmarks/convert.json]
 
-A Llama of random weights in bf16 (h 2048, f 5632, 16 heads, 4 key/value heads, 32000 words; as many layers as make up the size) goes
-hf -> megatron_sp -> hf. Beside each conversion, in turns, stands what no converter can do without: the source's files copied with shutil,
-put on the disk, and read again for their SHA-256. In front of each of the two a file of the source's size is written and deleted, and
-what waits for the disk is put on it, so that both find as many free pages: memory that a virtual machine has never touched is several
-times slower to write to. Rates are bytes of tensors per second, medians over the rounds. Each conversion is a process of its own, its
-start and imports included; its memory is the peak resident size above that of a process which has only imported torch and safetensors,
-and the limit is twice the largest tensor plus 200 MB.
+A Llama of random weights in bf16 (h 2048, f 5632, 16 heads, 4 key/value heads, 32000 words; as many layers as make up
+the size) goes hf -> megatron_sp -> hf. Beside each conversion, in turns, stands what no converter can do without: the
+source's files copied with shutil, put on the disk, and read again for their SHA-256. In front of each of the two a file
+of the source's size is written and deleted, and what waits for the disk is put on it, so that both find as many free
+pages: memory that a virtual machine has never touched is several times slower to write to. Rates are bytes of tensors
+per second, medians over the rounds. Each conversion is a process of its own, its start and imports included; its memory
+is the peak resident size above that of a process which has only imported torch and safetensors, and the limit is twice
+the largest tensor plus 200 MB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The models of step_vs_hf.py: our configuration, Hugging Face's class with our initial weights, and a batch, for each family.
 
-Hugging Face's classes run at their best plain setting: SDPA, no key/value cache. Our initial weights are drawn tensor by tensor by name, so
-that neither process ever holds two models.
+Hugging Face's classes run at their best plain setting: SDPA, no key/value cache. Our initial weights are drawn tensor
+by tensor by name, so that neither process ever holds two models.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
     python benchmarks/longest_sequence.py [--gib 4] [--confirm] [--json docs/benchmarks/longest_sequence.json]
 
-A GPT of 2 blocks, h 128, f 512, 8000 words as in the quickstart (rotary positions, fp32, one sequence, AdamW): nothing but activations
-counts. For each setting the closed form (``megatron_sp/estimate/memory.py``, which tests hold against real steps) is asked by bisection for
-the longest sequence, a multiple of 1024, whose peak stays within the memory. Settings are added one after another, so that each shows its
-own share:
+A GPT of 2 blocks, h 128, f 512, 8000 words as in the quickstart (rotary positions, fp32, one sequence, AdamW): nothing
+but activations counts. For each setting the closed form (``megatron_sp/estimate/memory.py``, which tests hold against
+real steps) is asked by bisection for the longest sequence, a multiple of 1024, whose peak stays within the memory.
+Settings are added one after another, so that each shows its own share:
 
     nothing                 logits of the whole sequence, activations of both blocks, MLPs in one piece
     + chunked LM head       --lm-head-chunk-tokens, the default
     + recomputation         --recompute-granularity full
     + MLP in pieces         --mlp-chunks
 
-With --confirm the first and the last of these lengths are trained for two steps, each in a process of its own, whose live tensors are
-counted by a dispatch mode (``benchmarks/storages.py``) and whose growth of resident memory is read beside it. The tokens are packed
-documents of 1024: attention over half a million positions would take hours, and its memory is the same. --offload-activations is left out:
-a CPU has no other memory.
+With --confirm the first and the last of these lengths are trained for two steps, each in a process of its own, whose
+live tensors are counted by a dispatch mode (``benchmarks/storages.py``) and whose growth of resident memory is read
+beside it. The tokens are packed documents of 1024: attention over half a million positions would take hours, and its
+memory is the same. --offload-activations is left out: a CPU has no other memory.
 """
 
 from __future__ import annotations

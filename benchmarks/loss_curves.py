@@ -2,8 +2,8 @@
 
     python benchmarks/loss_curves.py [--out docs/images/layouts.png]
 
-Trains 20 steps on mock data in each layout with the real program and launcher, reads every run's metrics.jsonl, draws all curves, and below
-them how far each is from the one-process run. Exits with 1 if any loss differs by more than 1e-5.
+Trains 20 steps on mock data in each layout with the real program and launcher, reads every run's metrics.jsonl, draws
+all curves, and below them how far each is from the one-process run. Exits with 1 if any loss differs by more than 1e-5.
 """
 
 from __future__ import annotations

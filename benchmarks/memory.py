@@ -2,9 +2,10 @@
 
     python benchmarks/memory.py [--layers 4] [--hidden 256] [--seq-length 1024] [--vocab 4096] [--json docs/benchmarks/memory.json]
 
-Every layout trains two steps of a small GPT, fp32 on gloo ranks of this machine, and each rank counts the bytes of its live tensors
-(``benchmarks/storages.py``: storages, not resident memory). With --device cuda it is one rank, bf16, and the allocator that counts.
-The second step is the one that is reported: it begins with the first one's gradients in place, as all later ones do.
+Every layout trains two steps of a small GPT, fp32 on gloo ranks of this machine, and each rank counts the bytes of its
+live tensors (``benchmarks/storages.py``: storages, not resident memory). With --device cuda it is one rank, bf16, and
+the allocator that counts. The second step is the one that is reported: it begins with the first one's gradients in
+place, as all later ones do.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def measure(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
     """Train two steps on this rank, whose process group exists already.
 
     Returns:
-        bytes: ``resident`` when the second step begins (without gradients), ``peak`` within it, and the peak within its forward passes,
-        backward passes and update.
+        bytes: ``resident`` when the second step begins (without gradients), ``peak`` within it, and the peak within its
+        forward passes, backward passes and update.
     """
     counter = Counter(device)
     with counter.mode:

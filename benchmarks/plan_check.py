@@ -1,6 +1,7 @@
 """The planner against published figures, and against steps measured on this machine's CPU.
 
-python benchmarks/plan_check.py [--parts published arithmetic memory pairs] [--rounds 5] [--json docs/benchmarks/plan_check.json]
+python benchmarks/plan_check.py [--parts published arithmetic memory pairs] [--rounds 5] [--json
+docs/benchmarks/plan_check.json]
 
 published    tokens per second of other people's runs on A100 and H100, and what ``megatron-sp plan`` predicts for the same model, GPUs
              and layout in this package: other kernels and other code, so this is about the size of the figures, not about digits
@@ -168,12 +169,14 @@ SHAPES = {
     "1B, 64K": "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 65536 --vocab-size 50304",
     "7B, 16K": "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384 --vocab-size 50304",
 }
-# ms of a layer on one of eight GPUs (sp 8), worked out from FLOPs and rates: products and attention, forward and backward
+# ms of a layer on one of eight GPUs (sp 8), worked out from FLOPs and rates: products and attention, forward and
+# backward
 BY_HAND = {
     ("1B, 64K", "h100-80g"): (4.84, 12.54), ("7B, 16K", "h100-80g"): (1.64, 3.63),
     ("1B, 64K", "a100-80g"): (14.45, 38.68), ("7B, 16K", "a100-80g"): (4.58, 10.38),
 }  # fmt: skip
-# what hiding all exchanges of sp 8 gains at most over hiding none, H100: (within a node, one GPU on each of 8 nodes with ib-400g)
+# what hiding all exchanges of sp 8 gains at most over hiding none, H100: (within a node, one GPU on each of 8 nodes
+# with ib-400g)
 GAINS = {"1B, 64K": (1.040, 1.32), "7B, 16K": (1.066, 1.53)}
 
 

@@ -3,19 +3,21 @@
     python benchmarks/save_stall.py [--dir FOLDER] [--json docs/benchmarks/save_stall.json]     124M, some 12 minutes on a quiet machine
     python benchmarks/save_stall.py --sizes 124M 1.3B --rounds 5                                the longer one
 
-Real steps are taken (forward, backward, AdamW on flat buffers, fp32), in turns of a few: without a save, with saves that are waited for,
-with saves in the background, one as soon as the one before has ended. Each round has one turn of each, and what is compared comes from the
-same round. On one thread of two cores a core is free for the save; on two both compute.
+Real steps are taken (forward, backward, AdamW on flat buffers, fp32), in turns of a few: without a save, with saves
+that are waited for, with saves in the background, one as soon as the one before has ended. Each round has one turn of
+each, and what is compared comes from the same round. On one thread of two cores a core is free for the save; on two
+both compute.
 
     stall       for which training stands still for one save: all of it, or the check for nan and the copy alone
     added       what one save adds to a turn, stall included; the quotient of the two kinds is the last column
     slow-down   of the steps while a save is under way: what a turn takes beyond stalls and the turn without a save, over the time in
                 which saves were under way (a step of 256 tokens is 15 % update, which memory bounds; more tokens, less of it)
 
-The second table is a save taken apart, on one and on two ranks: the time spent in hashlib updates and in os.fsync (rank 0's, added up over
-the threads that write files at the same time, so the two may exceed the whole), and beside it a plain copy of the same bytes to the same
-disk with one fsync. 1.3B is cut to as many layers as fit into memory twice. Bars: a stall of at most 0.1 s per GB, a slow-down of at most
-3 % where a core is free, added at most 0.85 of what a save adds that is waited for where none is.
+The second table is a save taken apart, on one and on two ranks: the time spent in hashlib updates and in os.fsync (rank
+0's, added up over the threads that write files at the same time, so the two may exceed the whole), and beside it a
+plain copy of the same bytes to the same disk with one fsync. 1.3B is cut to as many layers as fit into memory twice.
+Bars: a stall of at most 0.1 s per GB, a slow-down of at most 3 % where a core is free, added at most 0.85 of what a
+save adds that is waited for where none is.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/schedule.py [--links 1 loopback] [--rounds 15] [--json docs/benchmarks/schedule.json]
 
-Blocks alone (``LlamaModel``: no output layer), forward and backward, fp32, SDPA, tp = 2: two ranks with one core each in one process group,
-on two "hosts" or over loopback. Contenders take turns within each round; medians, and ratios within a round.
+Blocks alone (``LlamaModel``: no output layer), forward and backward, fp32, SDPA, tp = 2: two ranks with one core each
+in one process group, on two "hosts" or over loopback. Contenders take turns within each round; medians, and ratios
+within a round.
 
     scheduled / ours        the same blocks in this package (``GPTModel.hidden``), with the same weights
     scheduled / DTensor     the same LlamaModel under ColwiseParallel and RowwiseParallel

@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--json docs/benchmarks/startup.json]
 
-Every figure is the wall time of a whole fresh process, interpreter included. The first step is that of a tiny model on mock
-data, read from metrics.jsonl: its record's time minus the time of the launch.
+Every figure is the wall time of a whole fresh process, interpreter included. The first step is that of a tiny model on
+mock data, read from metrics.jsonl: its record's time minus the time of the launch.
 """
 
 from __future__ import annotations

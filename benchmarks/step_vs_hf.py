@@ -3,14 +3,14 @@
     python benchmarks/step_vs_hf.py [--model gpt2|bert|llama] [--json docs/benchmarks/step_vs_hf.json]
 
 Same shape, same initial weights, same tokens, same optimizer; the losses of both must agree after every update, or the
-benchmark fails. Three processes take turns within each round: our step, the peer's step, the matrix products; figures are
-medians over rounds, and ratios are taken within a round. The peer lives in its own environment (setup_peers.sh).
+benchmark fails. Three processes take turns within each round: our step, the peer's step, the matrix products; figures
+are medians over rounds, and ratios are taken within a round. The peer lives in its own environment (setup_peers.sh).
 
-For GPT-2 also the rate of arithmetic: FLOPs of a step, for L layers of width h with MLP 4h, vocabulary V and B sequences of s tokens,
-T = B * s:
-6 * (12 * L * h^2 + V * h) * T for the matrices, plus attention 12 * L * s * h * T counted in full, or half of that when only
-the causal half is counted. The matmul rate is given twice: one large fp32 product, and all matrix products of
-the step itself, each timed alone (attention not included) and weighted by how often it occurs.
+For GPT-2 also the rate of arithmetic: FLOPs of a step, for L layers of width h with MLP 4h, vocabulary V and B
+sequences of s tokens, T = B * s: 6 * (12 * L * h^2 + V * h) * T for the matrices, plus attention 12 * L * s * h * T
+counted in full, or half of that when only the causal half is counted. The matmul rate is given twice: one large fp32
+product, and all matrix products of the step itself, each timed alone (attention not included) and weighted by how often
+it occurs.
 """
 
 from __future__ import annotations

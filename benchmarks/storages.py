@@ -1,10 +1,10 @@
 """Live bytes of tensors on the CPU: what ``torch.cuda.max_memory_allocated`` counts on a GPU.
 
-A dispatch mode sees every operator, and counts each new storage once, from its first appearance in a result until the last tensor on it is
-gone: views, ``out=`` and in-place results add nothing, tensors made inside autograd functions and saved for backward are seen like all
-others. A storage that is emptied and filled again through its own ``resize_``, as FSDP2 does, counts with the size that it has; of a
-DTensor the local part counts. Not seen: memory that a kernel takes and gives back inside one operator, and what the collectives' backend
-keeps for itself.
+A dispatch mode sees every operator, and counts each new storage once, from its first appearance in a result until the
+last tensor on it is gone: views, ``out=`` and in-place results add nothing, tensors made inside autograd functions and
+saved for backward are seen like all others. A storage that is emptied and filled again through its own ``resize_``, as
+FSDP2 does, counts with the size that it has; of a DTensor the local part counts. Not seen: memory that a kernel takes
+and gives back inside one operator, and what the collectives' backend keeps for itself.
 """
 
 from __future__ import annotations

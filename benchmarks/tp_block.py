@@ -2,9 +2,9 @@
 
     python benchmarks/tp_block.py [--links 1 loopback] [--json docs/benchmarks/tp_block.json]
 
-Two ranks with one core each in one process group, on two "hosts" or over loopback. The peer is the same block written with nn.Linear and
-nn.LayerNorm and made parallel by torch (ColwiseParallel, RowwiseParallel, SequenceParallel); same weights, same attention kernel, same
-activation. All take turns within each round; medians, and ratios within a round.
+Two ranks with one core each in one process group, on two "hosts" or over loopback. The peer is the same block written
+with nn.Linear and nn.LayerNorm and made parallel by torch (ColwiseParallel, RowwiseParallel, SequenceParallel); same
+weights, same attention kernel, same activation. All take turns within each round; medians, and ratios within a round.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/ulysses_block.py [--links 1 2 loopback] [--json docs/benchmarks/ulysses_block.json]
 
-Norm, QKV projection, exchange, causal attention, exchange, output projection, residual; two ranks with one core each, in one process
-group. All contenders take turns within each round, so that what slows the machine hits neighbours; figures are medians over rounds, ratios
-are taken within a round. DeepSpeed runs in the same processes on the same weights with the same attention kernel, batch first (its
-sequence-first return is broken), its exchanges synchronous as it does them on a CPU.
+Norm, QKV projection, exchange, causal attention, exchange, output projection, residual; two ranks with one core each,
+in one process group. All contenders take turns within each round, so that what slows the machine hits neighbours;
+figures are medians over rounds, ratios are taken within a round. DeepSpeed runs in the same processes on the same
+weights with the same attention kernel, batch first (its sequence-first return is broken), its exchanges synchronous as
+it does them on a CPU.
 
     T_compute     our block with exchanges that return at once
     T_exchanges   the eight exchanges (q, k, v, out, and their gradients) one after another, nothing else

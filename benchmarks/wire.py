@@ -1,8 +1,8 @@
 """Bytes on the wire: what the kernel says this process has sent over TCP.
 
-No collective is wrapped and no algorithm is assumed, so that programs which call collectives in their own ways, and a backend that does
-something else inside than its name says, are counted alike. Connections that were closed in between are not in a difference; gloo keeps
-its own open.
+No collective is wrapped and no algorithm is assumed, so that programs which call collectives in their own ways, and a
+backend that does something else inside than its name says, are counted alike. Connections that were closed in between
+are not in a difference; gloo keeps its own open.
 """
 
 from __future__ import annotations

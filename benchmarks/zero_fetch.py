@@ -8,8 +8,9 @@
     coalesced        DeepSpeed's default: the own shards in one new buffer, one all_gather, then for each parameter W narrows and a cat
     per parameter    DeepSpeed's allgather_sequential: one all_gather for each parameter, into its new buffer
 
-The last three are DeepSpeed's own sequences of tensor operations without its bookkeeping (states, traces, streams). A fetch is: start,
-wait, and let go again; fp32, ranks on gloo over loopback with one thread each. All ways take turns within each round; medians over rounds.
+The last three are DeepSpeed's own sequences of tensor operations without its bookkeeping (states, traces, streams). A
+fetch is: start, wait, and let go again; fp32, ranks on gloo over loopback with one thread each. All ways take turns
+within each round; medians over rounds.
 
     wall     seconds per fetch with the real collective
     host     CPU seconds per fetch with a collective that returns at once: what the host does itself. On a CPU that includes its copies,

@@ -2,15 +2,16 @@
 
     python benchmarks/zero_step.py [--cells 2:loopback 4:loopback 2:1] [--json docs/benchmarks/zero_step.json]
 
-The same model code on all sides (``GPTModel``; without a main-gradient buffer its gradients go through autograd), the same weights and
-tokens, fp32, one micro-batch, torch's fused AdamW with decay on matrices only, no clipping. Ours computes the norm of the gradients and the
-loss over all ranks in every step, as a run does; DeepSpeed computes the norm too. The peers run with overlap and without it where they
-have a switch, and the better one is what ours is compared with. A cell RANKS:LINK is a number of processes with one thread each and what
-joins them: loopback, or Gbit/s between two "hosts" (two network namespaces with one core each; more than two ranks share the cores).
+The same model code on all sides (``GPTModel``; without a main-gradient buffer its gradients go through autograd), the
+same weights and tokens, fp32, one micro-batch, torch's fused AdamW with decay on matrices only, no clipping. Ours
+computes the norm of the gradients and the loss over all ranks in every step, as a run does; DeepSpeed computes the norm
+too. The peers run with overlap and without it where they have a switch, and the better one is what ours is compared
+with. A cell RANKS:LINK is a number of processes with one thread each and what joins them: loopback, or Gbit/s between
+two "hosts" (two network namespaces with one core each; more than two ranks share the cores).
 
-All contenders live in the same processes and take turns within each round, a few steps each; what ours still has under way after its last
-step (at stages 1 and 2 the gather that would run under the next forward) is waited for within its turn. Figures are medians over rounds
-of seconds per step, ratios are taken within a round.
+All contenders live in the same processes and take turns within each round, a few steps each; what ours still has under
+way after its last step (at stages 1 and 2 the gather that would run under the next forward) is waited for within its
+turn. Figures are medians over rounds of seconds per step, ratios are taken within a round.
 
     memory     peak live bytes of a contender on rank 0 in its second step (storages counted by a dispatch mode), what it keeps included
     traffic    bytes that rank 0 sends per parameter and step, as the kernel counts them. Ideal in fp32, times (W-1)/W: stage 1 8 (reduce

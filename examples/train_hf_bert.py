@@ -4,8 +4,8 @@
         --bert-no-binary-head --sequence-parallel-size 2 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 50 \\
         --data-path runs/quickstart/corpus_text_sentence --vocab-file runs/quickstart/vocab.txt --save runs/hf-bert
 
-The shape comes from the flags, or with ``--model FOLDER`` from a local config.json (and its weights, if they are there). All flags are
-those of ``pretrain_bert.py``.
+The shape comes from the flags, or with ``--model FOLDER`` from a local config.json (and its weights, if they are
+there). All flags are those of ``pretrain_bert.py``.
 """
 
 from __future__ import annotations

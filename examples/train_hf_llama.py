@@ -4,8 +4,9 @@
         --sequence-parallel-size 2 --zero-stage 1 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 50 \\
         --data-path runs/quickstart/corpus_text_document --tokenizer-model runs/quickstart/tokenizer.model --save runs/hf-llama
 
-The shape comes from the flags, or with ``--model FOLDER`` from a local config.json (and its weights, if they are there). All flags are
-those of ``pretrain_gpt.py``; tp, tp with sequence parallel, sp and ZeRO can be changed from one start to the next (``--auto-resume``).
+The shape comes from the flags, or with ``--model FOLDER`` from a local config.json (and its weights, if they are
+there). All flags are those of ``pretrain_gpt.py``; tp, tp with sequence parallel, sp and ZeRO can be changed from one
+start to the next (``--auto-resume``).
 """
 
 from __future__ import annotations

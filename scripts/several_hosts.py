@@ -1,10 +1,10 @@
 """What launch.sh must know before one of several hosts joins a job: this host's address on the way to the others, and its interface.
 
-``several_hosts.py NODE_RANK MASTER_ADDR MASTER_PORT TIMEOUT_S`` prints "ADDRESS INTERFACE" (INTERFACE is "-" where it cannot be
-told). Without it, torchrun and gloo take the address that the host's own name stands for: 127.0.1.1 on many Debian machines, which
-the other hosts cannot reach. A master address that is not this host's, a port in use, a name nobody knows, and a master that does
-not answer end it with one message: exit code 2 for what the variables say, 7 for a host that does not come. Only the standard
-library is used.
+``several_hosts.py NODE_RANK MASTER_ADDR MASTER_PORT TIMEOUT_S`` prints "ADDRESS INTERFACE" (INTERFACE is "-" where it
+cannot be told). Without it, torchrun and gloo take the address that the host's own name stands for: 127.0.1.1 on many
+Debian machines, which the other hosts cannot reach. A master address that is not this host's, a port in use, a name
+nobody knows, and a master that does not answer end it with one message: exit code 2 for what the variables say, 7 for a
+host that does not come. Only the standard library is used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """torchrun for one of several hosts: it ends with words and exit code 7 when the other hosts are out of reach, and does not hang.
 
-``torchrun_across_hosts.py --rdzv-backend reachable-c10d [other flags of torchrun] SCRIPT ...``, called by launch.sh. torchrun asks host
-0's store for news twice a second, over one connection and without a time-out: if the network is cut, the answer never comes, torchrun
-sees no more of its own workers or of a signal, and the kernel gives up after some 15 minutes (tcp(7), tcp_retries2). Here the
-kernel gives up when host 0 has been silent for ``join_timeout``, which is how long hosts wait for each other anyway, or for 30 s if that
-is more. That a host is slow does not count: its kernel answers, whatever its processes do.
+``torchrun_across_hosts.py --rdzv-backend reachable-c10d [other flags of torchrun] SCRIPT ...``, called by launch.sh.
+torchrun asks host 0's store for news twice a second, over one connection and without a time-out: if the network is cut,
+the answer never comes, torchrun sees no more of its own workers or of a signal, and the kernel gives up after some 15
+minutes (tcp(7), tcp_retries2). Here the kernel gives up when host 0 has been silent for ``join_timeout``, which is how
+long hosts wait for each other anyway, or for 30 s if that is more. That a host is slow does not count: its kernel
+answers, whatever its processes do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class _Backend(C10dRendezvousBackend):
 def limit_silence(connection: socket.socket, seconds: int) -> None:
     """Have the kernel give a TCP connection up when the other host's kernel has not answered for so long.
 
-    Covers both what was sent and not acknowledged (TCP_USER_TIMEOUT) and a reply that is waited for (the probes of SO_KEEPALIVE).
+    Covers both what was sent and not acknowledged (TCP_USER_TIMEOUT) and a reply that is waited for (the probes of
+    SO_KEEPALIVE).
     """
     seconds = min(seconds, _MOST_S)
     pause = max(1, min(seconds // _PROBES, _MOST_IDLE_S))

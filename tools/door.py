@@ -11,8 +11,8 @@ from typing import NoReturn
 def enter(command: str, module: str, argv: list[str] | None = None) -> NoReturn:
     """Run a command's program and exit with its code.
 
-    Without the package a script says so in one line and exits with code 2: Python looks for imports in this folder, not in the
-    repository that it belongs to.
+    Without the package a script says so in one line and exits with code 2: Python looks for imports in this folder, not
+    in the repository that it belongs to.
 
     Args:
         command: the words that select it after ``megatron-sp``.

@@ -2,14 +2,15 @@
 
     python benchmarks/gpu/attention_kernels.py [--head-dims 64 128] [--seq-lengths 2048 ...] [--json docs/benchmarks/gpu_attention.json]
 
-bf16, 16K tokens of 2048 channels (or one sequence, where it is longer): b * s = 16384, n * d = 2048. Kernels: torch's SDPA with flash,
-cuDNN and memory-efficient backends; torch's varlen_attn and FlexAttention (compiled); flash-attn and flash-attn-4 where they are
-installed. Each works on tensors in the layout it likes best. A kernel that is not there, or refuses a shape, is left out and the reason
-printed once.
+bf16, 16K tokens of 2048 channels (or one sequence, where it is longer): b * s = 16384, n * d = 2048. Kernels: torch's
+SDPA with flash, cuDNN and memory-efficient backends; torch's varlen_attn and FlexAttention (compiled); flash-attn and
+flash-attn-4 where they are installed. Each works on tensors in the layout it likes best. A kernel that is not there, or
+refuses a shape, is left out and the reason printed once.
 
-FLOP are those of the products that must be computed: 4 s^2 d for each head and sequence in forward, half of it where causal, 2.5 times it
-in backward (the forward product is computed again). Kernels take turns within each round; a figure is the median of GPU time between
-two events over enough calls for a few milliseconds. A kernel is compared with plain matrix products once before it is timed.
+FLOP are those of the products that must be computed: 4 s^2 d for each head and sequence in forward, half of it where
+causal, 2.5 times it in backward (the forward product is computed again). Kernels take turns within each round; a figure
+is the median of GPU time between two events over enough calls for a few milliseconds. A kernel is compared with plain
+matrix products once before it is timed.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/fused_kernels.py [--elements 134217728] [--tokens 16384] [--widths 1024 4096] [--json FILE]
 
-AdamW: one flat tensor in fp32, as an optimizer step has it; GB/s counts what must be read (four tensors) and written (three), 28 bytes for
-each element. Norms: bf16, forward and backward with the gradients of the parameters; GB/s counts x and y in forward, x and two gradients
-in backward. Each is one op of ours (``ops/adamw.py``, ``ops/norm.py``) with both kernels, which take turns within each round; a figure is
-the median of GPU time between two events. Without apex, torch's are timed alone, and the reason is printed.
+AdamW: one flat tensor in fp32, as an optimizer step has it; GB/s counts what must be read (four tensors) and written
+(three), 28 bytes for each element. Norms: bf16, forward and backward with the gradients of the parameters; GB/s counts
+x and y in forward, x and two gradients in backward. Each is one op of ours (``ops/adamw.py``, ``ops/norm.py``) with
+both kernels, which take turns within each round; a figure is the median of GPU time between two events. Without apex,
+torch's are timed alone, and the reason is printed.
 """
 
 from __future__ import annotations

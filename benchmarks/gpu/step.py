@@ -2,12 +2,12 @@
 
     python benchmarks/gpu/step.py [--shape 124M|350M|1.3B] [--compile] [--json docs/benchmarks/gpu_step.json]
 
-Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state. The peer
-does the usual thing: fp32 parameters under bf16 autocast, fused AdamW. Where transformers is not installed only ours and the
-matrix products run. Contenders take turns in one process, each with its peak of allocated memory; times are between two
-synchronised points.
-MFU is model FLOP/s (both conventions, see megatron_sp/estimate/flops.py) over the data sheet's dense bf16 peak, if the GPU is
-known; the share of the matmul rate measured in the same run stands beside it.
+Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state.
+The peer does the usual thing: fp32 parameters under bf16 autocast, fused AdamW. Where transformers is not installed
+only ours and the matrix products run. Contenders take turns in one process, each with its peak of allocated memory;
+times are between two synchronised points. MFU is model FLOP/s (both conventions, see megatron_sp/estimate/flops.py)
+over the data sheet's dense bf16 peak, if the GPU is known; the share of the matmul rate measured in the same run stands
+beside it.
 """
 
 from __future__ import annotations

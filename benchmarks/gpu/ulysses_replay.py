@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/ulysses_replay.py [--shapes 1B-64K 7B-16K] [--json docs/benchmarks/gpu_ulysses_replay.json]
 
-sp=8, bf16, one micro-batch of one sequence: rank 0's s/8 positions of everything but the attention, all s positions of its n/8 heads in it.
-Each exchange is a copy of the same size on the device, on a stream of high priority, ordered by events as NCCL's would be: what overlaps
-overlaps, and what waits waits. A copy at HBM speed is faster than a link, so the times say what the computation costs around the exchanges,
-not what the exchanges cost. Values are those of no real model, the work is: kernels do not look at values.
+sp=8, bf16, one micro-batch of one sequence: rank 0's s/8 positions of everything but the attention, all s positions of
+its n/8 heads in it. Each exchange is a copy of the same size on the device, on a stream of high priority, ordered by
+events as NCCL's would be: what overlaps overlaps, and what waits waits. A copy at HBM speed is faster than a link, so
+the times say what the computation costs around the exchanges, not what the exchanges cost. Values are those of no real
+model, the work is: kernels do not look at values.
 
     none, split-qkv, chunked xG   our modes, the main_grad and fp32 gradients as in training
     no exchange                   ours without the copies

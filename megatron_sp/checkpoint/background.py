@@ -1,10 +1,11 @@
 """Asynchronous saves: the training thread copies the tensors, a background thread hashes, writes and commits them.
 
-Everything that a save needs is fixed when it starts: the tensors are copied (``host_copy.py``), ``state.json`` is encoded, the division of
-work is agreed on. After that the thread touches nothing of the run, and its ranks agree over a process group that only it uses: on
-training's groups its collectives could be matched with those of training. One save is in flight at a time. Its outcome, a report or an
-error, comes from ``poll`` or ``wait``. A step folder is created in the same steps as by any other save (``saving.py``, ``commit.py``), so
-the files are identical byte for byte, and a process that dies midway leaves the older checkpoints untouched.
+Everything that a save needs is fixed when it starts: the tensors are copied (``host_copy.py``), ``state.json`` is
+encoded, the division of work is agreed on. After that the thread touches nothing of the run, and its ranks agree over a
+process group that only it uses: on training's groups its collectives could be matched with those of training. One save
+is in flight at a time. Its outcome, a report or an error, comes from ``poll`` or ``wait``. A step folder is created in
+the same steps as by any other save (``saving.py``, ``commit.py``), so the files are identical byte for byte, and a
+process that dies midway leaves the older checkpoints untouched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``Checkpointer``: saves, finds, verifies and loads checkpoints; the one class that the rest of the program uses.
 
-docs/reference/checkpoints.md gives the guarantees: a step folder is complete or does not exist, nothing damaged is loaded silently,
-and any layout can read what any other wrote.
+docs/reference/checkpoints.md gives the guarantees: a step folder is complete or does not exist, nothing damaged is
+loaded silently, and any layout can read what any other wrote.
 """
 
 from __future__ import annotations
@@ -119,12 +119,14 @@ class Checkpointer:
         Args:
             step: number of optimizer steps done.
             tensors: this rank's pieces of every tensor.
-            state: everything else, as JSON values; that of rank 0 is stored, with ``format_version`` and ``step`` added.
+            state: everything else, as JSON values; that of rank 0 is stored, with ``format_version`` and ``step``
+                added.
         Returns:
-            A report; ``saved=False`` with the reason on a disk error (no space, no permission, I/O error): older checkpoints are
-            untouched, training can go on, and the next save may succeed.
+            A report; ``saved=False`` with the reason on a disk error (no space, no permission, I/O error): older
+            checkpoints are untouched, training can go on, and the next save may succeed.
         Raises:
-            ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON (errors of the caller).
+            ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON (errors of the
+                caller).
         """
         started = time.monotonic()
         report = self.write(self.snapshot(step, tensors, state))
@@ -307,7 +309,8 @@ class Checkpointer:
             unread: names of stored tensors that may stay unread even without ``partial``.
             cast: convert stored tensors to the wanted dtype; otherwise a different dtype is an error.
         Raises:
-            CheckpointError: tensors are missing, unexpected or of another shape or dtype (as a table), or files are damaged.
+            CheckpointError: tensors are missing, unexpected or of another shape or dtype (as a table), or files are
+                damaged.
             ValueError: pieces outside their tensor.
         """
         step_dir = Path(step_dir)

@@ -4,10 +4,10 @@
     step-000100/             the same folder after one rename; the parent is fsynced; then ``latest`` is replaced
     (older steps)            only then pruned: renamed to .part-UUID first, so a half-deleted folder is never taken for a checkpoint
 
-A step folder is never written into again. If the folder of a step to be saved exists already, because the run was resumed from an older
-step or because that folder is damaged, it is set aside as ``step-000100.replaced-UUID``; later steps become ``.abandoned-UUID``, since the
-next resume would otherwise take them for the newest. They are not deleted, except a replaced folder with identical tensors.
-Everything here runs on rank 0 alone and lets OSError propagate.
+A step folder is never written into again. If the folder of a step to be saved exists already, because the run was
+resumed from an older step or because that folder is damaged, it is set aside as ``step-000100.replaced-UUID``; later
+steps become ``.abandoned-UUID``, since the next resume would otherwise take them for the newest. They are not deleted,
+except a replaced folder with identical tensors. Everything here runs on rank 0 alone and lets OSError propagate.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ def idle_cores() -> int:
 def threads_beside_training() -> int:
     """Return the number of files to write at once while training goes on.
 
-    One per idle core. If no core is idle, as many as ``io_threads()``: then all compute threads slow down alike, while a single writer
-    would make all of them wait for the one whose core it shares (docs/design/008-async-save.md has the figures).
+    One per idle core. If no core is idle, as many as ``io_threads()``: then all compute threads slow down alike, while
+    a single writer would make all of them wait for the one whose core it shares (docs/design/008-async-save.md has the
+    figures).
     """
     return min(idle_cores() or io_threads(), io_threads())

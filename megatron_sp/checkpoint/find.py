@@ -63,8 +63,8 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
         path: a run folder, a checkpoints folder, or one step folder.
         ckpt_step: return only this step and, for a fallback, those before it.
     Raises:
-        CheckpointError: there are none (the message names what was looked for, what exists and the nearest names), ``path`` is the
-            folder of another step, or a step folder is a link.
+        CheckpointError: there are none (the message names what was looked for, what exists and the nearest names),
+            ``path`` is the folder of another step, or a step folder is a link.
     """
     if not path.is_dir():
         raise CheckpointError(_absent(path))

@@ -3,9 +3,9 @@
     training    step | copy | step | step | ...        the copy is all that training waits for
     thread           |      | hash, write, commit      uses the copy alone
 
-The memory is allocated and touched once, when the run starts, and reused by every save: the first touch of a page costs more than the
-copy itself (2 to 3 s against 0.07 s for 1.5 GB). With a GPU it is pinned and filled on a stream of its own; the host does not wait, but
-whatever changes the tensors must come after ``join``.
+The memory is allocated and touched once, when the run starts, and reused by every save: the first touch of a page costs
+more than the copy itself (2 to 3 s against 0.07 s for 1.5 GB). With a GPU it is pinned and filled on a stream of its
+own; the host does not wait, but whatever changes the tensors must come after ``join``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """One writer per run: the file LOCK in the run folder.
 
-It is created with O_EXCL and records its holder (host, pid, start time of the process); its modification time is a heartbeat. Whoever
-finds it decides whether the holder is alive: on the same machine by the process table (pid and start time, so a reused pid does not
-count), where a holder from before the last boot is dead; from another machine only by the heartbeat, whose age is measured against the
-file system's own clock, since the clocks of two hosts may differ. A dead holder's lock is taken over with a warning. A kernel lock on
-LOCK.takeover decides who may take over; it dies with its holder, so that file means nothing when it is left behind. A job of several
-hosts that continues after one of them was rebooted finds its own lock with an old boot id: it waits for a heartbeat until the lock is
-stale.
-A LOCK that is not a regular file, or whose time lies in the future, gives no information: it is refused at once, with an error naming it.
+It is created with O_EXCL and records its holder (host, pid, start time of the process); its modification time is a
+heartbeat. Whoever finds it decides whether the holder is alive: on the same machine by the process table (pid and start
+time, so a reused pid does not count), where a holder from before the last boot is dead; from another machine only by
+the heartbeat, whose age is measured against the file system's own clock, since the clocks of two hosts may differ. A
+dead holder's lock is taken over with a warning. A kernel lock on LOCK.takeover decides who may take over; it dies with
+its holder, so that file means nothing when it is left behind. A job of several hosts that continues after one of them
+was rebooted finds its own lock with an old boot id: it waits for a heartbeat until the lock is stale. A LOCK that is
+not a regular file, or whose time lies in the future, gives no information: it is refused at once, with an error naming
+it.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class RunLock:
     def _right_to_remove(self) -> Iterator[bool]:
         """Context manager that yields whether this process alone may remove the lock now.
 
-        A previous holder may have unlinked the locked file: the kernel's lock counts only if the file still has its name.
+        A previous holder may have unlinked the locked file: the kernel's lock counts only if the file still has its
+        name.
         """
         guard = self.path.with_name(f"{LOCK_NAME}.takeover")
         _require_file(guard)
@@ -304,8 +306,9 @@ def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
 def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path) -> bool:
     """Return whether the holder ran on this machine before its last boot.
 
-    Another boot id and the same host name are not enough, as clones share the name: only on a local file system can no other machine
-    have written the lock. A local file system alone is not enough either, as this machine may export it to others, whose names differ.
+    Another boot id and the same host name are not enough, as clones share the name: only on a local file system can no
+    other machine have written the lock. A local file system alone is not enough either, as this machine may export it
+    to others, whose names differ.
     """
     before, now = (str(process.get("machine") or "").partition(" ")[0] for process in (holder, here))
     if not before or not now or before == now or holder.get("host") != here["host"]:

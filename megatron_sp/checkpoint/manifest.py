@@ -1,8 +1,9 @@
 """MANIFEST.json: the list of what a step folder must contain, byte for byte. A folder without a sound manifest is no checkpoint.
 
-It lists every file with its size and SHA-256 and every tensor with its dtype and global shape, so that a tensor with a missing piece is
-not taken for a smaller one. It also contains its own hash: the SHA-256 of the manifest with the digits of that hash replaced by zeros.
-It protects against accidents, not attackers: whoever can write the files can write the manifest.
+It lists every file with its size and SHA-256 and every tensor with its dtype and global shape, so that a tensor with a
+missing piece is not taken for a smaller one. It also contains its own hash: the SHA-256 of the manifest with the digits
+of that hash replaced by zeros. It protects against accidents, not attackers: whoever can write the files can write the
+manifest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A rank's part of a tensor, as rectangles of the global tensor.
 
 A ZeRO range of a parameter that tensor parallelism splits along dim 1 is up to three rectangles; gate|up and replicated
-key/value rows are several. Whatever the layout, a checkpoint sees only ``(offsets, sizes)`` in the global tensor, so any layout
-can read what any other wrote. A rectangle that several ranks hold in full is a replica and is written once; the distinct rectangles
-must tile the tensor exactly: every element in one rectangle, none in two.
+key/value rows are several. Whatever the layout, a checkpoint sees only ``(offsets, sizes)`` in the global tensor, so
+any layout can read what any other wrote. A rectangle that several ranks hold in full is a replica and is written once;
+the distinct rectangles must tile the tensor exactly: every element in one rectangle, none in two.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def outside(shape: tuple[int, ...], rect: Rect) -> str | None:
 def tiling_problem(shape: tuple[int, ...], rects: Collection[Rect]) -> str | None:
     """Return why the rectangles do not cover every element of the tensor exactly once; None if they do.
 
-    The edges of all rectangles divide the tensor into a (small) grid of cells; each rectangle is painted onto that grid, and every cell
-    must be painted exactly once. Empty rectangles are ignored.
+    The edges of all rectangles divide the tensor into a (small) grid of cells; each rectangle is painted onto that
+    grid, and every cell must be painted exactly once. Empty rectangles are ignored.
     """
     rects = [rect for rect in rects if rect.numel]
     for rect in rects:

@@ -1,7 +1,7 @@
 """Division of a save among the ranks: every rank describes its rectangles, and all compute the same plan.
 
-A rectangle that several ranks hold is written by the one of them with the fewest bytes so far, the largest first, so that the work
-is balanced. This module also checks that the rectangles tile every tensor, before anything is written.
+A rectangle that several ranks hold is written by the one of them with the fewest bytes so far, the largest first, so
+that the work is balanced. This module also checks that the rectangles tile every tensor, before anything is written.
 """
 
 from __future__ import annotations

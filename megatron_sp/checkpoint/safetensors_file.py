@@ -1,14 +1,15 @@
 """Streaming writer and byte-range reader of safetensors files; files of a checkpoint are hashed while they are written.
 
-The layout is that of torch.distributed.checkpoint's sharded Hugging Face storage, which any safetensors reader can open: 8 bytes of
-header length, a JSON header, then the tensors one after the other. The header's ``__metadata__`` gives the position of each rectangle
-in its global tensor under DCP_SHARDING_INFO (``saved_offsets``; ``global_shape`` is our addition). The format allows one entry
-per name and file, so two rectangles of one tensor must go to two files (``cut_into_files``).
+The layout is that of torch.distributed.checkpoint's sharded Hugging Face storage, which any safetensors reader can
+open: 8 bytes of header length, a JSON header, then the tensors one after the other. The header's ``__metadata__`` gives
+the position of each rectangle in its global tensor under DCP_SHARDING_INFO (``saved_offsets``; ``global_shape`` is our
+addition). The format allows one entry per name and file, so two rectangles of one tensor must go to two files
+(``cut_into_files``).
 
 That package is not used because it builds each file in memory twice before it writes the first byte; here a tensor goes
-from its own memory to the file while a second thread computes the hash.
-The header is validated before it is used: a malicious file leads to an error message, not to a huge allocation.
-Source: huggingface/safetensors README (format); torch/distributed/checkpoint/hf_storage.py and filesystem.py (metadata).
+from its own memory to the file while a second thread computes the hash. The header is validated before it is used: a
+malicious file leads to an error message, not to a huge allocation. Source: huggingface/safetensors README (format);
+torch/distributed/checkpoint/hf_storage.py and filesystem.py (metadata).
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ def write_file(
     Args:
         path: must not exist.
         items: pieces with distinct names, on any device, contiguous or not.
-        reached: called with ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are written but not yet
-            fsynced.
-        contents: returns a piece's contents when they are needed (default: those of the piece); they are released before the next ones.
+        reached: called with ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are
+            written but not yet fsynced.
+        contents: returns a piece's contents when they are needed (default: those of the piece); they are released
+            before the next ones.
         in_turn: hash and write one after the other instead of concurrently: slower, but uses one core only.
     Returns:
         Its size and SHA-256, computed from the bytes as they were written.
@@ -207,7 +209,8 @@ def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
     Args:
         whole: the file is from another program, and each of its tensors is a whole one.
     Raises:
-        CheckpointError: the header is too long or not JSON, lacks an entry, or its tensors overlap, leave gaps or reach past the end.
+        CheckpointError: the header is too long or not JSON, lacks an entry, or its tensors overlap, leave gaps or reach
+            past the end.
     """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,7 +1,8 @@
 """Checkpoints written and read by one process with one tensor in memory at a time, whatever their size: for converters and tools.
 
-The result is an ordinary step folder with world size 1, which any layout can load; it is created atomically, like that of a training run.
-A ``NativeReader`` assembles tensors, in full or by rows, from the rectangles that any number of ranks have written.
+The result is an ordinary step folder with world size 1, which any layout can load; it is created atomically, like that
+of a training run. A ``NativeReader`` assembles tensors, in full or by rows, from the rectangles that any number of
+ranks have written.
 """
 
 from __future__ import annotations
@@ -217,9 +218,11 @@ class NativeReader(TensorReader):
 
     Args:
         step_dir: a step folder.
-        verified: its contents have been verified already, or need not be; otherwise every byte is verified against the manifest.
+        verified: its contents have been verified already, or need not be; otherwise every byte is verified against the
+            manifest.
     Raises:
-        CheckpointError: files are missing, truncated or changed, headers contradict the manifest, or tensors are incomplete.
+        CheckpointError: files are missing, truncated or changed, headers contradict the manifest, or tensors are
+            incomplete.
     """
 
     def __init__(self, step_dir: str | Path, *, verified: bool = False) -> None:

@@ -28,7 +28,8 @@ class Together:
         """Run ``work`` on every rank and return all results in rank order (through JSON: tuples come back as lists). Collective.
 
         Raises:
-            ReportedError: on every rank if any raised one, of the kind of the lowest such rank; CheckpointError for an OSError or a bug.
+            ReportedError: on every rank if any raised one, of the kind of the lowest such rank; CheckpointError for an
+                OSError or a bug.
             Exception: any other exception that ``work`` raised on this rank, unchanged: a bug keeps its traceback.
         """
         outcome, bug = self._try(work)

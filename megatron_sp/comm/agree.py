@@ -1,8 +1,9 @@
 """Failure of one rank raised on all ranks at once, with one message, instead of a hang.
 
-Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. At its end every
-rank learns whether all succeeded; if not, all raise the error of the lowest rank that failed. A bug of ours (any other
-exception) is handled the same way: it keeps its type and traceback where it happened, and the others need not wait for a timeout.
+Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. At its
+end every rank learns whether all succeeded; if not, all raise the error of the lowest rank that failed. A bug of ours
+(any other exception) is handled the same way: it keeps its type and traceback where it happened, and the others need
+not wait for a timeout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def all_ranks_agree(group: Group) -> Iterator[None]:
     """Context manager that makes a block fail on all ranks of ``group`` (which must support CPU tensors) if it fails on any. Collective.
 
     Raises:
-        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError`` with that rank's message.
+        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError`` with that
+            rank's message.
         Exception: an exception that is not a ReportedError keeps its type and traceback on the rank that raised it.
     """
     failure: Exception | None = None

@@ -1,22 +1,24 @@
 """--check-collectives: the ranks of a group compare each collective before they call it, so that a mismatch is an error, not a hang.
 
-A collective that one rank skips, or calls with another shape, makes the others wait until a timeout without explanation, or corrupts
-data. Here each rank first writes its call (operation, shape, dtype, counts, place in the code) under its number into the job's store,
-reads the calls of the others, and goes on only if they match. This goes through the store because a collective would hang if the
-faulty rank never calls it.
+A collective that one rank skips, or calls with another shape, makes the others wait until a timeout without
+explanation, or corrupts data. Here each rank first writes its call (operation, shape, dtype, counts, place in the code)
+under its number into the job's store, reads the calls of the others, and goes on only if they match. This goes through
+the store because a collective would hang if the faulty rank never calls it.
 
     rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
 
-A rank's call k-1 may be deleted once call k of all others is there, since whoever has written call k has read all of k-1; so the store
-holds at most two calls per rank and group. Every collective synchronizes its group and costs a few round trips to the store: nothing
-overlaps, the mode is for finding bugs. It works with every backend. When off, groups are torch's own and no store is used.
+A rank's call k-1 may be deleted once call k of all others is there, since whoever has written call k has read all of
+k-1; so the store holds at most two calls per rank and group. Every collective synchronizes its group and costs a few
+round trips to the store: nothing overlaps, the mode is for finding bugs. It works with every backend. When off, groups
+are torch's own and no store is used.
 
-There is no global state: a checked group is an object that counts its own calls, made by ``ParallelGroups.create``, with the two methods
-that layers use (``size``, ``rank``); the functions of this folder get the process group from it through ``announced``.
+There is no global state: a checked group is an object that counts its own calls, made by ``ParallelGroups.create``,
+with the two methods that layers use (``size``, ``rank``); the functions of this folder get the process group from it
+through ``announced``.
 
-Errors: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not call in time is a
-lost peer, exit code 7, on the ranks that wait for it: a hanging rank and one that skipped the call look the same from outside, so the
-message gives its last call, and where it waits if it waits elsewhere.
+Errors: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not call in
+time is a lost peer, exit code 7, on the ranks that wait for it: a hanging rank and one that skipped the call look the
+same from outside, so the message gives its last call, and where it waits if it waits elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Collectives as plain functions of (tensor, group); asynchronous ones return a handle.
 
-At group size 1 they are no-ops, so callers need no special case. Tensors are contiguous, and are split and concatenated along dim 0.
-Adjoints, for writing a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its own with the counts
-swapped; that of an all_reduce (sum) whose result every rank uses in the same computation is the identity.
+At group size 1 they are no-ops, so callers need no special case. Tensors are contiguous, and are split and concatenated
+along dim 0. Adjoints, for writing a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its
+own with the counts swapped; that of an all_reduce (sum) whose result every rank uses in the same computation is the
+identity.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class Handle:
     """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
 
-    Neither the operand nor the result may be touched before; the handle keeps both alive. A handle dropped without ``wait()`` warns.
+    Neither the operand nor the result may be touched before; the handle keeps both alive. A handle dropped without
+    ``wait()`` warns.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Handle:
         return result
 
     def __del__(self) -> None:
-        # an exception that is being handled has cut short the code that would have waited; at the interpreter's end modules are half gone
+        # an exception that is being handled has cut short the code that would have waited; at the interpreter's end
+        # modules are half gone
         if getattr(self, "_work", None) is None or sys.is_finalizing() or sys.exc_info()[0] is not None:
             return
         what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
@@ -115,8 +118,8 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
 def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
     """Start summing ``x`` over the ranks; rank r gets the r-th of ``size`` equal parts along dim 0.
 
-    gloo implements reduce_scatter by an all_reduce. Here, without NCCL, the parts are exchanged and summed in rank order, in fp32 or
-    wider: half the traffic, and at two ranks bitwise the result of an all_reduce.
+    gloo implements reduce_scatter by an all_reduce. Here, without NCCL, the parts are exchanged and summed in rank
+    order, in fp32 or wider: half the traffic, and at two ranks bitwise the result of an all_reduce.
 
     Args:
         x: [size * n, ...], contiguous.

@@ -1,7 +1,7 @@
 """Process groups of one parallel layout, built once and passed around as an object.
 
-Axes from slowest to fastest varying: dp, sp, tp (pp and cp will go before sp). Neighbouring ranks, which share a host, get the
-axis that communicates most.
+Axes from slowest to fastest varying: dp, sp, tp (pp and cp will go before sp). Neighbouring ranks, which share a host,
+get the axis that communicates most.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class ParallelGroups:
         dp, sp, tp: groups along one axis.
         dp_sp: group over dp and sp together, over which parameters are replicated.
         world: group of all ranks.
-        control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the default group.
+        control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the
+            default group.
         device: device of this rank's tensors.
     """
 
@@ -160,8 +161,9 @@ class ParallelGroups:
 def _options(size: int, device: torch.device, *, urgent: bool) -> Any:
     """Return the backend options of a group along one axis; None if torch's defaults are right.
 
-    Groups that torch makes with its defaults lose the job's timeout. ``urgent`` groups, which layers wait for, get a high-priority stream
-    on NCCL: their kernels start while a GEMM launched earlier still occupies the GPU, whatever CUDA_DEVICE_MAX_CONNECTIONS is.
+    Groups that torch makes with its defaults lose the job's timeout. ``urgent`` groups, which layers wait for, get a
+    high-priority stream on NCCL: their kernels start while a GEMM launched earlier still occupies the GPU, whatever
+    CUDA_DEVICE_MAX_CONNECTIONS is.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -1,8 +1,9 @@
 """Exchange of small Python values between ranks, as JSON in byte tensors.
 
-torch's object collectives use pickle, which executes whatever the sender put into it; JSON carries data only. These calls are for
-plans, outcomes and manifests, a few times per checkpoint, on a group that supports CPU tensors (gloo). ``group=None`` means a
-single process: the value still goes through JSON, so that one process sees exactly what many would (tuples become lists).
+torch's object collectives use pickle, which executes whatever the sender put into it; JSON carries data only. These
+calls are for plans, outcomes and manifests, a few times per checkpoint, on a group that supports CPU tensors (gloo).
+``group=None`` means a single process: the value still goes through JSON, so that one process sees exactly what many
+would (tuples become lists).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank. Collective.
 
     Raises:
-        TypeError, ValueError: ``value`` is not JSON. Raised on this rank before anything is sent, so the other ranks would hang.
+        TypeError, ValueError: ``value`` is not JSON. Raised on this rank before anything is sent, so the other ranks
+            would hang.
     """
     mine = _encode(value)
     if group is None:

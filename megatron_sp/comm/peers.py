@@ -1,8 +1,9 @@
 """Finding the rank that died, was stopped or hangs when a collective fails: gloo and NCCL do not name it.
 
-The processes of this host are inspected directly. For the others there is a roll call: a rank whose collective fails leaves a mark in
-the job's store, and the rank without a mark after a few seconds is the one that the others wait for. The first verdict counts for all
-ranks; otherwise a rank that exits because of it would be reported dead by the next one.
+The processes of this host are inspected directly. For the others there is a roll call: a rank whose collective fails
+leaves a mark in the job's store, and the rank without a mark after a few seconds is the one that the others wait for.
+The first verdict counts for all ranks; otherwise a rank that exits because of it would be reported dead by the next
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Peers:
         machines: identifiers of the hosts.
         stacks: file descriptors to pass to ``take_stack``.
         rank: rank of this process.
-        attempt: number of restarts of the job; the maximum over the ranks, since a host that came back starts counting anew.
+        attempt: number of restarts of the job; the maximum over the ranks, since a host that came back starts counting
+            anew.
         store: a store that all ranks can reach; None: no roll call.
     """
 

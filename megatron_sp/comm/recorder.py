@@ -1,14 +1,15 @@
 """Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-There is no global state: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) hold a ``CallSite``: a recorder and
-their place in the model. Without one nothing is recorded, at the cost of one ``is None``.
+There is no global state: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) hold a
+``CallSite``: a recorder and their place in the model. Without one nothing is recorded, at the cost of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
 
-The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock, and a collective
-ends when gloo's thread reports it. On CUDA they are events: marks and waits are recorded on the compute stream, so "blocked" means that
-the stream was idle, and the end of a collective on a stream that waits only for the collectives of its axis.
+The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock,
+and a collective ends when gloo's thread reports it. On CUDA they are events: marks and waits are recorded on the
+compute stream, so "blocked" means that the stream was idle, and the end of a collective on a stream that waits only for
+the collectives of its axis.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class CudaClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
-        # flights of one group end in the order in which they began, so one stream for each group can wait for them, one after another.
-        # With this wait torch forgets the tensors: the handle keeps them until the compute stream has waited too.
+        # flights of one group end in the order in which they began, so one stream for each group can wait for them, one
+        # after another. With this wait torch forgets the tensors: the handle keeps them until the compute stream has
+        # waited too.
         with torch.cuda.stream(self._watchers[axis]):
             work.wait()
             tell(self.now())

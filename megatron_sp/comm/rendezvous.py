@@ -1,12 +1,13 @@
 """Rendezvous with a fresh key space in the store for every attempt of a job.
 
-torchrun keeps one store for all attempts of a job (torch 2.5 and later share it with the workers, pytorch #135712). gloo then finds
-the addresses that the dead processes of the previous attempt have left there, connects to them, and hangs until its timeout.
-``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt: every agent counts only its own restarts.
+torchrun keeps one store for all attempts of a job (torch 2.5 and later share it with the workers, pytorch #135712).
+gloo then finds the addresses that the dead processes of the previous attempt have left there, connects to them, and
+hangs until its timeout. ``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt: every agent counts only its own
+restarts.
 
-So the ranks of an attempt agree on a fresh prefix. Each rank stores a new random token under its name. Rank 0 answers every token it sees
-with the prefix, under a key that contains the token, so an answer cannot come from an earlier attempt. As a token it saw may have been
-an old one, it repeats this until all ranks have confirmed.
+So the ranks of an attempt agree on a fresh prefix. Each rank stores a new random token under its name. Rank 0 answers
+every token it sees with the prefix, under a key that contains the token, so an answer cannot come from an earlier
+attempt. As a token it saw may have been an old one, it repeats this until all ranks have confirmed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
         is_master=rank == 0 and not shared, timeout=timeout, multi_tenant=True,
-        # torch counts arrivals over all attempts: after an attempt of another size the count may never be a multiple of this one's
+        # torch counts arrivals over all attempts: after an attempt of another size the count may never be a multiple of
+        # this one's
         wait_for_workers=False,
     )  # fmt: skip
     space = dist.PrefixStore(_SPACE, store)

@@ -1,8 +1,8 @@
 """Placement of a rank's part of a parameter in the whole parameter, and which of its gradients must be summed over tp ranks.
 
-A part is a list of contiguous runs along one dim, in local order: one for a plain split, two for gate|up, or for a rank's own queries
-next to a key/value head that several ranks hold. Checkpoints, weight initialization, gradient sums and the gradient norm all use this
-object, so none of them depends on a parameter's name.
+A part is a list of contiguous runs along one dim, in local order: one for a plain split, two for gate|up, or for a
+rank's own queries next to a key/value head that several ranks hold. Checkpoints, weight initialization, gradient sums
+and the gradient norm all use this object, so none of them depends on a parameter's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ShardSpec:
         dim: the dim that is split.
         runs: (start in the whole, length), in local order; local rows after them are padding.
         sums: rows whose gradients must be summed.
-        counted: (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on exactly one rank.
+        counted: (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on
+            exactly one rank.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +53,8 @@ class ShardSpec:
         """Describe a parameter that every rank holds in full.
 
         Args:
-            summed: each rank processes a share of the positions or heads, so gradients are partial and must be summed; else they are equal.
+            summed: each rank processes a share of the positions or heads, so gradients are partial and must be summed;
+                else they are equal.
         """
         rows = shape[0] if shape else 1
         all_rows = ((0, rows),)

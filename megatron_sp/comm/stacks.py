@@ -1,8 +1,8 @@
 """Stack of a rank that cannot write it itself, because it is stopped or hangs in code outside Python.
 
-Every rank opens an in-memory file when it joins, and registers a signal that dumps the main thread's stack into it; the handler is C
-code, which does not need the interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux
-only; elsewhere no stack is available.
+Every rank opens an in-memory file when it joins, and registers a signal that dumps the main thread's stack into it; the
+handler is C code, which does not need the interpreter. Another rank of the same host sends that signal and reads the
+file through /proc. Linux only; elsewhere no stack is available.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def offer_stack() -> int:
 def take_stack(pid: int, descriptor: int) -> str:
     """Return the stack of another process of this host; "" if it is unavailable.
 
-    A stopped process is resumed (SIGCONT), since it handles no signals while stopped: it belongs to a job that has failed, and
-    can then end by itself.
+    A stopped process is resumed (SIGCONT), since it handles no signals while stopped: it belongs to a job that has
+    failed, and can then end by itself.
     """
     number = _signal()
     if not number or descriptor == _NONE:

@@ -1,7 +1,7 @@
 """The command ``megatron-sp``: training and all the tools around it. Each one is imported only when it is used.
 
-Commands with a command line of their own are programs (``PROGRAMS``): modules of this folder with ``main(argv, prog)``, which the scripts
-in tools/ also call. The other commands are parsed here.
+Commands with a command line of their own are programs (``PROGRAMS``): modules of this folder with ``main(argv, prog)``,
+which the scripts in tools/ also call. The other commands are parsed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``megatron-sp doctor``: check this machine for training, with a remedy for everything that is missing.
 
-A row is *ok*, *warn* (training works, with limitations) or *lack* (training cannot work). The checks take about as long as importing
-torch: optional packages are only looked up, not imported, except the kernels that a GPU would use.
+A row is *ok*, *warn* (training works, with limitations) or *lack* (training cannot work). The checks take about as long
+as importing torch: optional packages are only looked up, not imported, except the kernels that a GPU would use.
 """
 
 from __future__ import annotations

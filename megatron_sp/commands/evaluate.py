@@ -5,8 +5,9 @@
     megatron-sp evaluate --load runs/quickstart --last-word lambada.jsonl --json lambada.json
     bash scripts/launch.sh 2 tools/evaluate.py --load runs/quickstart --choices questions.jsonl
 
-A GPT supports all four. A BERT supports --data-path (its masked tokens) and --text (pseudo-perplexity). Processes beyond tp * sp are
-further copies of the model and share the work. Results go to stdout, everything else to stderr; docs/how-to/evaluate.md explains them.
+A GPT supports all four. A BERT supports --data-path (its masked tokens) and --text (pseudo-perplexity). Processes
+beyond tp * sp are further copies of the model and share the work. Results go to stdout, everything else to stderr;
+docs/how-to/evaluate.md explains them.
 """
 
 from __future__ import annotations

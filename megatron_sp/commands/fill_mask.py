@@ -3,8 +3,9 @@
     megatron-sp fill-mask --load runs/quickstart/bert --text "for line in [MASK]:"
     megatron-sp fill-mask --load runs/quickstart/bert --baseline
 
-Each [MASK] is one token; without --text, texts are read from stdin, one on each line. Model and tokenizer are those of the checkpoint.
---baseline reports instead the accuracy of always predicting the most frequent token, on the run's own validation data.
+Each [MASK] is one token; without --text, texts are read from stdin, one on each line. Model and tokenizer are those of
+the checkpoint. --baseline reports instead the accuracy of always predicting the most frequent token, on the run's own
+validation data.
 """
 
 from __future__ import annotations

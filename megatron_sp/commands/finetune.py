@@ -4,9 +4,9 @@
         --pretrained-checkpoint runs/bert --epochs 3 --micro-batch-size 8 --global-batch-size 32 --lr 5e-5 --save runs/sst2
     bash scripts/launch.sh 2 tools/finetune_classifier.py --task jsonl --text text --label section ... --sequence-parallel-size 2
 
-All flags of pretrain_bert.py work here too: layouts, ZeRO, precision, --auto-resume. Model and tokenizer are the checkpoint's. At the end
-every validation example is classified: accuracy, exact match, F1 and Matthews' correlation go to the log and to metrics.jsonl, the
-predictions to RUN/predictions.tsv.
+All flags of pretrain_bert.py work here too: layouts, ZeRO, precision, --auto-resume. Model and tokenizer are the
+checkpoint's. At the end every validation example is classified: accuracy, exact match, F1 and Matthews' correlation go
+to the log and to metrics.jsonl, the predictions to RUN/predictions.tsv.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     megatron-sp generate --load runs/quickstart --interactive
     bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart --prompt "The for statement" --tensor-model-parallel-size 2
 
-Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout as it is
-generated, everything else to stderr. The same command gives the same text, and so does another layout, up to rounding.
+Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout
+as it is generated, everything else to stderr. The same command gives the same text, and so does another layout, up to
+rounding.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     megatron-sp plot runs/quickstart
     megatron-sp plot runs/a runs/b -o compare.svg --x tokens
 
-Reads metrics.jsonl. Where a run was resumed, the steps of the old process beyond the checkpoint are omitted (the new one took them
-again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
+Reads metrics.jsonl. Where a run was resumed, the steps of the old process beyond the checkpoint are omitted (the new
+one took them again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
 """
 
 from __future__ import annotations

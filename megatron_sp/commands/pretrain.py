@@ -1,6 +1,7 @@
 """``megatron-sp pretrain gpt|bert``: run a training, or print the answer to --help, --print-config or --dry-run.
 
-Nothing imports torch or numpy until the configuration is valid: a wrong flag is reported in a tenth of a second, before any communication.
+Nothing imports torch or numpy until the configuration is valid: a wrong flag is reported in a tenth of a second, before
+any communication.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def parse_config(
     Returns:
         A normalised and validated configuration; ``ignored_flags`` lists the flags that were accepted without effect.
     Raises:
-        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a --dry-run, and an
-            answer that could not be written, have their own codes). Only rank 0 prints.
+        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a
+            --dry-run, and an answer that could not be written, have their own codes). Only rank 0 prints.
     """
     words = sys.argv[1:] if argv is None else argv
     name = prog or os.path.basename(sys.argv[0])

@@ -3,8 +3,9 @@
     variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/how-to/zoo.md)
     SMOKE=1    the same layout with tiny sizes on CPU processes: tp and sp are reduced to at most 2, dp to what ZeRO needs
 
-A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by ``arguments.py`` before
-anything starts, so an impossible layout gives the message of the training program. ``recipe_run.py`` describes and runs the command.
+A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by
+``arguments.py`` before anything starts, so an impossible layout gives the message of the training program.
+``recipe_run.py`` describes and runs the command.
 """
 
 from __future__ import annotations

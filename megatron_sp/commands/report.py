@@ -3,7 +3,8 @@
     megatron-sp report runs/mine
     megatron-sp report runs/mine --compare runs/other runs/third --output compare.html
 
-The page is self-contained: it can be opened from a disk, mailed, or kept as an artifact. Works while a run is in progress, too.
+The page is self-contained: it can be opened from a disk, mailed, or kept as an artifact. Works while a run is in
+progress, too.
 """
 
 from __future__ import annotations

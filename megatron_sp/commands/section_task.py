@@ -1,7 +1,8 @@
 """Write a task to fine-tune on: ``megatron-sp data section-task --corpus corpus.jsonl --output sections``.
 
-The task is to classify a passage by the part of Python's own text that it comes from: one of eight, the language reference and packages
-of the standard library. train.jsonl and valid.jsonl are for megatron-sp finetune --task jsonl; all classes have equally many passages.
+The task is to classify a passage by the part of Python's own text that it comes from: one of eight, the language
+reference and packages of the standard library. train.jsonl and valid.jsonl are for megatron-sp finetune --task jsonl;
+all classes have equally many passages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Leniency like Megatron's: flags that have no effect in this run are dropped, with one line for each.
 
-Launch scripts are written once and used for many runs, so they contain flags without effect in this one: ``--sequence-parallel`` with one
-tensor-parallel rank, ``--save-interval`` without ``--save``. Only flags that do not change the result are dropped; a flag whose request
-cannot be met, such as ``--finetune`` without ``--load``, is still an error.
+Launch scripts are written once and used for many runs, so they contain flags without effect in this one:
+``--sequence-parallel`` with one tensor-parallel rank, ``--save-interval`` without ``--save``. Only flags that do not
+change the result are dropped; a flag whose request cannot be met, such as ``--finetune`` without ``--load``, is still
+an error.
 """
 
 from __future__ import annotations

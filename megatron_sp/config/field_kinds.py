@@ -1,7 +1,7 @@
 """Types of configuration fields, and conversion of text or JSON to their values.
 
-The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only the
-types that occur in ``config/schema.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
+The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only
+the types that occur in ``config/schema.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
 ``| None``, an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither torch nor numpy is
 imported.
 """

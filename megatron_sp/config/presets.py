@@ -1,11 +1,12 @@
 """Published models by name: the shape flags of each ``--preset``, and the resulting number of parameters.
 
-A preset defines the model: its shape, positions, norm, activation, dropout, vocabulary and usual sequence length, but no batch sizes,
-learning rates or layouts. It is a set of defaults: values from a --config file or the command line override it. Two of its values are
-replaced automatically: the vocabulary by that of a given tokenizer, and the length of a learned position table by a longer --seq-length.
+A preset defines the model: its shape, positions, norm, activation, dropout, vocabulary and usual sequence length, but
+no batch sizes, learning rates or layouts. It is a set of defaults: values from a --config file or the command line
+override it. Two of its values are replaced automatically: the vocabulary by that of a given tokenizer, and the length
+of a learned position table by a longer --seq-length.
 
-Comments in the table explain deviations from the papers. Llama's scaled rotary frequencies (3.1 and later) are not included: these
-presets have the unscaled ones of pretraining at 8,192 tokens (for the others use --use-rope-scaling).
+Comments in the table explain deviations from the papers. Llama's scaled rotary frequencies (3.1 and later) are not
+included: these presets have the unscaled ones of pretraining at 8,192 tokens (for the others use --use-rope-scaling).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Preset:
     Attributes:
         family: model family, whose program trains it.
         flags: fields of ``ModelConfig`` and their values.
-        num_params: parameters of the whole model, without vocabulary padding; for BERT with pooler, binary head and masked-word head.
+        num_params: parameters of the whole model, without vocabulary padding; for BERT with pooler, binary head and
+            masked-word head.
         source: publication of the shape and the number of parameters.
     """
 
@@ -105,7 +107,8 @@ _MISTRAL = _Llama("Jiang et al. 2023, arXiv:2310.06825, table 1, released weight
 def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: int = 50304) -> Preset:
     """Pythia preset with GPT-NeoX's block: parallel attention and MLP, a quarter of each head rotated, exact GELU.
 
-    The vocabulary is that of the released weights: the tokenizer's, padded to a multiple of 128 times their tensor-parallel size.
+    The vocabulary is that of the released weights: the tokenizer's, padded to a multiple of 128 times their
+    tensor-parallel size.
     """
     flags = {
         **_shape(layers, hidden, heads, 2048, vocab_size), "position_embedding_type": "rope", "rotary_base": 10000.0,

@@ -1,9 +1,10 @@
 """Configuration of a run: plain dataclasses, one per group of flags, cut by subject into the ``schema_*.py`` of this folder.
 
-Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and aliases
-are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored in checkpoints
-are all derived from here. None of these modules imports torch or numpy: a mistyped flag is reported before either
-is loaded. The rules between fields are in ``config/rules.py``; they are checked on every rank before the first collective.
+Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and
+aliases are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored
+in checkpoints are all derived from here. None of these modules imports torch or numpy: a mistyped flag is reported
+before either is loaded. The rules between fields are in ``config/rules.py``; they are checked on every rank before the
+first collective.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Config:
         Args:
             data: the parsed JSON, untrusted.
         Returns:
-            The configuration, neither normalised nor validated, and one warning for every entry unknown to this version. Missing
-            entries keep their defaults.
+            The configuration, neither normalised nor validated, and one warning for every entry unknown to this
+            version. Missing entries keep their defaults.
         Raises:
             ConfigError: an entry has the wrong type.
         """

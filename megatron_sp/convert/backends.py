@@ -255,7 +255,8 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
     known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
     found = megatron.open_folder(folder, lambda t: t, *known)  # before anything is compared
     label = "the reference in plain torch"
-    # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks compute with
+    # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks compute
+    # with
     return Reference(lambda cast: megatron.open_folder(folder, cast, *known), label, found.dtype)
 
 

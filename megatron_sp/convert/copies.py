@@ -1,9 +1,10 @@
 """Correspondence between regions of our tensors and regions of theirs: one list that serves both directions.
 
-Every weight layout of Megatron, DeepSpeed and Hugging Face is a rearrangement of ours, without any arithmetic. So a format is
-described by ``Copy`` records, each of which pairs a region of one of our tensors with the region of one of theirs that holds the same
-numbers. Reading gathers our tensors from theirs, writing gathers theirs from ours, with the same list; ``Correspondence.check``
-verifies before a byte is read that the list covers every element of either side exactly once.
+Every weight layout of Megatron, DeepSpeed and Hugging Face is a rearrangement of ours, without any arithmetic. So a
+format is described by ``Copy`` records, each of which pairs a region of one of our tensors with the region of one of
+theirs that holds the same numbers. Reading gathers our tensors from theirs, writing gathers theirs from ours, with the
+same list; ``Correspondence.check`` verifies before a byte is read that the list covers every element of either side
+exactly once.
 
     ours                                  theirs
     View("...linear_qkv.weight",          View("...q_proj.weight",
@@ -93,7 +94,8 @@ class Copy(NamedTuple):
 
     Attributes:
         ours, theirs: the regions.
-        replica: another ``Copy`` has the same region of ours already: this one is written, but only compared when reading.
+        replica: another ``Copy`` has the same region of ours already: this one is written, but only compared when
+            reading.
     """
 
     ours: View
@@ -109,7 +111,8 @@ class Correspondence:
         ours: shapes of our tensors.
         theirs: shapes of theirs.
         copies: the pairs of equal regions.
-        filled: by name of a tensor of theirs, the number of its elements without counterpart: zero when written, ignored when read.
+        filled: by name of a tensor of theirs, the number of its elements without counterpart: zero when written,
+            ignored when read.
     """
 
     ours: dict[str, tuple[int, ...]]
@@ -177,7 +180,8 @@ def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[V
     Args:
         shape, dtype: those of the new tensor; elements that no part covers are zero.
         parts: pairs (region of the new tensor, region of another).
-        read: returns another tensor by name; all parts of one are copied together, so each is read once and then released.
+        read: returns another tensor by name; all parts of one are copied together, so each is read once and then
+            released.
     """
     parts = list(parts)
     if len(parts) == 1 and parts[0][0].is_whole and parts[0][1].is_whole:
@@ -267,7 +271,8 @@ class Scattered:
 
     Args:
         correspondence: between the two; this store has only their tensors in it.
-        store: contains all of ours. Let several ``Scattered`` share one ``LastRead``, otherwise each caches a tensor of its own.
+        store: contains all of ours. Let several ``Scattered`` share one ``LastRead``, otherwise each caches a tensor of
+            its own.
         dtype: dtype of all floating-point tensors of theirs; None: as ours.
     """
 

@@ -37,7 +37,8 @@ def match_tensors(
         tied: further names of tensors that the model has only once; both must have the same values.
         shown: names used in the files, for messages and fates.
     Raises:
-        CheckpointError: tensors are missing, of another shape, or unknown; the message lists each with the nearest names.
+        CheckpointError: tensors are missing, of another shape, or unknown; the message lists each with the nearest
+            names.
     """
     shown = shown or {}
     there, needed = store.tensors(), correspondence.theirs

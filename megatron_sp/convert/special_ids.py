@@ -1,8 +1,8 @@
 """Ids of the bos, eos and pad tokens for transformers: in config.json, and in generation_config.json for models that generate.
 
-Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama, whatever the
-tokenizer's are, and ``generate()`` may never stop. The tokenizer's ids are written; one that it lacks is null. Checkpoints that came
-from Hugging Face keep their own.
+Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
+whatever the tokenizer's are, and ``generate()`` may never stop. The tokenizer's ids are written; one that it lacks is
+null. Checkpoints that came from Hugging Face keep their own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Writer of ``tokenizer_config.json``, which transformers needs for a tokenizer that was given by the flags of a training.
 
 Without it transformers uses the architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and
-interpret a SentencePiece model like Llama's first one. Files of Hugging Face that come with their own are left unchanged.
+interpret a SentencePiece model like Llama's first one. Files of Hugging Face that come with their own are left
+unchanged.
 
-For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If none does (a unigram model, NFKC),
-transformers is configured to compute ids with the sentencepiece library itself, from the .model file.
+For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If none does (a unigram model,
+NFKC), transformers is configured to compute ids with the sentencepiece library itself, from the .model file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def write(model: Model, folder: Path, model_type: str) -> list[str]:
     Args:
         model_type: ``model_type`` of config.json.
     Returns:
-        Notes for the user: if transformers may interpret the files differently, or needs the sentencepiece package for them.
+        Notes for the user: if transformers may interpret the files differently, or needs the sentencepiece package for
+        them.
     Raises:
         OSError.
     """

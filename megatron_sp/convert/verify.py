@@ -1,7 +1,7 @@
 """``--verify``: compare the logits of both sides of a conversion on the same tokens, and locate the first difference, if any.
 
-The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the weights, those
-of the source are rounded too before computing, so that rounding cannot explain a difference.
+The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the
+weights, those of the source are rounded too before computing, so that rounding cannot explain a difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
         source, input: format and folder of the input.
         target, output: format and folder of the output.
         options: options of the conversion.
-        text: text to compare on, besides random tokens; None: parts of Python's own documentation, if there is a tokenizer.
+        text: text to compare on, besides random tokens; None: parts of Python's own documentation, if there is a
+            tokenizer.
         tell: called with the results, line by line.
     Returns:
         EXIT_OK, or EXIT_NUMERICS if they differ.

@@ -1,10 +1,10 @@
 """BERT samples: two segments of sentences from one document, in order or swapped, with masked tokens to predict.
 
-``bert_index`` determines the sentences of sample i from the documents, the seed and the sequence length. The rest is drawn from
-``RandomState((seed + i) mod 2**32)``, in Megatron-LM's order: where A ends and B begins, whether they are swapped, at which end excess
-tokens are removed, which words are masked (``bert_masking``). So sample i is the same on every rank and in every epoch of a cyclic
-order. Without the binary head there is one segment, [CLS] A [SEP].
-Source: Megatron-LM's core/datasets/bert_dataset.py.
+``bert_index`` determines the sentences of sample i from the documents, the seed and the sequence length. The rest is
+drawn from ``RandomState((seed + i) mod 2**32)``, in Megatron-LM's order: where A ends and B begins, whether they are
+swapped, at which end excess tokens are removed, which words are masked (``bert_masking``). So sample i is the same on
+every rank and in every epoch of a cyclic order. Without the binary head there is one segment, [CLS] A [SEP]. Source:
+Megatron-LM's core/datasets/bert_dataset.py.
 """
 
 from __future__ import annotations

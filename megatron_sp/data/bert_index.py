@@ -1,17 +1,18 @@
 """Sentence-level sample map of BERT: the same rows in the same order as Megatron-LM's.
 
-Every document is split into samples of whole sentences. A sample ends once it has ``target`` tokens and enough sentences, provided that
-more than one sentence remains for the next; what remains at the end of the document is the last sample. The target is the maximum
-length, except for about one draw in R = round(1 / short_seq_prob), which gives a shorter one. Documents with too few sentences, or
-with several sentences of which one exceeds 512 tokens, are skipped. Whole epochs are appended until there are enough samples; then all
-rows are shuffled.
+Every document is split into samples of whole sentences. A sample ends once it has ``target`` tokens and enough
+sentences, provided that more than one sentence remains for the next; what remains at the end of the document is the
+last sample. The target is the maximum length, except for about one draw in R = round(1 / short_seq_prob), which gives a
+shorter one. Documents with too few sentences, or with several sentences of which one exceeds 512 tokens, are skipped.
+Whole epochs are appended until there are enough samples; then all rows are shuffled.
 
     row of sample i: (first sentence, last sentence + 1, target length)
 
-Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is discarded. The
-shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 1). Each draw determines where the next sample starts, so the loop over
-samples runs in Python, with a binary search for the end of each; everything else is vectorised.
-Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, with its two passes (count, then fill) merged into one.
+Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is
+discarded. The shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 1). Each draw determines where the next
+sample starts, so the loop over samples runs in Python, with a binary search for the end of each; everything else is
+vectorised. Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, with its two passes
+(count, then fill) merged into one.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Ite
     """int64 [n, 3]: the samples of all documents, in order.
 
     Args:
-        tokens: [sentences + 1], tokens before each sentence; an ``array``: indexing numpy is slow, and a list takes five times the memory.
+        tokens: [sentences + 1], tokens before each sentence; an ``array``: indexing numpy is slow, and a list takes
+            five times the memory.
         draws: see ``_targets``.
     """
     min_sentences = rule.min_sentences
@@ -154,8 +156,8 @@ def _targets(rule: SampleRule) -> Iterator[int]:
 def shuffled_order(n: int, seed: int) -> np.ndarray:
     """int64 [n]: 0 to n-1 after a Fisher-Yates shuffle from the top, with j = draw % (i + 1) and the draws of std::mt19937_64(seed).
 
-    Swaps are made in blocks. Within a block, swaps that share no position with another one are independent and are vectorised; the few
-    others (about (block size)^2 / n) are made one by one.
+    Swaps are made in blocks. Within a block, swaps that share no position with another one are independent and are
+    vectorised; the few others (about (block size)^2 / n) are made one by one.
     """
     order = np.arange(n)
     top = n - 1

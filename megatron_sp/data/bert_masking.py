@@ -1,10 +1,11 @@
 """Masking of BERT samples: the same draws in the same order as Megatron-LM's.
 
-Masking is by whole words. Words are visited in random order; at each, a run of n = 1, 2 or 3 words is proposed with P(n) ~ 1/n, shortened
-until it fits into the number of tokens that may still be masked, and accepted unless one of its tokens is already masked. Of the
-accepted tokens, 80 % become [MASK], 10 % a random id, and 10 % stay unchanged. [CLS] and [SEP] belong to no word.
-Source: the algorithm of Megatron-LM's core/datasets/masked_dataset.py and bert_dataset.py with the settings of pretrain_bert. Its draws
-after the last mask (a second shuffle, for a permutation that BERT does not use) have no effect and are omitted here.
+Masking is by whole words. Words are visited in random order; at each, a run of n = 1, 2 or 3 words is proposed with
+P(n) ~ 1/n, shortened until it fits into the number of tokens that may still be masked, and accepted unless one of its
+tokens is already masked. Of the accepted tokens, 80 % become [MASK], 10 % a random id, and 10 % stay unchanged. [CLS]
+and [SEP] belong to no word. Source: the algorithm of Megatron-LM's core/datasets/masked_dataset.py and bert_dataset.py
+with the settings of pretrain_bert. Its draws after the last mask (a second shuffle, for a permutation that BERT does
+not use) have no effect and are omitted here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Layout of samples of different lengths in rows of ``seq_length``: padded, or several samples packed into one row.
 
-Packing takes the samples in order and begins a new row when the next one no longer fits, so the contents of a row depend on the sample
-lengths alone. Each sample attends only to itself and has its own positions, which ``documents`` and ``positions`` tell the model, as for
-GPT (``packing``). The rest of a row is padding, which counts as a separate document.
+Packing takes the samples in order and begins a new row when the next one no longer fits, so the contents of a row
+depend on the sample lengths alone. Each sample attends only to itself and has its own positions, which ``documents``
+and ``positions`` tell the model, as for GPT (``packing``). The rest of a row is padding, which counts as a separate
+document.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
         pieces: one sample, or with ``packed`` as many as fit.
         pad: padding id.
     Returns:
-        ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is predicted) and ``loss_mask`` float32 [s] (1 where a token
-        is predicted). A single sample also has ``length`` int64 [] (tokens before the padding) and, with two segments, ``order`` int64 []
-        (1 if they are swapped); packed samples have ``documents`` int64 [s] and ``positions`` int64 [s].
+        ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is predicted) and ``loss_mask`` float32
+        [s] (1 where a token is predicted). A single sample also has ``length`` int64 [] (tokens before the padding)
+        and, with two segments, ``order`` int64 [] (1 if they are swapped); packed samples have ``documents`` int64 [s]
+        and ``positions`` int64 [s].
     """
     tokens, types = np.full(seq_length, pad, np.int64), np.zeros(seq_length, np.int64)
     labels, loss_mask = np.zeros(seq_length, np.int64), np.zeros(seq_length, np.float32)

@@ -1,10 +1,11 @@
 """Blending of several data sets by weight: each sample comes from the set that lags furthest behind its share.
 
-The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d, sample i comes from
-argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A loop over i in Python would take many seconds for a long run, so the
-range is split into chunks that are processed side by side, with one numpy operation for all of them: each chunk starts from a guess of
-the counts before it, and every chunk whose guess differs from the counts at the end of the previous chunk is recomputed from those.
-Once no guess is wrong, the result equals that of the loop bit for bit; the lags stay small, so a few passes suffice.
+The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d, sample i
+comes from argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A loop over i in Python would take many seconds for
+a long run, so the range is split into chunks that are processed side by side, with one numpy operation for all of them:
+each chunk starts from a guess of the counts before it, and every chunk whose guess differs from the counts at the end
+of the previous chunk is recomputed from those. Once no guess is wrong, the result equals that of the loop bit for bit;
+the lags stay small, so a few passes suffice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Blend(NamedTuple):
 def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
     """Parse PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
 
-    An odd number of words is read as prefixes; an even number as pairs if the first word of any pair is a number, otherwise as prefixes.
+    An odd number of words is read as prefixes; an even number as pairs if the first word of any pair is a number,
+    otherwise as prefixes.
 
     Raises:
         ConfigError: a weight is not a number above 0, or there are too many data sets.
@@ -68,7 +70,8 @@ def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
 def blending_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the weights for ``build_blending_indices`` if the user gave weights: normalised twice, as in Megatron-core.
 
-    The second division can change the last bit of a weight if the first results do not sum to exactly 1, and that bit decides near-ties.
+    The second division can change the last bit of a weight if the first results do not sum to exactly 1, and that bit
+    decides near-ties.
     """
     return normalized(normalized(weights))
 
@@ -118,7 +121,8 @@ def _walk(weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray)
     Args:
         starts: [ranges], first sample of each range. taken: float64 [k, ranges], samples taken from each set before it.
     Returns:
-        Sets and samples, both [size, ranges], and the samples taken from each set by the end of each range, [k, ranges].
+        Sets and samples, both [size, ranges], and the samples taken from each set by the end of each range, [k,
+        ranges].
     """
     taken = np.array(taken, order="C")
     flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair

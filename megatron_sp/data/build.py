@@ -62,7 +62,8 @@ def build_datasets(
 ) -> Datasets:
     """Build the three data sets from the flags, each with at least the requested number of samples.
 
-    The order of samples is that of megatron-core 0.16.1 and the same on every rank. All ranks may call this at once: see ``index_cache``.
+    The order of samples is that of megatron-core 0.16.1 and the same on every rank. All ranks may call this at once:
+    see ``index_cache``.
 
     Args:
         data: the flags.
@@ -113,7 +114,8 @@ def build_bert_datasets(
         binary_head: two segments in a sample, which may be swapped; otherwise one.
     Raises:
         DataError: a file is missing or damaged, or no document yields a sample.
-        ConfigError: no data is given, a flag cannot be parsed or does not fit the others, or the tokenizer lacks BERT's special tokens.
+        ConfigError: no data is given, a flag cannot be parsed or does not fit the others, or the tokenizer lacks BERT's
+            special tokens.
     """
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
 
@@ -157,8 +159,8 @@ def _build(
     """Build the three splits from the flags.
 
     Args:
-        mock: makes synthetic data of a split. units: number of units of a file that --split divides. from_file: makes the data set of a
-            range of these units.
+        mock: makes synthetic data of a split. units: number of units of a file that --split divides. from_file: makes
+            the data set of a range of these units.
     """
     if data.mock_data:
         return [mock(name, n) if n else None for name, n in zip(SPLITS, num_samples, strict=True)]

@@ -1,8 +1,8 @@
 """Labelled texts, one or two per example, from GLUE's files, any TSV with a header, or JSONL.
 
-GLUE's files are all separated by tabs, but differ in the columns of the texts and the label, and in whether there is a header. ``GLUE``
-is a table of this (gluebenchmark.com, the files as downloaded). Labels are strings without surrounding white space; a number is the
-string in the file.
+GLUE's files are all separated by tabs, but differ in the columns of the texts and the label, and in whether there is a
+header. ``GLUE`` is a table of this (gluebenchmark.com, the files as downloaded). Labels are strings without surrounding
+white space; a number is the string in the file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TextTable:
     """Columns or keys that hold the parts of an example.
 
     Attributes:
-        first, second, label, group: names of columns (keys in JSONL), or their numbers from 0 if there is no header; ``second`` and
-            ``group`` may be None. For exact match, a group is correct only if all its examples are.
+        first, second, label, group: names of columns (keys in JSONL), or their numbers from 0 if there is no header;
+            ``second`` and ``group`` may be None. For exact match, a group is correct only if all its examples are.
         header: True if the first line names the columns.
         labels: all labels, in order; None: those of the training file, sorted.
     """
@@ -77,11 +77,13 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
 
     Args:
         table: the columns or keys of an example's parts.
-        skip_bad_lines: skip lines that are not valid examples (QQP as downloaded has some) instead of stopping at the first.
+        skip_bad_lines: skip lines that are not valid examples (QQP as downloaded has some) instead of stopping at the
+            first.
     Returns:
         The examples, and the number of skipped lines.
     Raises:
-        DataError: the file or a column is missing, there is no example, or a line is not a valid one; the message has its line number.
+        DataError: the file or a column is missing, there is no example, or a line is not a valid one; the message has
+            its line number.
     """
     path = Path(path)
     try:
@@ -295,10 +297,12 @@ def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], group
     Args:
         predicted, true: int [n], class ids.
         labels: the class labels.
-        groups: group of each example; with groups, exact match is the fraction of groups that are fully correct, otherwise of examples.
+        groups: group of each example; with groups, exact match is the fraction of groups that are fully correct,
+            otherwise of examples.
     Returns:
-        accuracy; exact_match; f1: with two classes that of the second (as in GLUE), otherwise the mean over classes; matthews: the
-        correlation coefficient of Matthews 1975 in Gorodkin's form for any number of classes (2004), 0 where undefined.
+        accuracy; exact_match; f1: with two classes that of the second (as in GLUE), otherwise the mean over classes;
+        matthews: the correlation coefficient of Matthews 1975 in Gorodkin's form for any number of classes (2004), 0
+        where undefined.
     """
     table = confusion(predicted, true, len(labels)).astype(np.float64)
     hits, true_counts, predicted_counts, n = np.diag(table), table.sum(1), table.sum(0), table.sum()

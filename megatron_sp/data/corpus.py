@@ -1,9 +1,9 @@
 """A corpus of real text that every machine with Python already has: the language reference and the standard library's sources.
 
-One document per help topic (``pydoc_data.topics``) and per ``.py`` file, ordered by the hash of each text: the order is the same on
-every run and independent of the file system, and the last few percent are a fair sample for validation.
-Excluded: tests, packages installed by pip, the source file of the topics, tables of data, very short files, duplicates, files that are
-not UTF-8, and texts with U+2581, which SentencePiece uses for the space and could not decode back.
+One document per help topic (``pydoc_data.topics``) and per ``.py`` file, ordered by the hash of each text: the order is
+the same on every run and independent of the file system, and the last few percent are a fair sample for validation.
+Excluded: tests, packages installed by pip, the source file of the topics, tables of data, very short files, duplicates,
+files that are not UTF-8, and texts with U+2581, which SentencePiece uses for the space and could not decode back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
 
     Args:
         stdlib: as for ``gather``.
-        max_bytes: maximum bytes of text (UTF-8); the documents are mixed, so the first ones are a fair sample. None: all.
+        max_bytes: maximum bytes of text (UTF-8); the documents are mixed, so the first ones are a fair sample. None:
+            all.
     Returns:
         Number of documents, and bytes of text (UTF-8).
     Raises:

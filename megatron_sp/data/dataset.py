@@ -45,8 +45,8 @@ def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:
 
     Args:
         stretch: int64 [s + 1].
-        masked_eod: with --eod-mask-loss the end-of-document id: positions with this *input* are excluded from the loss (they would have to
-            predict the beginning of another document), as in Megatron-LM.
+        masked_eod: with --eod-mask-loss the end-of-document id: positions with this *input* are excluded from the loss
+            (they would have to predict the beginning of another document), as in Megatron-LM.
     """
     tokens, labels = stretch[:-1], stretch[1:]
     mask = np.ones(tokens.size, np.float32)

@@ -1,8 +1,9 @@
 """Digest file ``PREFIX.sha256`` beside ``PREFIX.bin`` and ``PREFIX.idx``: the SHA-256 that both files must have.
 
-It has the format that ``sha256sum`` writes and ``sha256sum -c`` reads: one line per file with 64 hexadecimal digits, two spaces and the
-file name. It is written together with the data set (``writer``); ``megatron-sp data verify`` checks it, and can create one for data
-without it. A pair that was renamed together with it is still recognised: files are identified by their suffix.
+It has the format that ``sha256sum`` writes and ``sha256sum -c`` reads: one line per file with 64 hexadecimal digits,
+two spaces and the file name. It is written together with the data set (``writer``); ``megatron-sp data verify`` checks
+it, and can create one for data without it. A pair that was renamed together with it is still recognised: files are
+identified by their suffix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Digests of the training samples: the same in every parallel layout, and different as soon as one token differs.
 
-A sample's digest is the first 48 bits of SHA-256 over its tokens and labels (int32, little endian): few enough for a float64 to hold them
-exactly, so they are sent along with the sums that a step exchanges anyway, and enough that a change goes unnoticed with a probability
-of only 2**-48. A step's digest is SHA-256 over the digests of its samples in the order of the global batch.
+A sample's digest is the first 48 bits of SHA-256 over its tokens and labels (int32, little endian): few enough for a
+float64 to hold them exactly, so they are sent along with the sums that a step exchanges anyway, and enough that a
+change goes unnoticed with a probability of only 2**-48. A step's digest is SHA-256 over the digests of its samples in
+the order of the global batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPT samples: runs of ``seq_length`` tokens (plus one for the last label) from shuffled, concatenated documents.
 
-``gpt_index`` determines the tokens of sample i; they depend on the document lengths, the seed, the sequence length and the number of
-epochs, never on the rank. This module reads the tokens and checks them against the vocabulary.
+``gpt_index`` determines the tokens of sample i; they depend on the document lengths, the seed, the sequence length and
+the number of epochs, never on the rank. This module reads the tokens and checks them against the vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class GPTDataset:
         indexed: the tokens.
         bounds: first sequence of the split and the one after its last.
         options: sequence length, seed and loss mask.
-        num_samples: minimum number of samples; the split is repeated as often as needed, even within a sample. None: one epoch.
+        num_samples: minimum number of samples; the split is repeated as often as needed, even within a sample. None:
+            one epoch.
         tokenizer: provides ``eod`` and the fingerprint.
         vocab_size: ids not below this are errors (default: the tokenizer's).
         name: name of the split, for messages.

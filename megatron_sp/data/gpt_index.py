@@ -1,18 +1,19 @@
 """Index arrays that map a GPT sample to its tokens, computed without a Python loop over samples.
 
-The shuffled documents of a split are concatenated, over as many epochs as the samples need; this stream is cut every ``seq_length``
-tokens, each sample taking one more token (the last label); then the samples are shuffled.
+The shuffled documents of a split are concatenated, over as many epochs as the samples need; this stream is cut every
+``seq_length`` tokens, each sample taking one more token (the last label); then the samples are shuffled.
 
     document index [E * docs]   order of the sequences in the stream
     sample index   [n + 1, 2]   position of each cut: (position in the document index, token offset within it)
     shuffle index  [n]          order of the samples
 
-Sample i is the run from cut ``shuffle[i]`` to the next cut, both ends included. If less than 80 % of the last of several epochs would
-be used, it is shuffled separately, so that the earlier epochs are used in full. Everything is drawn from one
-``numpy.random.RandomState``, whose streams numpy promises never to change, so the order equals Megatron-LM's.
-Source: the algorithm of Megatron-LM's core/datasets/gpt_dataset.py and helpers.cpp. Its loop over the documents takes S + 1 tokens
-and steps back one; cut k is therefore the position of token k*S in the stream, found directly by binary search over the cumulative
-lengths. Only cut 0 is special: it is (0, 0) even if the first sequence is empty.
+Sample i is the run from cut ``shuffle[i]`` to the next cut, both ends included. If less than 80 % of the last of
+several epochs would be used, it is shuffled separately, so that the earlier epochs are used in full. Everything is
+drawn from one ``numpy.random.RandomState``, whose streams numpy promises never to change, so the order equals
+Megatron-LM's. Source: the algorithm of Megatron-LM's core/datasets/gpt_dataset.py and helpers.cpp. Its loop over the
+documents takes S + 1 tokens and steps back one; cut k is therefore the position of token k*S in the stream, found
+directly by binary search over the cumulative lengths. Only cut 0 is special: it is (0, 0) even if the first sequence is
+empty.
 """
 
 from __future__ import annotations

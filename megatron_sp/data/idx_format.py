@@ -1,11 +1,11 @@
 """Format of ``.idx`` files, and every check that can be made on one before it is used.
 
-Layout (little endian): 9 bytes of magic, uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D entries of the
-document index, then int32 lengths [N] in tokens, int64 byte offsets [N] into the ``.bin``, int64 document index [D] (the
-sequence at which each document starts; first 0, last N). The ``.bin`` holds only the tokens, one sequence after another, so the
-offsets must be the running sum of length * itemsize and the file must end where the last sequence does.
-Source: the format of Megatron-LM's core/datasets/indexed_dataset.py. Multimodal files (one mode byte per sequence at the end) and the
-older TNTIDX files are recognised and rejected.
+Layout (little endian): 9 bytes of magic, uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D entries of
+the document index, then int32 lengths [N] in tokens, int64 byte offsets [N] into the ``.bin``, int64 document index [D]
+(the sequence at which each document starts; first 0, last N). The ``.bin`` holds only the tokens, one sequence after
+another, so the offsets must be the running sum of length * itemsize and the file must end where the last sequence does.
+Source: the format of Megatron-LM's core/datasets/indexed_dataset.py. Multimodal files (one mode byte per sequence at
+the end) and the older TNTIDX files are recognised and rejected.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def read_header(fd: int, path: str) -> Header:
     """Read the header and check it against the file size, before anything is allocated from its counts.
 
     Raises:
-        DataError: not a supported ``.idx`` file, a dtype that is not an integer type, or counts that do not match the file size.
+        DataError: not a supported ``.idx`` file, a dtype that is not an integer type, or counts that do not match the
+            file size.
     """
     size = os.fstat(fd).st_size
     start = os.pread(fd, HEADER.size, 0)

@@ -1,11 +1,12 @@
 """On-disk cache of index arrays: built once, then memory-mapped by every process, and verified at every load.
 
-A set of arrays has a key, which contains a hash of everything that determines them. It is stored as ``{key}-{name}.npy`` files and,
-written last, a ``{key}.json`` with the CRC-32 of each. A set is used only if every array has the expected shape and dtype and the
-stored CRC-32; an incomplete set is rebuilt, a damaged one (a flipped bit, an array of objects) with a warning. Files are written under
-temporary names and renamed. Processes that need the same set at once wait on a file lock for the one that builds it; the kernel
-releases the lock if that process is killed. Where the file system has no locks, every process builds, and the renames still hide
-half-written files. If nothing can be written, the arrays stay in memory, with one warning.
+A set of arrays has a key, which contains a hash of everything that determines them. It is stored as
+``{key}-{name}.npy`` files and, written last, a ``{key}.json`` with the CRC-32 of each. A set is used only if every
+array has the expected shape and dtype and the stored CRC-32; an incomplete set is rebuilt, a damaged one (a flipped
+bit, an array of objects) with a warning. Files are written under temporary names and renamed. Processes that need the
+same set at once wait on a file lock for the one that builds it; the kernel releases the lock if that process is killed.
+Where the file system has no locks, every process builds, and the renames still hide half-written files. If nothing can
+be written, the arrays stay in memory, with one warning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reader of Megatron data sets: an ``.idx`` with the position of each sequence and a ``.bin`` with nothing but tokens.
 
-The whole index is checked when the data set is opened (``idx_format``), and the ``.bin`` must have exactly the size that follows from
-it. Tokens are read with ``pread`` and a length check rather than through a memory map: if the file shrinks during a job, the result is
-an error message and exit code 4, not a SIGBUS. Token values are checked as they are read (``check_tokens``), or all at once (``verify``).
+The whole index is checked when the data set is opened (``idx_format``), and the ``.bin`` must have exactly the size
+that follows from it. Tokens are read with ``pread`` and a length check rather than through a memory map: if the file
+shrinks during a job, the result is an error message and exit code 4, not a SIGBUS. Token values are checked as they are
+read (``check_tokens``), or all at once (``verify``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class IndexedDataset:
     Args:
         prefix: the files' common path; the name of either file is accepted.
     Raises:
-        DataError: a file is missing or damaged; the message gives the file, the byte offset, and the expected and actual contents.
+        DataError: a file is missing or damaged; the message gives the file, the byte offset, and the expected and
+            actual contents.
     """
 
     def __init__(self, prefix: str | Path) -> None:

@@ -1,9 +1,10 @@
 """Micro-batches of a step for one data parallel rank, prefetched in the background.
 
-The loader has no position of its own: ``step`` takes the number of consumed samples. After each call it predicts that the next one
-continues where this one ended, with as many micro-batches, and prefetches those in threads; a wrong prediction (batch size ramp-up, a
-skip on resume) is discarded and wastes only the reads. Threads suffice because the time goes into file reads and numpy copies, and they
-avoid the costs of worker processes: start-up, a copy of the indices in each, and shared memory for every batch.
+The loader has no position of its own: ``step`` takes the number of consumed samples. After each call it predicts that
+the next one continues where this one ended, with as many micro-batches, and prefetches those in threads; a wrong
+prediction (batch size ramp-up, a skip on resume) is discarded and wastes only the reads. Threads suffice because the
+time goes into file reads and numpy copies, and they avoid the costs of worker processes: start-up, a copy of the
+indices in each, and shared memory for every batch.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class BatchLoader:
         """Return this rank's micro-batches of the global batch that follows ``consumed_samples``.
 
         Returns:
-            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b];
-            with ``digests`` also ``digests`` float64 [b], on the host.
+            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s],
+            ``sample_ids`` int64 [b]; with ``digests`` also ``digests`` float64 [b], on the host.
         Raises:
             DataError: the data are damaged or exhausted; errors of background threads are raised here, too.
             RuntimeError: the loader is closed.

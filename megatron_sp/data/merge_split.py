@@ -21,12 +21,14 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
     """Concatenate the documents of several data sets into a new one.
 
     Args:
-        prefixes: with or without the suffix .bin, .idx or .sha256; a data set named by several of its files counts once.
+        prefixes: with or without the suffix .bin, .idx or .sha256; a data set named by several of its files counts
+            once.
         output: prefix of the new pair; its folder is created.
     Returns:
         The new data set, open.
     Raises:
-        ConfigError: no data set is given, the output is one of the inputs, or of several parts (``--part``) one is missing or out of order.
+        ConfigError: no data set is given, the output is one of the inputs, or of several parts (``--part``) one is
+            missing or out of order.
         DataError: a data set is damaged, does not match its digests, or has tokens of another dtype.
         DiskError: the output cannot be written.
     """

@@ -1,9 +1,9 @@
 """Bit-exact numpy versions of the two generators of C++'s ``<random>`` that Megatron-LM's compiled helpers use.
 
-std::mt19937 seeded with an integer is the generator of ``numpy.random.RandomState``, which numpy promises not to change.
-std::mt19937_64 is implemented here: 312 words of state, x[k+312] = x[k+156] ^ A(upper 33 bits of x[k], lower 31 bits of x[k+1]). A word
-depends on none of the 155 before it, so 156 words are computed at once.
-Source: M. Matsumoto and T. Nishimura, Mersenne Twister; constants of the C++ standard, [rand.predef].
+std::mt19937 seeded with an integer is the generator of ``numpy.random.RandomState``, which numpy promises not to
+change. std::mt19937_64 is implemented here: 312 words of state, x[k+312] = x[k+156] ^ A(upper 33 bits of x[k], lower 31
+bits of x[k+1]). A word depends on none of the 155 before it, so 156 words are computed at once. Source: M. Matsumoto
+and T. Nishimura, Mersenne Twister; constants of the C++ standard, [rand.predef].
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Synthetic BERT samples for --mock-data: no files, any vocabulary with BERT's special tokens, and something to learn.
 
-The text of a sample is a walk around a ring of ids: each id is one, two or three steps after the previous one, so its neighbours leave at
-most three candidates for a masked id. The walk is cut in two; if swapped, the second segment does not continue the first, which the
-binary head can learn. Lengths vary, and some of the samples fill the row. Sample i depends on (seed, split, i) alone.
+The text of a sample is a walk around a ring of ids: each id is one, two or three steps after the previous one, so its
+neighbours leave at most three candidates for a masked id. The walk is cut in two; if swapped, the second segment does
+not continue the first, which the binary head can learn. Lengths vary, and some of the samples fill the row. Sample i
+depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Synthetic GPT samples for --mock-data: no files, any vocabulary, and something to learn.
 
-A sample is a walk around a ring of ids: each id is the previous one plus a small step, and short steps are more likely than long ones.
-The loss of a model that learns the rule falls from ln(vocabulary) to the entropy of the step, about 1.2 nats. Occasionally the
-end-of-document id takes the place of an id. Sample i depends on (seed, split, i) alone.
+A sample is a walk around a ring of ids: each id is the previous one plus a small step, and short steps are more likely
+than long ones. The loss of a model that learns the rule falls from ln(vocabulary) to the entropy of the step, about 1.2
+nats. Occasionally the end-of-document id takes the place of an id. Sample i depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations

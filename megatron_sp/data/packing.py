@@ -1,8 +1,8 @@
 """Document boundaries within samples, for --reset-position-ids and --reset-attention-mask.
 
-A GPT sample is a run of the token stream and may hold the end of one document and the beginning of others. With these flags positions
-restart after each end-of-document token, and tokens attend only within their own document. The order of samples and their tokens do not
-change, so neither does the fingerprint.
+A GPT sample is a run of the token stream and may hold the end of one document and the beginning of others. With these
+flags positions restart after each end-of-document token, and tokens attend only within their own document. The order of
+samples and their tokens do not change, so neither does the fingerprint.
 """
 
 from __future__ import annotations

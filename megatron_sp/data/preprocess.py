@@ -1,12 +1,13 @@
 """Conversion of text to ``.bin``/``.idx``: read documents (``text_input``), tokenize in worker processes, write in input order.
 
-The parent process only splits the input into chunks of whole documents and writes the results in order, so the files are byte-identical
-for any number of workers. The death of a worker is an error, not a hang. Output files appear once everything has succeeded (``writer``).
+The parent process only splits the input into chunks of whole documents and writes the results in order, so the files
+are byte-identical for any number of workers. The death of a worker is an error, not a hang. Output files appear once
+everything has succeeded (``writer``).
 
-JSONL: one object per line; each of --json-keys becomes a separate data set. A blank line or an empty text is an empty document: it
-counts in the document index and has no tokens, and --append-eod adds nothing to it.
-Plain text: documents are the paragraphs between blank lines, lines, or whole files (--text-unit).
-A document is one sequence, or with --split-sentences one sequence per sentence (``sentences``), as BERT needs it.
+JSONL: one object per line; each of --json-keys becomes a separate data set. A blank line or an empty text is an empty
+document: it counts in the document index and has no tokens, and --append-eod adds nothing to it. Plain text: documents
+are the paragraphs between blank lines, lines, or whole files (--text-unit). A document is one sequence, or with
+--split-sentences one sequence per sentence (``sentences``), as BERT needs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Classification task for fine-tuning, made from the text that comes with Python: predict which part of it a passage is from.
 
-Classes are the language reference and the packages of the standard library with the most text. A passage is a run of whole lines of one
-document; passages do not overlap, and those that share a long line with another one (licences, boilerplate) are excluded. All classes
-have the same number of passages, so the accuracy of guessing is 1 / (number of classes).
+Classes are the language reference and the packages of the standard library with the most text. A passage is a run of
+whole lines of one document; passages do not overlap, and those that share a long line with another one (licences,
+boilerplate) are excluded. All classes have the same number of passages, so the accuracy of guessing is 1 / (number of
+classes).
 
-Training and validation share documents, but no text. A split by document would be a different task: these packages have a few dozen
-files, each on its own subject, and a bag-of-words classifier that is right for 95 % of the passages falls to about 80 % on files that it
-has not seen. Both files are the same on every run with the same corpus: the choice depends on a hash of the text.
+Training and validation share documents, but no text. A split by document would be a different task: these packages have
+a few dozen files, each on its own subject, and a bag-of-words classifier that is right for 95 % of the passages falls
+to about 80 % on files that it has not seen. Both files are the same on every run with the same corpus: the choice
+depends on a hash of the text.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
     Args:
         documents: (source, text), as in the corpus.
         num_classes: number of classes; those with the most passages are taken.
-        num_train: maximum number of training passages per class; all classes get as many as the smallest one can provide.
+        num_train: maximum number of training passages per class; all classes get as many as the smallest one can
+            provide.
         num_valid: number of validation passages per class.
     Raises:
         DataError: there are too few classes or passages.

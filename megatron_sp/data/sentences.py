@@ -1,11 +1,12 @@
 """Sentence splitter for BERT's data: rules and short lists of abbreviations, without a model or a download.
 
-A sentence ends at . ! ? or an ellipsis, including the closing quotes and brackets after it, if white space follows and the next word
-does not begin with a lower-case letter; at the full stops of Chinese and Japanese, with or without space; and at every blank line. A
-single line break counts as a space, since text is often wrapped. A full stop does not end a sentence after an initial (J. Smith), a title
-(Dr. Smith), an abbreviation within a sentence (e.g. this), or the number of a list item (1. First). After abbreviations that may end a
-sentence (U.S., Inc., Jr.), the sentence ends if the next word is one that often begins a sentence. Such rules are sometimes wrong; a
-sentence that is too long or too short does not harm training.
+A sentence ends at . ! ? or an ellipsis, including the closing quotes and brackets after it, if white space follows and
+the next word does not begin with a lower-case letter; at the full stops of Chinese and Japanese, with or without space;
+and at every blank line. A single line break counts as a space, since text is often wrapped. A full stop does not end a
+sentence after an initial (J. Smith), a title (Dr. Smith), an abbreviation within a sentence (e.g. this), or the number
+of a list item (1. First). After abbreviations that may end a sentence (U.S., Inc., Jr.), the sentence ends if the next
+word is one that often begins a sentence. Such rules are sometimes wrong; a sentence that is too long or too short does
+not harm training.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
     a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
     -                       standard input, JSONL or text
 
-``Part`` selects one of N runs of consecutive documents, for array jobs: the parts, concatenated, are the whole input. Uncompressed JSONL
-and text with one document per line are split between any two lines, Parquet between two row groups; other files belong to one part whole.
+``Part`` selects one of N runs of consecutive documents, for array jobs: the parts, concatenated, are the whole input.
+Uncompressed JSONL and text with one document per line are split between any two lines, Parquet between two row groups;
+other files belong to one part whole.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def check_input(path: str, input_format: InputFormat, part: Part) -> None:
     """Check that an input can be read, before any work is done.
 
     Raises:
-        ConfigError: a package is missing, the format is not given or does not fit, or standard input is to be read in parts.
+        ConfigError: a package is missing, the format is not given or does not fit, or standard input is to be read in
+            parts.
         DataError: the input does not exist, or is a folder without a readable data set.
     """
     if path == STDIN:

@@ -1,9 +1,9 @@
 """Crash-safe writer of Megatron data sets: an incomplete one can never be mistaken for a complete one.
 
-Both files, and their digests (``digest_file``), are written under temporary names in the same folder; ``close`` flushes them to disk
-and renames the ``.bin``, then the ``.idx``, then the digests. The digests and ``.idx`` of an older pair of the same name are removed
-before its ``.bin`` is replaced, so there are never files that do not belong together. An exception or a kill inside the ``with`` block
-leaves the old pair unchanged.
+Both files, and their digests (``digest_file``), are written under temporary names in the same folder; ``close`` flushes
+them to disk and renames the ``.bin``, then the ``.idx``, then the digests. The digests and ``.idx`` of an older pair of
+the same name are removed before its ``.bin`` is replaced, so there are never files that do not belong together. An
+exception or a kill inside the ``with`` block leaves the old pair unchanged.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class IndexedDatasetWriter:
         """Append many documents.
 
         Args:
-            tokens: [t], ids of all sequences, in order. sequence_lengths: [n], summing to t. num_sequences: [d], sequences per document,
-                summing to n; a document with 0 is empty.
+            tokens: [t], ids of all sequences, in order. sequence_lengths: [n], summing to t. num_sequences: [d],
+                sequences per document, summing to n; a document with 0 is empty.
         """
         if int(sequence_lengths.sum()) != tokens.size or int(num_sequences.sum()) != sequence_lengths.size:
             raise ValueError(

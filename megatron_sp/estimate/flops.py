@@ -1,8 +1,9 @@
 """FLOPs of a training step in closed form, in the two common conventions, and peak rates for MFU.
 
-*full* counts every attention score, *causal* only those that a causal mask needs (half of them, fewer in a sliding window), which is what
-a good kernel computes, and the fairer figure for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward
-pass as twice the forward pass, and no recomputation (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B).
+*full* counts every attention score, *causal* only those that a causal mask needs (half of them, fewer in a sliding
+window), which is what a good kernel computes, and the fairer figure for long sequences. Both count matrix products
+only, 2 FLOP per multiply-add, the backward pass as twice the forward pass, and no recomputation (model FLOPs, as in
+PaLM, arXiv:2204.02311 appendix B).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) ->
     Args:
         choice: --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak.
     Returns:
-        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. The peak of a CPU is measured with short matrix products in
-        ``dtype``, with the threads of this process.
+        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. The peak of a CPU is measured with short
+        matrix products in ``dtype``, with the threads of this process.
     """
     if choice is not None:
         return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")

@@ -1,8 +1,8 @@
 """Specifications of the GPUs and links that the planner knows: peak rates, and the rates that training achieves.
 
-Peaks are data-sheet values (dense, not sparse). Achieved rates are measured or published where ``source`` says so, else a typical share
-of the peak; each such share is a separate field, so that it is visible and can be changed. Attention rates count causal pairs only.
-Nothing here is more accurate than about 10%: clocks depend on power and cooling.
+Peaks are data-sheet values (dense, not sparse). Achieved rates are measured or published where ``source`` says so, else
+a typical share of the peak; each such share is a separate field, so that it is visible and can be changed. Attention
+rates count causal pairs only. Nothing here is more accurate than about 10%: clocks depend on power and cooling.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ class Gpu:
         memory_bytes: memory that a program can allocate on an otherwise idle device; 0: determined from the host.
         peak_tflops: dense bf16 peak for MFU (for a CPU: measured).
         matmul_tflops: achieved rate of large matrix products.
-        attention_forward_tflops, attention_backward_tflops: achieved rates of the fused kernel for head size 128 and long sequences,
-            counting causal pairs only.
+        attention_forward_tflops, attention_backward_tflops: achieved rates of the fused kernel for head size 128 and
+            long sequences, counting causal pairs only.
         narrow_heads: share of these rates achieved with head size 64.
         memory_gbs: GB/s that elementwise kernels read and write.
         units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
         launch_us: time of a kernel launch on the device.
         host_us: (forward, backward) time that Python needs for one block: a lower bound of its time.
         link: link between the GPUs of a node.
-        activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0: they do not.
+        activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0:
+            they do not.
         host_gbs: GB/s of copies from and to pinned host memory, per direction, with all GPUs of a node copying at once.
         overlap_cost: slowdown of the computation that hides communication, as a share of the hidden time.
-        sustained: share of its kernels' rates that a run achieves: clocks under load, gaps between kernels, the slowest rank.
+        sustained: share of its kernels' rates that a run achieves: clocks under load, gaps between kernels, the slowest
+            rank.
         source: source of the figures.
     """
 

@@ -5,14 +5,15 @@
     backward    from the last block to the first: activations of the blocks below, gradients of the blocks above
     update      all gradients
 
-Gradients take memory from the first one of a step to the start of the next step (``optim/flat.py``), so backward frees activations while it
-produces gradients, and the peak is at the head, at a block's backward, at a reduction, or at the update, depending on the shapes. All of
-these are computed, tensor by tensor, following ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and
-``parallel/lm_head.py``: the head in ``estimate/memory_head.py``, the blocks in ``estimate/memory_block.py``, from the sizes that
-``estimate/memory_rank.py`` puts together.
+Gradients take memory from the first one of a step to the start of the next step (``optim/flat.py``), so backward frees
+activations while it produces gradients, and the peak is at the head, at a block's backward, at a reduction, or at the
+update, depending on the shapes. All of these are computed, tensor by tensor, following ``models/transformer.py``,
+``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py``: the head in ``estimate/memory_head.py``,
+the blocks in ``estimate/memory_block.py``, from the sizes that ``estimate/memory_rank.py`` puts together.
 
-Only tensors are counted, as an allocator does: no fragmentation, NCCL buffers, or working memory inside a kernel. This module does not
-import torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` compares it with measured steps.
+Only tensors are counted, as an allocator does: no fragmentation, NCCL buffers, or working memory inside a kernel. This
+module does not import torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` compares it with measured
+steps.
 """
 
 from __future__ import annotations

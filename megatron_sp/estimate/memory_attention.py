@@ -15,9 +15,11 @@ class AttentionForm:
 
     Attributes:
         queries_per_group: query heads that share a key/value head on this tp rank.
-        qkv_rows, proj_columns: output rows of the QKV projection, and input columns of the output projection, of this tp rank.
+        qkv_rows, proj_columns: output rows of the QKV projection, and input columns of the output projection, of this
+            tp rank.
         chunks: the heads that are exchanged together, in order.
-        recv_buffers, outs, sent: for each chunk the heads that arrive, the attention's output, and the heads that leave.
+        recv_buffers, outs, sent: for each chunk the heads that arrive, the attention's output, and the heads that
+            leave.
         out_whole: the output projection's input.
         joins: True if that is a tensor of its own: our CPU kernel alone writes its output as the projection reads it.
         num_queries: query heads that this rank computes.

@@ -163,7 +163,8 @@ class BlockMoments:
     def _at_attention(self, layer: int) -> list[Line]:
         """Return the gradients of streams while backward is in attention.
 
-        With a parallel residual the gradient of the MLP's input is held beside the block's own; with dropout the two are already summed.
+        With a parallel residual the gradient of the MLP's input is held beside the block's own; with dropout the two
+        are already summed.
         """
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)

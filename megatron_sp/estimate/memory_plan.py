@@ -44,7 +44,8 @@ class MemoryPlan:
     Attributes:
         stays: resident memory, held for the whole run.
         moments: the moments of a step that can be the peak.
-        host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also of a save's copy.
+        host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also
+            of a save's copy.
     """
 
     stays: tuple[Line, ...]

@@ -1,6 +1,7 @@
 """Closed forms of one rank: sizes of its tensors, attention, saved activations, and parameters with ZeRO, computed from a workload.
 
-``estimate/memory.py`` combines them to the moments of a step, ``estimate/traffic.py`` to its collectives, ``planner/work.py`` to its time.
+``estimate/memory.py`` combines them to the moments of a step, ``estimate/traffic.py`` to its collectives,
+``planner/work.py`` to its time.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     16-bit weights    2 + 4 (master) + 4 + 4 (Adam)    = 14 bytes a parameter
     fp32 weights      4 + 4 + 4                        = 12
 
-divided by the number of ranks that hold the same parameters: from ZeRO stage 1 on each rank writes its shard; at stage 0 whole tensors are
-distributed over the replicas, so that the maximum is at least the largest tensor. This module does not import torch; a test compares it
-with the distribution in a run.
+divided by the number of ranks that hold the same parameters: from ZeRO stage 1 on each rank writes its shard; at stage
+0 whole tensors are distributed over the replicas, so that the maximum is at least the largest tensor. This module does
+not import torch; a test compares it with the distribution in a run.
 """
 
 from __future__ import annotations

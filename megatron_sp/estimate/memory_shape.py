@@ -26,13 +26,16 @@ class RankShape:
 
     Attributes:
         e, wide: bytes of an element of parameters and activations, and of gradients and sums.
-        h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank behind and in front of the activation.
+        h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank behind and in front of the
+            activation.
         parts: number of ranks that shard the stream between the layers with tp_seq; 1 without it.
         length, padded: tokens of a sequence, and with the padding that makes it divisible.
-        all_tokens: tokens of a micro-batch; this rank has ``sp_tokens`` of them in tensor-parallel layers, ``tp_seq_tokens`` between them.
+        all_tokens: tokens of a micro-batch; this rank has ``sp_tokens`` of them in tensor-parallel layers,
+            ``tp_seq_tokens`` between them.
         rows: rows of the vocabulary on this tp rank.
         head_tokens, head_chunk: positions that the head processes, and how many at a time.
-        stream, whole_stream: the residual stream between the layers, and inside them, with the positions of the whole tp group.
+        stream, whole_stream: the residual stream between the layers, and inside them, with the positions of the whole
+            tp group.
         gathered: ``whole_stream`` if it has to be gathered; 0 without tp_seq.
         head_stream: gradient of the head's input, as its node keeps it through the backward pass.
         scattering: a reduce_scatter of the stream that is under way.

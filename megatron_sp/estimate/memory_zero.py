@@ -5,8 +5,8 @@
     stage 2, 3   shards between micro-batches; whole are only the unit that backward is in, and the one that is being reduced
     stage 3      parameters are sharded, too, with buffers in which units are gathered
 
-A reduction takes additional memory: its result, the rounded gradients if they are sent in 16 bits, and with gloo, whose reduce_scatter is
-our own, the data received from other ranks. In a group of one rank nothing is reduced or gathered.
+A reduction takes additional memory: its result, the rounded gradients if they are sent in 16 bits, and with gloo, whose
+reduce_scatter is our own, the data received from other ranks. In a group of one rank nothing is reduced or gathered.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
 def find_suggestions(config: Config, world_size: int, device: Device, available: float = 0) -> list[Suggestion]:
     """Return up to three changes that lower the peak, those that bring it below ``available`` first.
 
-    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone, the last suggestion
-    combines all changes that leave layout and precision unchanged.
+    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone,
+    the last suggestion combines all changes that leave layout and precision unchanged.
     """
     peak = plan_of(config, world_size, device).peak
     found: list[Suggestion] = []

@@ -1,6 +1,7 @@
 """Communication volume of a rank in a step, computed from the configuration: number of collectives and bytes sent, by kind.
 
-Bytes are those that one rank sends in ring algorithms, with N the bytes of the whole tensor and W the size of the group:
+Bytes are those that one rank sends in ring algorithms, with N the bytes of the whole tensor and W the size of the
+group:
 
     all_gather, reduce_scatter    N (W-1)/W
     all_reduce                    2 N (W-1)/W
@@ -118,7 +119,8 @@ class _Counter:
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.shape.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
-        # at stages 2 and 3 the next micro-batch's forward pass hides the embedding's, except that of the last micro-batch
+        # at stages 2 and 3 the next micro-batch's forward pass hides the embedding's, except that of the last
+        # micro-batch
         hidden = sizes[1:] * times + sizes[:1] * (times - 1)
         op: Op = "all_reduce" if stage == 0 else "reduce_scatter"
         yield self._flow(
@@ -154,8 +156,9 @@ class _Counter:
             return
         shape, times = self.shape, self.shape.num_micro_batches
         size, under = shape.whole_stream, "products of the backward pass"
-        # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
-        # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
+        # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the
+        # gradient, and its input again, under the product before) and leaves once (in backward under the product of the
+        # weight's gradient)
         forwards, backwards, bert = self.forwards, self.backwards, self.form.workload.model.is_bert
         ends = 1 if bert else 2  # embedding and head; BERT's head has an all_reduce instead
         enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
@@ -206,7 +209,8 @@ class _Counter:
                 widths = [len(rows) for rows in message.rows]
                 covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
                 forward[covered] += (sum(widths) - widths[rank]) * per_head
-                # backward: messages are waited for in the order in which they were sent; with a single chunk the first one at once
+                # backward: messages are waited for in the order in which they were sent; with a single chunk the first
+                # one at once
                 covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
                 backward[covered] += widths[rank] * (self.sp - 1) * per_head
             forward[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head

@@ -15,7 +15,8 @@ class Workload:
     """One rank's part of a training step. The rank is sp rank 0, which holds most: the first ranks get the remainder of the heads.
 
     Attributes:
-        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size`` set.
+        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size``
+            set.
         dp: data-parallel size; determines the number of micro-batches and of ZeRO's shards.
         device: determines kernels, temporaries and the chunks of the LM head.
         head_share: share of the positions that BERT's head processes on a CPU: the masked ones (--mask-prob).

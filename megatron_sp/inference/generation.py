@@ -1,14 +1,14 @@
 """Text generation token by token, greedy or sampled, with a KV cache, reproducible to the token.
 
-The choice at a position depends only on (logits, seed, sample, position): a hash of the last three gives one uniform number,
-which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is generated and in
-whatever order, and no random state is used.
+The choice at a position depends only on (logits, seed, sample, position): a hash of the last three gives one uniform
+number, which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is
+generated and in whatever order, and no random state is used.
 
-Sequences are generated one after the other, not in a batch: a batched matrix product rounds differently, so a prompt could get
-different continuations alone and in a batch. The samples of one prompt share its prefill.
+Sequences are generated one after the other, not in a batch: a batched matrix product rounds differently, so a prompt
+could get different continuations alone and in a batch. The samples of one prompt share its prefill.
 
-A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments and
-gets the same tokens (see ``inference/kv_cache.py``).
+A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments
+and gets the same tokens (see ``inference/kv_cache.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0: greedy, always the most probable token (on ties the lowest id).
         top_k: keep only the k most probable tokens; 0: all.
-        top_p: keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this probability; 1: all.
+        top_p: keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this
+            probability; 1: all.
         seed: seed of the draws.
     """
 
@@ -65,7 +66,8 @@ class NewToken:
         prompt, sample: indices of its prompt and sample.
         position: position in its sequence, prompt included.
         token: the token id.
-        finish: why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is reached.
+        finish: why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is
+            reached.
     """
 
     prompt: int
@@ -148,8 +150,8 @@ def generate(
         use_cache: use a KV cache; else every token runs the whole sequence again (for comparison).
         kernel: attention kernel.
     Raises:
-        ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty without ``eod``.
-            All arguments are checked at the call, before any token is generated.
+        ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty
+            without ``eod``. All arguments are checked at the call, before any token is generated.
     """
     starts = [_checked_start(model, index, prompt, eod) for index, prompt in enumerate(prompts)]
     if max_new_tokens < 1 or num_samples < 1:
@@ -246,9 +248,9 @@ def _next_logits(model: GPTModel, tokens: list[int], cache: KVCache | None, kern
 class TextStream:
     """Incremental detokenizer that holds back incomplete characters.
 
-    A character may be spread over several tokens (bytes of UTF-8), and a SentencePiece piece may or may not begin with a space,
-    depending on what precedes it. So the text is always the difference of two decodings of a window that begins at an earlier
-    character boundary, and text that ends in a replacement character is held back until ``flush``.
+    A character may be spread over several tokens (bytes of UTF-8), and a SentencePiece piece may or may not begin with
+    a space, depending on what precedes it. So the text is always the difference of two decodings of a window that
+    begins at an earlier character boundary, and text that ends in a replacement character is held back until ``flush``.
 
     Args:
         decode: the tokenizer's decode function.

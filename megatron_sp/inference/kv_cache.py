@@ -1,9 +1,10 @@
 """KV caches, with which a generated token costs one position instead of its whole sequence.
 
-A rank caches the keys and values of its own heads: its share under tensor parallelism and, of that, under Ulysses. A prompt passes through
-the exchanges like a training sequence, split over the sp ranks; the heads that arrive at the attention, with all positions, are cached. So
-is a generated token: it is a sequence of one position (and padding), so the first sp rank has its activations, and each rank
-computes attention for its own heads. Thus a context too long for one device is distributed over all, including the cache.
+A rank caches the keys and values of its own heads: its share under tensor parallelism and, of that, under Ulysses. A
+prompt passes through the exchanges like a training sequence, split over the sp ranks; the heads that arrive at the
+attention, with all positions, are cached. So is a generated token: it is a sequence of one position (and padding), so
+the first sp rank has its activations, and each rank computes attention for its own heads. Thus a context too long for
+one device is distributed over all, including the cache.
 
 Both caches are written in ``parallel.ulysses.Core.attend``; the pipeline around it does not depend on them.
 """

@@ -74,7 +74,8 @@ def find_stored(
         what: the expected kind, "GPT" or "BERT".
         instead: what to use for other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
         warn: called with a warning for each configuration entry unknown to this version.
-        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, instead of the run's own.
+        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, instead of the
+            run's own.
         checkpointer: one that has already found ``run``, a step folder; None: a new one is used to find it.
     Raises:
         CheckpointError: there is no checkpoint, or it is of another kind.

@@ -1,7 +1,8 @@
 """One or several processes that use a stored model together: process groups, layout, errors and exit.
 
-A single process needs no process group, no port and no launcher. Several are started by torchrun; their input and output, prompts and
-results, go through rank 0. Errors that can be detected without the other ranks are reported before a rank waits for them.
+A single process needs no process group, no port and no launcher. Several are started by torchrun; their input and
+output, prompts and results, go through rank 0. Errors that can be detected without the other ranks are reported before
+a rank waits for them.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
     masked tokens    act(dense(x)) -> norm -> tied embedding table plus a bias -> cross entropy at the masked positions
     order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the sp rank that has position 0)
 
-With pre-norm blocks (Megatron's BERT) there is a norm after the last block; with post-norm blocks (--norm-placement post, the original
-BERT, arXiv:1810.04805) there is one after the embedding instead. Parameter names are Megatron-core's, where it has such parameters.
+With pre-norm blocks (Megatron's BERT) there is a norm after the last block; with post-norm blocks (--norm-placement
+post, the original BERT, arXiv:1810.04805) there is one after the embedding instead. Parameter names are
+Megatron-core's, where it has such parameters.
 
-The head's own layers are replicated on the tp ranks and process all positions of the group; the table is split as usual. On a CPU the
-head computes only the masked positions, which are few; on a GPU it computes all, since the host would have to wait for their number.
+The head's own layers are replicated on the tp ranks and process all positions of the group; the table is split as
+usual. On a CPU the head computes only the masked positions, which are few; on a GPU it computes all, since the host
+would have to wait for their number.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class BertLoss(NamedTuple):
 
     Attributes:
         masked: loss of the masked tokens, each times its weight in the loss mask.
-        order: sentence-order loss of all sequences on the sp rank that has position 0, elsewhere 0; None without that head.
+        order: sentence-order loss of all sequences on the sp rank that has position 0, elsewhere 0; None without that
+            head.
         masked_hits: summed weights of the masked tokens predicted correctly, detached.
         order_hits: number of sequences whose order was predicted correctly, detached; None without that head.
     """

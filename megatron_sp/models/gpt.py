@@ -1,7 +1,8 @@
 """GPT: the blocks of ``language_model.py`` with a head that predicts the next token.
 
-The same class implements GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each head, attention
-parallel to the MLP), Llama (rotary, RMSNorm, SwiGLU, grouped-query attention) and Mistral (a sliding window), as set in ``ModelConfig``.
+The same class implements GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each
+head, attention parallel to the MLP), Llama (rotary, RMSNorm, SwiGLU, grouped-query attention) and Mistral (a sliding
+window), as set in ``ModelConfig``.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class GPTModel(LanguageModel):
             ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         Returns:
-            (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each of these
-            positions [s/sp, b], detached).
+            (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each
+            of these positions [s/sp, b], detached).
         """
         made = self._head_loss(tokens, labels, loss_mask, ctx, events)
         return made.sum, made.tokens
@@ -68,8 +69,8 @@ class GPTModel(LanguageModel):
             tokens, labels: int64 [b, s], as for ``forward``.
             ctx: mask and kernel.
         Returns:
-            (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on every rank of the tp
-            and sp groups.
+            (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on
+            every rank of the tp and sp groups.
         """
         made = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None)
         length = tokens.shape[1]

@@ -89,8 +89,8 @@ class LanguageModel(nn.Module):
         seed: for the initial weights.
         dtype: dtype of parameters and activations.
         layout: the part of the model and of each sequence that this rank works on; None: all of it.
-        on_unit: called with the partly built model and each unit as soon as it is built, so that a unit can be sharded (ZeRO) at once
-            and the whole model is never in memory.
+        on_unit: called with the partly built model and each unit as soon as it is built, so that a unit can be sharded
+            (ZeRO) at once and the whole model is never in memory.
     """
 
     stack_name = "decoder"

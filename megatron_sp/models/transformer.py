@@ -4,9 +4,10 @@
     parallel    x + attention(norm(x)) + mlp(norm'(x))
     post-norm   y = norm(x + attention(x)), then norm(y + mlp(y))
 
-Activations are [s, b, h], where s is a rank's share of the positions. Parameter names are Megatron-core's. The ops write weight
-gradients into ``self.main_grad`` if one has been attached (``attach_main_grad``); everything that a forward pass needs besides x is in one
-``ForwardContext``. Each layer describes its part of its weights (``shard_specs``); the process groups are in one ``ParallelContext``.
+Activations are [s, b, h], where s is a rank's share of the positions. Parameter names are Megatron-core's. The ops
+write weight gradients into ``self.main_grad`` if one has been attached (``attach_main_grad``); everything that a
+forward pass needs besides x is in one ``ForwardContext``. Each layer describes its part of its weights
+(``shard_specs``); the process groups are in one ``ParallelContext``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
         """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
 
-        The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all its consumers.
+        The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all
+        its consumers.
         """
         qkv, proj = self.linear_qkv, self.linear_proj
         plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
@@ -88,7 +90,8 @@ class SelfAttention(nn.Module):
 def qkv_rows(config: ModelConfig, tp: TensorParallel) -> tuple[int, int, ShardSpec]:
     """Return (queries per group, groups, rows of the fused QKV weight [g * (r + 2) * d, h]) of a tp rank.
 
-    With fewer key/value heads than ranks, a rank holds some queries of one group and the group's key and value, which others hold too.
+    With fewer key/value heads than ranks, a rank holds some queries of one group and the group's key and value, which
+    others hold too.
     """
     assert config.hidden_size and config.num_attention_heads
     d, n, g = config.head_dim, config.num_attention_heads, config.num_groups
@@ -227,8 +230,8 @@ def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Te
 class TransformerBlock(nn.Module):
     """One transformer block, with norms before attention and MLP, or (--norm-placement post) after them on the residual stream.
 
-    With --use-parallel-residual the MLP has the same input as attention. Backward still reaches the block's input last: the attention op
-    passes its input on to the MLP, and waits for the gradients of both.
+    With --use-parallel-residual the MLP has the same input as attention. Backward still reaches the block's input last:
+    the attention op passes its input on to the MLP, and waits for the gradients of both.
     """
 
     def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:

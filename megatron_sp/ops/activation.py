@@ -1,7 +1,8 @@
 """Activation functions of the MLP, each as a pair of plain functions, forward and backward.
 
-They are not autograd functions: ``parallel/linear.py`` calls them inside its own, saves only the input of the activation and
-recomputes the output in backward (one elementwise pass) instead of saving it, which takes a quarter of a block's memory.
+They are not autograd functions: ``parallel/linear.py`` calls them inside its own, saves only the input of the
+activation and recomputes the output in backward (one elementwise pass) instead of saving it, which takes a quarter of a
+block's memory.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     m = b1 * m + (1 - b1) * g                    v = b2 * v + (1 - b2) * g^2
     p = p - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p)
 
-Both kernels compute this, with eps outside the root, the second moment corrected first, and decay on the old p. They round differently, and
-apex's takes every number in fp32, so that its 1 - b2 is off by up to 2^-24 / (1 - b2). The state is the same: a run may change kernels
-between two steps.
+Both kernels compute this, with eps outside the root, the second moment corrected first, and decay on the old p. They
+round differently, and apex's takes every number in fp32, so that its 1 - b2 is off by up to 2^-24 / (1 - b2). The state
+is the same: a run may change kernels between two steps.
 
-Facts about apex, from NVIDIA/apex: csrc/multi_tensor_adam.cu and csrc/multi_tensor_apply.cuh (all four tensors are read in the type of the
-first; arithmetic is fp32, even on fp64; the no-op flag is passed, and not looked at), apex/optimizers/fused_adam.py and
-apex/multi_tensor_apply (order of arguments, chunk size), pull requests 1765 and 1825 (tensors of 2^31 elements and more; before them
-illegal memory accesses, issue 1654).
+Facts about apex, from NVIDIA/apex: csrc/multi_tensor_adam.cu and csrc/multi_tensor_apply.cuh (all four tensors are read
+in the type of the first; arithmetic is fp32, even on fp64; the no-op flag is passed, and not looked at),
+apex/optimizers/fused_adam.py and apex/multi_tensor_apply (order of arguments, chunk size), pull requests 1765 and 1825
+(tensors of 2^31 elements and more; before them illegal memory accesses, issue 1654).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
 queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
 
-A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's CPU kernel is called
-on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
+A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's
+CPU kernel is called on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
 
 Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
 ``reference`` (plain matrix products; the only one with hash-based attention dropout, and so the only one whose
@@ -47,14 +47,18 @@ class AttentionMask:
     """Attention mask as a small object instead of an s x s tensor.
 
     Attributes:
-        causal: a query attends to keys up to its own position; with fewer queries than keys the *last* query attends to all keys.
+        causal: a query attends to keys up to its own position; with fewer queries than keys the *last* query attends to
+            all keys.
         key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and masked out. None: no padding.
-        lengths: the same on the host, one for each of the b sequences, so that the host need not wait for the GPU: the kernels then
-            process only real keys, instead of using a mask [b, s, s]. None: taken from ``key_lengths`` if that is on the CPU.
-        documents: for each of the b sequences, the ends of its documents (the last is the end of the sequence); a query attends only to
-            keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
-        window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all keys before it.
-        key_starts: int64 [b], with ``key_lengths`` and one query per sequence, at its last position: keys before are masked out.
+        lengths: the same on the host, one for each of the b sequences, so that the host need not wait for the GPU: the
+            kernels then process only real keys, instead of using a mask [b, s, s]. None: taken from ``key_lengths`` if
+            that is on the CPU.
+        documents: for each of the b sequences, the ends of its documents (the last is the end of the sequence); a query
+            attends only to keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
+        window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all
+            keys before it.
+        key_starts: int64 [b], with ``key_lengths`` and one query per sequence, at its last position: keys before are
+            masked out.
     """
 
     causal: bool = True
@@ -153,8 +157,8 @@ def split_qkv(
     """Return views of the fused tensor, q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once.
 
     Args:
-        rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient in place; unlike
-            ``apply_rotary`` it needs no copy, since nothing else uses that gradient.
+        rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient
+            in place; unlike ``apply_rotary`` it needs no copy, since nothing else uses that gradient.
     """
     return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary)
 
@@ -329,7 +333,8 @@ def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: 
 def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
     """Causal attention with a sliding window shorter than the keys.
 
-    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one, each with a mask.
+    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one, each
+    with a mask.
     """
     s_q, s_k = q.shape[0], k.shape[0]
     if s_q < s_k:  # generation: the last queries of all
@@ -357,7 +362,8 @@ _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 class _CPUFlash(torch.autograd.Function):
     """torch's fused CPU kernel, called directly instead of through scaled_dot_product_attention to save its output only once.
 
-    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here both use the copy.
+    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
+    both use the copy.
     """
 
     @staticmethod

@@ -1,10 +1,11 @@
 """Optional packages: which are available, in which version, or why not. The only module that tries to import them.
 
-``installed`` only looks at files and metadata and runs no foreign code; ``find`` imports. A missing package is normal and
-raises ImportError; any other exception means a broken installation, and its text is kept as the reason.
+``installed`` only looks at files and metadata and runs no foreign code; ``find`` imports. A missing package is normal
+and raises ImportError; any other exception means a broken installation, and its text is kept as the reason.
 
-PyPI's package ``apex`` is unrelated to NVIDIA's, which is installed from its repository: they are distinguished by their
-files, before any of their code is executed. The kernels of NVIDIA's are extension modules beside it, which a build without CUDA lacks.
+PyPI's package ``apex`` is unrelated to NVIDIA's, which is installed from its repository: they are distinguished by
+their files, before any of their code is executed. The kernels of NVIDIA's are extension modules beside it, which a
+build without CUDA lacks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Separate backward pass inside another one, from gradients that have been computed already.
 
-``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic shapes, for which it imports sympy: half a second in the
-first step of every process. Here the backward of a scalar passes the gradients on, which needs no such comparison.
+``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic shapes, for which it imports sympy: half
+a second in the first step of every process. Here the backward of a scalar passes the gradients on, which needs no such
+comparison.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Dropout without random state: the mask is a hash of the element's identity.
 
-Whether an element is kept depends only on (seed, step, global sample index, layer, site, position, channel). So the mask
-is the same in every parallel layout, in recomputation and after a resume; there is no state to save, and backward
+Whether an element is kept depends only on (seed, step, global sample index, layer, site, position, channel). So the
+mask is the same in every parallel layout, in recomputation and after a resume; there is no state to save, and backward
 recomputes the mask instead of saving it.
 
 The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
-element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and the
-signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs and GPUs.
+element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and
+the signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs
+and GPUs.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@
     apex               apex                           apex       apex                 apex                    an error
     torch              torch                          torch      torch                torch                   torch
 
-auto means apex where apex is found and nothing is lost by it: torch's LayerNorm is one kernel too, and rounds a 16-bit result once where
-apex's rounds three times; RMSNorm with --apply-layernorm-1p would round 1 + weight to 16 bits. With --deterministic-mode auto means torch,
-which vouches for its own kernels only; apex's use no atomics and repeat to the last bit as well, and may be asked for.
+auto means apex where apex is found and nothing is lost by it: torch's LayerNorm is one kernel too, and rounds a 16-bit
+result once where apex's rounds three times; RMSNorm with --apply-layernorm-1p would round 1 + weight to 16 bits. With
+--deterministic-mode auto means torch, which vouches for its own kernels only; apex's use no atomics and repeat to the
+last bit as well, and may be asked for.
 
-Before a kernel of apex's is used it computes a small example here: builds for another GPU or another torch fail at that, with a reason.
+Before a kernel of apex's is used it computes a small example here: builds for another GPU or another torch fail at
+that, with a reason.
 """
 
 from __future__ import annotations

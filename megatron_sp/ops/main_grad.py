@@ -1,9 +1,9 @@
 """Destination of weight gradients: directly into a flat buffer if there is one, else through autograd.
 
-Every op of ours with a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's gradient
-into the main_grad's view and returns None for it, so that a gradient is produced once, in its final place and its final
-dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket afterwards.
-Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
+Every op of ours with a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's
+gradient into the main_grad's view and returns None for it, so that a gradient is produced once, in its final place and
+its final dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket
+afterwards. Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MainGrad(Protocol):
         Nothing else may write to the view before the op's backward has completed the gradient and called ``finish``.
 
         Returns:
-            The view, to be overwritten; None if it already contains a gradient or the main_grad does not hold the parameter: then the op
-            needs a buffer of its own.
+            The view, to be overwritten; None if it already contains a gradient or the main_grad does not hold the
+            parameter: then the op needs a buffer of its own.
         """
 
     def finish(self, param: Tensor) -> None:
@@ -58,7 +58,8 @@ def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor
 def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
     """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], to ``view`` [out, in], which may have a wider dtype.
 
-    The tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary of the weight's size.
+    The tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary of the
+    weight's size.
     """
     if view.dtype == grad_out.dtype:
         torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)

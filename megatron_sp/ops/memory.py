@@ -1,12 +1,13 @@
 """Caching allocator for large CPU tensors, the counterpart of PyTorch's CUDA caching allocator.
 
-glibc returns blocks of many megabytes to the kernel and requests them again, with a page fault for every 4 KiB; where it keeps them,
-its aligned allocation cannot reuse a hole of exactly the size that was freed. A training step frees and allocates the same few hundred
-megabytes thousands of times, so both matter: for a 124M model peak memory went from 3.10 to 2.84 GiB (docs/LOG.md).
+glibc returns blocks of many megabytes to the kernel and requests them again, with a page fault for every 4 KiB; where
+it keeps them, its aligned allocation cannot reuse a hole of exactly the size that was freed. A training step frees and
+allocates the same few hundred megabytes thousands of times, so both matter: for a 124M model peak memory went from 3.10
+to 2.84 GiB (docs/LOG.md).
 
-Here one address range is reserved; blocks of it are allocated best fit, lowest address first, and merged with free neighbours when
-they are freed. A block is freed when the last tensor on it is gone, views and saved tensors included. Memory that was used
-once stays with the process; peak memory is the highest address ever in use.
+Here one address range is reserved; blocks of it are allocated best fit, lowest address first, and merged with free
+neighbours when they are freed. A block is freed when the last tensor on it is gone, views and saved tensors included.
+Memory that was used once stays with the process; peak memory is the highest address ever in use.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU.
 
-    If it cannot be pinned (``ulimit -l``, containers), it is ordinary memory, with a warning: results are the same, but the host waits
-    for copies.
+    If it cannot be pinned (``ulimit -l``, containers), it is ordinary memory, with a warning: results are the same, but
+    the host waits for copies.
     """
     if device.type == "cuda":
         try:
@@ -64,8 +65,8 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice on other devices.
 
-    torch's own kernels allocate their results. Small results stay in the cache until they are copied to their place, and leave no holes
-    of many megabytes in the heap. Each slice has work for every thread.
+    torch's own kernels allocate their results. Small results stay in the cache until they are copied to their place,
+    and leave no holes of many megabytes in the heap. Each slice has work for every thread.
     """
     threads = torch.get_num_threads()
     step = max(1, _MIN_BYTES // max(1, bytes_each * threads)) * threads if device.type == "cpu" else max(1, count)

@@ -1,13 +1,15 @@
 """LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
-``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for ``parallel/linear.py``, which can
-fuse a norm with the linear layer after it and recompute it in backward instead of saving its output.
+``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for
+``parallel/linear.py``, which can fuse a norm with the linear layer after it and recompute it in backward instead of
+saving its output.
 
-NVIDIA apex's kernels (fused_layer_norm_cuda) compute the same where a spec asks for them, statistics and sums in fp32 too. With 16-bit
-tensors they round more often: RMSNorm's result before the weight and after, LayerNorm's after the bias too, and the gradients of weight and
-bias to 16 bits once they are summed. The sums go in a fixed order, without atomics: they repeat to the last bit. Facts from NVIDIA/apex:
-csrc/layer_norm_cuda.cpp (arguments, dtypes of the statistics), csrc/layer_norm_cuda_kernel.cu (sums; indices of 32 bits; a launch without
-rows is an error), csrc/type_shim.h (16-bit inputs take weights of their own type only), pull request 1715 (memory_efficient: backward from
+NVIDIA apex's kernels (fused_layer_norm_cuda) compute the same where a spec asks for them, statistics and sums in fp32
+too. With 16-bit tensors they round more often: RMSNorm's result before the weight and after, LayerNorm's after the bias
+too, and the gradients of weight and bias to 16 bits once they are summed. The sums go in a fixed order, without
+atomics: they repeat to the last bit. Facts from NVIDIA/apex: csrc/layer_norm_cuda.cpp (arguments, dtypes of the
+statistics), csrc/layer_norm_cuda_kernel.cu (sums; indices of 32 bits; a launch without rows is an error),
+csrc/type_shim.h (16-bit inputs take weights of their own type only), pull request 1715 (memory_efficient: backward from
 the output instead of the input, which divides by the weight; not used here).
 """
 
@@ -29,9 +31,11 @@ class NormSpec:
     """Kind and options of a norm.
 
     Attributes:
-        kind: LayerNorm, (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm, x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467).
+        kind: LayerNorm, (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm, x / sqrt(mean(x^2) + eps) * weight
+            (arXiv:1910.07467).
         eps: added to the variance, or to the mean square.
-        zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the identity.
+        zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the
+            identity.
         kernel: whose kernels compute it; what apex's cannot take (``_is_for_apex``) torch computes.
     """
 

@@ -1,20 +1,20 @@
 """Attention of packed documents and of right-padded sequences, computed only on pairs that attend to each other.
 
-Both are lists of ``Segment``: some queries of a sequence with some of its keys. A document attends to itself; in a padded sequence all
-queries attend to the real keys. Gradients are written directly into one tensor at the segment's place: slices under autograd would need
-a zero tensor of the full size for each of them, and a concatenation a copy.
+Both are lists of ``Segment``: some queries of a sequence with some of its keys. A document attends to itself; in a
+padded sequence all queries attend to the real keys. Gradients are written directly into one tensor at the segment's
+place: slices under autograd would need a zero tensor of the full size for each of them, and a concatenation a copy.
 
-On the CPU (``cpu_flash``) long segments are passed to torch's fused kernel as views, one call each. Short ones, whose call costs more than
-their work, are batched with others of about the same length: copied side by side, right-padded to the longest. Causal attention never
-sees later positions, and their gradient is zero, so the padding has no effect; without the causal mask only segments of the same
-length share a batch.
+On the CPU (``cpu_flash``) long segments are passed to torch's fused kernel as views, one call each. Short ones, whose
+call costs more than their work, are batched with others of about the same length: copied side by side, right-padded to
+the longest. Causal attention never sees later positions, and their gradient is zero, so the padding has no effect;
+without the causal mask only segments of the same length share a batch.
 
-A sliding window splits a longer segment into tiles of queries, each with the keys that its windows reach (``in_windows``): work is
-proportional to the length times the window. All tiles but the first and the last have the same shape and share a mask; their keys
-overlap, so their gradients are added.
+A sliding window splits a longer segment into tiles of queries, each with the keys that its windows reach
+(``in_windows``): work is proportional to the length times the window. All tiles but the first and the last have the
+same shape and share a mask; their keys overlap, so their gradients are added.
 
-On a GPU (``varlen``) one kernel call takes all documents of the batch, with cumulative lengths. In all other cases (``one_by_one``) the
-caller's kernel is called for each segment.
+On a GPU (``varlen``) one kernel call takes all documents of the batch, with cumulative lengths. In all other cases
+(``one_by_one``) the caller's kernel is called for each segment.
 """
 
 from __future__ import annotations
@@ -260,15 +260,16 @@ def _zero_outside(x: Tensor, segments: Segments, each: int, keys: bool) -> None:
 def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kernel: Callable[..., Tensor]) -> Tensor:
     """Compute the attention of all documents in one call of a GPU kernel.
 
-    A single sequence with one query head per key head needs no copies; otherwise the kernel's layout, with the tokens of one sequence
-    after those of another and the groups of heads side by side, takes a copy of each operand.
+    A single sequence with one query head per key head needs no copies; otherwise the kernel's layout, with the tokens
+    of one sequence after those of another and the groups of heads side by side, takes a copy of each operand.
 
     Args:
         q: [s, m, r, d].
         k, v: [s, m, 1, d].
         segments: documents, in order, which cover every row.
         each: columns of m per sequence.
-        kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest length).
+        kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest
+            length).
     """
     by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
     ends = _ends(segments, q.shape[0], q.device)
@@ -291,7 +292,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, a
         k, v: [s, m, 1, d].
         segments: non-overlapping.
         each: columns of m per sequence.
-        attend: differentiable function of the segment's q [queries, each, r, d], k and v [keys, each, 1, d], and the segment.
+        attend: differentiable function of the segment's q [queries, each, r, d], k and v [keys, each, 1, d], and the
+            segment.
     Returns:
         [s, m, r, d]; zero for queries outside all segments.
     """

@@ -1,7 +1,7 @@
 """Rotary position embedding, applied in place to queries and keys, even inside the fused QKV tensor.
 
-The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In-place rotation
-is possible because nothing else needs the unrotated values: backward is the rotation by the opposite angle.
+The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In-place
+rotation is possible because nothing else needs the unrotated values: backward is the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 class RotaryStretch:
     """RoPE scaling: slower rotation for sequences longer than those of pretraining.
 
-    A frequency makes original_length / wavelength turns over a pretraining sequence. Frequencies with fewer than ``low`` turns are divided
-    by ``factor``; those with more than ``high`` turns, which distinguish neighbouring positions, are kept; in between, the two are
-    interpolated linearly. With infinite ``low`` and ``high`` all are divided, which is equivalent to dividing the positions.
+    A frequency makes original_length / wavelength turns over a pretraining sequence. Frequencies with fewer than
+    ``low`` turns are divided by ``factor``; those with more than ``high`` turns, which distinguish neighbouring
+    positions, are kept; in between, the two are interpolated linearly. With infinite ``low`` and ``high`` all are
+    divided, which is equivalent to dividing the positions.
 
     Source: arXiv:2306.15595 (all divided); Llama 3.1's model card and released code (by wavelength).
     """
@@ -69,8 +70,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: i
         x: [s, ..., c], contiguous, where c is a multiple of heads * head_dim; the next dim after s is a multiple of b.
         cos, sin: [s, rotated/2] or [s, b, rotated/2] from ``rotary_tables``.
         head_dim: channels of a head.
-        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the fused QKV, in which
-            r queries, a key and a value follow each other.
+        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the
+            fused QKV, in which r queries, a key and a value follow each other.
     """
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 

@@ -1,8 +1,9 @@
 """Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each, full or sharded (ZeRO, arXiv:1910.02054).
 
-A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. So one collective, one norm
-and one fused optimizer kernel handle a whole unit. Order within a unit: parameters with weight decay first, then those without, each
-aligned to 64 bytes; the unit is padded so that it can be sharded into ranges of the same size. Padding stays zero.
+A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. So one
+collective, one norm and one fused optimizer kernel handle a whole unit. Order within a unit: parameters with weight
+decay first, then those without, each aligned to 64 bytes; the unit is padded so that it can be sharded into ranges of
+the same size. Padding stays zero.
 
     stage 0   every rank has everything
     stage 1   master weights and optimizer state: this rank's range; parameters and, until they are reduced, gradients: full
@@ -164,8 +165,8 @@ class FlatLayout:
 class FlatUnit:
     """Flat buffers of one unit.
 
-    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay outside the buffers; only at stage 3 they are
-    sharded too, in a buffer of their own.
+    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay outside the buffers; only at
+    stage 3 they are sharded too, in a buffer of their own.
 
     Args:
         name: name of the unit.
@@ -178,9 +179,10 @@ class FlatUnit:
         layout: layout of the buffers; ``slots``, ``numel``, ``num_decayed`` and ``shard`` are its attributes.
         params: [n], in the model's dtype; the model's parameters are views of it. None at stage 3.
         local_params: [n / ranks], this rank's range of the parameters.
-        master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters; with ``offload``
-            always a copy, on the host.
-        grads: [n], fp32 (fp64 for an fp64 model); allocated from the first gradient until the reduction, at stage 0 until the next step.
+        master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters;
+            with ``offload`` always a copy, on the host.
+        grads: [n], fp32 (fp64 for an fp64 model); allocated from the first gradient until the reduction, at stage 0
+            until the next step.
         grad_shard: [n / ranks], the step's reduced gradients.
         frozen, local_frozen: layout and local range of the frozen parameters, at stage 3; else None.
     """
@@ -276,8 +278,8 @@ class FlatUnit:
     def release_grads(self) -> None:
         """Free the gradients.
 
-        So a step holds activations at the end of forward and gradients at the end of backward, which frees the former while it
-        produces the latter, instead of both at once.
+        So a step holds activations at the end of forward and gradients at the end of backward, which frees the former
+        while it produces the latter, instead of both at once.
         """
         self._grads = self._grad_shard = None
 

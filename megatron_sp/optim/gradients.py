@@ -1,14 +1,14 @@
 """Main gradients of a model: weight gradients accumulate in flat buffers and are all-reduced or reduce-scattered over the ranks.
 
-``start_step`` begins a step; ops ``reserve`` views; when backward has finished a unit, ``unit_done`` may start the unit's collective, which
-overlaps with the rest of backward; ``finish_step`` waits for all collectives.
+``start_step`` begins a step; ops ``reserve`` views; when backward has finished a unit, ``unit_done`` may start the
+unit's collective, which overlaps with the rest of backward; ``finish_step`` waits for all collectives.
 
     stage 0   all_reduce in the last micro-batch, in place
     stage 1   reduce_scatter in the last micro-batch; micro-batches accumulate in the full buffers
     stage 2,3 reduce_scatter in every micro-batch; micro-batches accumulate in the shards
 
-Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that several tp ranks
-hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
+Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that
+several tp ranks hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class FlatGradients:
             self._handles[index] = all_reduce_async(travels, self.group)
         else:
             self._handles[index] = reduce_scatter_async(travels, self.group)
-        # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the backward pass
+        # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the
+        # backward pass
         if self.stage >= 1 or self.host is not None:
             while len(self._handles) > _IN_FLIGHT - 1:
                 self._wait(next(iter(self._handles)))

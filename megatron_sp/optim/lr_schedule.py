@@ -1,9 +1,10 @@
 """Learning rate and weight decay as pure functions of the run's progress.
 
-Progress is counted in samples whatever unit the flags use, so that a batch size ramp-up or another number of ranks does not distort
-the curve. A length in steps is converted to the samples of these steps, including a ramp-up: a warm-up of N steps reaches the peak after
-N steps. The value of a step depends on the samples of the steps *before* it, so a warm-up begins at its start value; skipped steps do not
-count. Shapes and names are Megatron's, and without a ramp-up in steps the values are bitwise the same (optimizer_param_scheduler.py).
+Progress is counted in samples whatever unit the flags use, so that a batch size ramp-up or another number of ranks does
+not distort the curve. A length in steps is converted to the samples of these steps, including a ramp-up: a warm-up of N
+steps reaches the peak after N steps. The value of a step depends on the samples of the steps *before* it, so a warm-up
+begins at its start value; skipped steps do not count. Shapes and names are Megatron's, and without a ramp-up in steps
+the values are bitwise the same (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@
     host                                                | clip, AdamW on the shard, round            |----copy----^
     when     during the rest of the last backward pass  | after the norm is known, unit by unit      | during the update of the next unit
 
-The copies run on a stream of their own, between pinned host memory and the device. On a CPU they are plain copies at the same points, so
-the same code runs there, with results bitwise equal to those without offload. The update itself is that of ``optimizer.py``: torch's fused
-kernels on the host, with the host's rounding; on a GPU the last bits may differ from those of a run without offload.
+The copies run on a stream of their own, between pinned host memory and the device. On a CPU they are plain copies at
+the same points, so the same code runs there, with results bitwise equal to those without offload. The update itself is
+that of ``optimizer.py``: torch's fused kernels on the host, with the host's rounding; on a GPU the last bits may differ
+from those of a run without offload.
 
-The norm is computed from the gradients on the device, as always. They stay there until the next step, so that a bad step can be inspected.
+The norm is computed from the gradients on the device, as always. They stay there until the next step, so that a bad
+step can be inspected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
-The update is a fused kernel, torch's or NVIDIA apex's (``ops/adamw.py``), called as a function on two slices of each unit (with and without
-weight decay), so that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss
-scale; there is no other scaling of gradients.
+The update is a fused kernel, torch's or NVIDIA apex's (``ops/adamw.py``), called as a function on two slices of each
+unit (with and without weight decay), so that the state tensors are ours to save and to shard. ``step`` multiplies the
+gradients once, by clip coefficient / loss scale; there is no other scaling of gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class FlatOptimizer:
         config: hyperparameters; learning rate and weight decay are arguments of each step.
         tp: ranks that hold other parts of the same parameters.
         everybody: all ranks over which units are split, by tp or into ranges.
-        host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on the model's device.
+        host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on
+            the model's device.
         kernel: whose kernel updates with AdamW; the state is the same.
     """
 

@@ -1,8 +1,8 @@
 """Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
 
-The order in which a step uses its units is known in advance, so the optimal replacement is too: evict the unit whose next use is
-farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: prefetch the next block while one
-computes, and keep the last ones for the backward pass.
+The order in which a step uses its units is known in advance, so the optimal replacement is too: evict the unit whose
+next use is farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: prefetch the next
+block while one computes, and keep the last ones for the backward pass.
 
 Plain Python: the same object drives a run (``optim/weights.py``) and counts the fetches of a planned run.
 """
@@ -34,8 +34,8 @@ def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: b
     Args:
         alike: for each unit, whether it is one of the blocks, which share ``num_buffers``.
         num_buffers: number of buffers for the blocks.
-        tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own. Otherwise they are
-            used far apart in a micro-batch, and share one buffer that exists only during their use.
+        tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own.
+            Otherwise they are used far apart in a micro-batch, and share one buffer that exists only during their use.
         keep_all: give every unit a buffer of its own, without eviction.
     """
     blocks = tuple(unit for unit, is_block in enumerate(alike) if is_block)
@@ -116,8 +116,9 @@ class Residency:
 def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
     """Return the fetches of a step.
 
-    The look-ahead is limited to ``LOOK_AHEAD`` micro-batches, so once the same units are in the same buffers as at the start of an
-    earlier micro-batch, the fetches repeat: simulating a step of a thousand micro-batches costs as much as one of a few.
+    The look-ahead is limited to ``LOOK_AHEAD`` micro-batches, so once the same units are in the same buffers as at the
+    start of an earlier micro-batch, the fetches repeat: simulating a step of a thousand micro-batches costs as much as
+    one of a few.
 
     Args:
         pools: as in the run.

@@ -2,18 +2,21 @@
 
     x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f if it is gated
 
-Every step treats positions independently, so any split of them gives the same result. One autograd function saves x, which is the residual
-stream and kept anyway, and recomputes fc1 in backward: a fourth product besides the three of fc1, in exchange for an activation typically
-four or more times as wide as the stream that would otherwise be saved in every block.
+Every step treats positions independently, so any split of them gives the same result. One autograd function saves x,
+which is the residual stream and kept anyway, and recomputes fc1 in backward: a fourth product besides the three of fc1,
+in exchange for an activation typically four or more times as wide as the stream that would otherwise be saved in every
+block.
 
-Under tensor parallelism each chunk is gathered and reduced separately: gathering all positions at once would need a tensor tp times the
-size of x, and would leave nothing to overlap. The number of collectives grows with the chunks, their total size does not.
-Forward, with chunks 0, 1, 2 (g: gather, r: reduce):
+Under tensor parallelism each chunk is gathered and reduced separately: gathering all positions at once would need a
+tensor tp times the size of x, and would leave nothing to overlap. The number of collectives grows with the chunks,
+their total size does not. Forward, with chunks 0, 1, 2 (g: gather, r: reduce):
     before:  g | fc1 fc2 | r
     now:     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 during chunk 0, r0 during chunk 1, ...
-Backward is the same: the gathers of the next chunk and the reduction of the previous one overlap with a chunk's products.
+Backward is the same: the gathers of the next chunk and the reduction of the previous one overlap with a chunk's
+products.
 
-The weight gradients of the chunks accumulate in the main_grad, where the first one overwrites; without a main_grad in fp32 or wider.
+The weight gradients of the chunks accumulate in the main_grad, where the first one overwrites; without a main_grad in
+fp32 or wider.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     forward    flight.launch(x) starts sending      ...other layers compute...            y = flight.land(token) waits
     backward   waits for its gradient               ...their gradients are computed...    starts sending the gradient back
 
-An empty tensor connects the two points in the autograd graph. The autograd engine runs later nodes first: of several exchanges that land
-together, all gradients are sent before the first of them is waited for.
+An empty tensor connects the two points in the autograd graph. The autograd engine runs later nodes first: of several
+exchanges that land together, all gradients are sent before the first of them is waited for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Embedding lookup whose gradient is added directly to the main_grad.
 
-The table's rows may be split over the tp ranks (arXiv:1909.08053): each rank looks up the rows it holds and fills in zeros for the others,
-and the sum over the ranks is the result.
+The table's rows may be split over the tp ranks (arXiv:1909.08053): each rank looks up the rows it holds and fills in
+zeros for the others, and the sum over the ranks is the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Inputs of a forward pass besides the activations (``ForwardContext``), and the units in which a model's parameters are handled.
 
-A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block, the head. Its boundary
-notifies ``UnitEvents`` when its gradients are complete and which unit's parameters are read next.
+A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block,
+the head. Its boundary notifies ``UnitEvents`` when its gradients are complete and which unit's parameters are read
+next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Unit(NamedTuple):
     """A part of the model whose parameters are reduced, sharded and gathered together.
 
     Attributes:
-        alike: True for one of many units of about the same size, which are used one after another and can share buffers.
+        alike: True for one of many units of about the same size, which are used one after another and can share
+            buffers.
     """
 
     name: str
@@ -51,9 +53,11 @@ class ForwardContext:
         mask: attention mask.
         kernel: attention kernel.
         length: real positions of the sequence; 0: not known yet.
-        positions: int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
+        positions: int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every
+            sequence.
         rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
-        dropout: dropout keys of all positions; None: no dropout (evaluation). ``local_dropout``: those of this rank's positions.
+        dropout: dropout keys of all positions; None: no dropout (evaluation). ``local_dropout``: those of this rank's
+            positions.
         cache: KV cache, for generation.
         recompute_core: recompute the core attention in backward instead of saving its intermediates.
         mlp_chunks: number of chunks of positions in which the MLP is computed.
@@ -81,8 +85,8 @@ class ResidualDropout(NamedTuple):
 def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
     """Create the forward context of a micro-batch, with dropout if ``drops``.
 
-    A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
-    sequence, after which there is padding.
+    A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the
+    ``length`` [b] of each sequence, after which there is padding.
     """
     keys = None
     if drops:
@@ -110,14 +114,15 @@ class UnitEvents(Protocol):
 def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
     """Identity on the input of a unit; in backward it reports that all of the unit's weight gradients are complete.
 
-    They are complete then because every op computes its weight gradient in the same backward as its input gradient, and the
-    unit's input gradient is computed last.
+    They are complete then because every op computes its weight gradient in the same backward as its input gradient, and
+    the unit's input gradient is computed last.
 
     Args:
         x: the unit's input.
         events: receives the notifications; None: there are none.
         unit: index of the unit.
-        below: the unit whose backward comes next; None if that reads no parameters, or recomputes its forward pass first.
+        below: the unit whose backward comes next; None if that reads no parameters, or recomputes its forward pass
+            first.
     """
     return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
 

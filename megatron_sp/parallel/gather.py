@@ -15,8 +15,8 @@ from megatron_sp.parallel.tensor_parallel import TensorParallel
 def gather_positions(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the positions of all tp ranks: [s/parts, ...] -> [s, ...].
 
-    Backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full gradient on every
-    rank of the group.
+    Backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full
+    gradient on every rank of the group.
     """
     return x if tp.parts == 1 else _GatherPositions.apply(x, tp)
 
@@ -47,8 +47,8 @@ def last_position(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
 def agreed(value: int, layout: ParallelContext, device: torch.device) -> int:
     """Return the value of the first rank of the tp and sp groups, on all their ranks.
 
-    Every rank has computed the same value; but if a library rounded differently on one of them, they would generate different texts and
-    then hang.
+    Every rank has computed the same value; but if a library rounded differently on one of them, they would generate
+    different texts and then hang.
     """
     if layout.tp.size == 1 and layout.sp.size == 1:
         return value

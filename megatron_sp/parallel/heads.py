@@ -1,11 +1,12 @@
 """Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
 
-A tp rank's fused QKV weight has one row block for each head, in group order (r queries, key, value, for each of g key/value groups). Its
-n query heads are distributed over P sp ranks in contiguous runs, ceil(n/P) on the first ranks; a rank gets the key/value heads that its
-queries use, so these are sent unexpanded, and to several ranks if they share one (arXiv:2309.14509).
+A tp rank's fused QKV weight has one row block for each head, in group order (r queries, key, value, for each of g
+key/value groups). Its n query heads are distributed over P sp ranks in contiguous runs, ceil(n/P) on the first ranks; a
+rank gets the key/value heads that its queries use, so these are sent unexpanded, and to several ranks if they share one
+(arXiv:2309.14509).
 
-A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another, and for each chunk
-the messages that carry its q, k and v:
+A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another,
+and for each chunk the messages that carry its q, k and v:
 
     none        one chunk, one message
     split-qkv   one chunk, three messages: q, k, v

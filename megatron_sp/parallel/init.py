@@ -1,7 +1,7 @@
 """Weight initialization that depends only on (seed, parameter name): the same in every layout and order of construction.
 
-The full tensor is always drawn, in fp32 on the CPU, from a generator keyed by the name; a sharded layout takes its slice
-afterwards.
+The full tensor is always drawn, in fp32 on the CPU, from a generator keyed by the name; a sharded layout takes its
+slice afterwards.
 """
 
 from __future__ import annotations

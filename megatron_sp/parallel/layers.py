@@ -1,7 +1,8 @@
 """Tensor-parallel layers: modules that hold a tp rank's part of a weight.
 
-Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with --sequence-parallel
-1/tp of them. Shapes of the parameters on each tp rank, and the gradients to be summed over tp besides what the layer itself sums:
+Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with
+--sequence-parallel 1/tp of them. Shapes of the parameters on each tp rank, and the gradients to be summed over tp
+besides what the layer itself sums:
 
     layer                    parameter       on a rank            summed over tp
     Norm                     weight, bias    [h]                  with --sequence-parallel, or if it norms heads
@@ -12,9 +13,10 @@ Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds betwe
     VocabParallelEmbedding   weight          [rows/tp, h]         never
     Table                    weight          [rows, h]            with --sequence-parallel
 
-Each parameter's ``ShardSpec`` describes this (``shard_specs``): optimizer, checkpoints and converters use nothing else. The computation is
-in ``linear.py``, ``embedding.py`` and ``lm_head.py``. If gradient buffers are attached (``attach_main_grad``), weight gradients are added
-to them and not returned to autograd. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+Each parameter's ``ShardSpec`` describes this (``shard_specs``): optimizer, checkpoints and converters use nothing else.
+The computation is in ``linear.py``, ``embedding.py`` and ``lm_head.py``. If gradient buffers are attached
+(``attach_main_grad``), weight gradients are added to them and not returned to autograd. Source: Megatron-LM,
+arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class ParallelLinear(nn.Module):
     """Base class of column- and row-parallel linear layers: this rank holds a part of the weight.
 
     Args:
-        weight_spec: placement of this rank's part in the whole weight [out, in]; it is initialized as a slice of the whole in any layout.
+        weight_spec: placement of this rank's part in the whole weight [out, in]; it is initialized as a slice of the
+            whole in any layout.
         bias_spec: placement of this rank's part of the bias [out]; None: no bias.
         init: the initial weight; a bias starts at zero.
         layout: has the tp group.
@@ -111,7 +114,8 @@ class ColumnParallelLinear(ParallelLinear):
                    dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
 
     Args:
-        rows: the rows that this rank holds of the whole weight [out, in]; those that other ranks hold too are its ``sums``.
+        rows: the rows that this rank holds of the whole weight [out, in]; those that other ranks hold too are its
+            ``sums``.
         init: the initial weight.
         bias: the layer has a bias.
         layout: has the tp group.
@@ -188,7 +192,8 @@ class VocabParallelEmbedding(nn.Module):
         backward   dW_r[id] = sum of all_gather(d_out) at the positions of id; nothing is communicated without --sequence-parallel
         as head    logits_r = x @ W_r.T; softmax over the ranks' columns by their maxima and sums, logits are never gathered
 
-    The rows are padded to a multiple of ``divisible_by`` * tp; padding rows are zero, never trained and never written to disk.
+    The rows are padded to a multiple of ``divisible_by`` * tp; padding rows are zero, never trained and never written
+    to disk.
     """
 
     def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext, *, divisible_by: int) -> None:

@@ -3,9 +3,10 @@
     column-parallel:  y = enter(norm(x)) @ W.T + b              W [out/tp, in]: each rank computes its own columns of y
     row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
 
-They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward (one elementwise
-pass) and its output never saved; the gather of tp_seq is repeated too. The residual is added to the result inside the op; where the
-residual branches off, before a norm, the op returns its input as well, so that the stream's two gradients are added here in one pass.
+They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward
+(one elementwise pass) and its output never saved; the gather of tp_seq is repeated too. The residual is added to the
+result inside the op; where the residual branches off, before a norm, the op returns its input as well, so that the
+stream's two gradients are added here in one pass.
 
 Backward of the column-parallel layer:
     before:  gather x | dx GEMM | dW GEMM | reduce dx
@@ -112,7 +113,8 @@ class _ColumnLinear(torch.autograd.Function):
         tp.mark("mlp")
         normed, _ = normed_by(x, norm_in_front(options.norm_spec, norm_weight, norm_bias))
         a = tp.enter_async(normed).wait()
-        # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
+        # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in
+        # place
         y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
         multiply(rows_of(a), weight, bias, out=rows_of(y))
         return y, x.view_as(x)

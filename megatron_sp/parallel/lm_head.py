@@ -1,16 +1,16 @@
 """LM head and cross entropy fused into one op that never materializes the logits of a whole sequence.
 
-Tokens are processed in chunks. For each chunk the logits are computed, turned into the loss and immediately into the gradients
-of x and W, then freed: three GEMMs in total, as many as without chunks, and memory for one chunk instead of
-tokens x vocabulary. The gradients are those of the summed loss; backward multiplies them by its incoming gradient (1/tokens, a
-loss scale), so any later scaling is respected. Compare Liger's fused linear cross entropy (arXiv:2410.10989); this op
-needs no custom kernel.
+Tokens are processed in chunks. For each chunk the logits are computed, turned into the loss and immediately into the
+gradients of x and W, then freed: three GEMMs in total, as many as without chunks, and memory for one chunk instead of
+tokens x vocabulary. The gradients are those of the summed loss; backward multiplies them by its incoming gradient
+(1/tokens, a loss scale), so any later scaling is respected. Compare Liger's fused linear cross entropy
+(arXiv:2410.10989); this op needs no custom kernel.
 
-The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that is free (in the
-first micro-batch of a step), else to a buffer of its own.
+The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that is
+free (in the first micro-batch of a step), else to a buffer of its own.
 
-With the vocabulary split over tp ranks each chunk needs two small all-reduces, of the row maxima and of the row sums and label logits; the
-gradient of x, a partial sum on each rank, is reduced once, between forward and backward.
+With the vocabulary split over tp ranks each chunk needs two small all-reduces, of the row maxima and of the row sums
+and label logits; the gradient of x, a partial sum on each rank, is reduced once, between forward and backward.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MOST_TOKENS = {"cpu": 512, "cuda": 2**20}
 def default_chunk_tokens(vocab_rows: int, device_type: str = "cpu") -> int:
     """Return the number of tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU), enough for full-speed GEMMs.
 
-    Each chunk reads and writes the whole weight gradient once: with few tokens that takes a GPU longer than the product itself. On a
-    CPU 512 tokens are enough for any vocabulary. There are at least 128.
+    Each chunk reads and writes the whole weight gradient once: with few tokens that takes a GPU longer than the product
+    itself. On a CPU 512 tokens are enough for any vocabulary. There are at least 128.
     """
     kind = device_type if device_type in _CHUNK_BYTES else "cuda"
     return min(_MOST_TOKENS[kind], max(128, _CHUNK_BYTES[kind] // (4 * vocab_rows) // 64 * 64))
@@ -56,8 +56,8 @@ def lm_head_loss(
 
     Args:
         x: [s/parts, b, h].
-        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; rows of the whole from vocab_size on are padding with zero
-            probability.
+        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; rows of the whole from vocab_size on are padding
+            with zero probability.
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
         loss_mask: [s, b], weight of each token.
         vocab_size: number of valid rows.
@@ -69,7 +69,8 @@ def lm_head_loss(
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
-    # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
+    # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether
+    # backward can come
     options = _Options(_Rows(first_row, valid, vocab_size), chunk, tp, main_grad, torch.is_grad_enabled())
     return HeadLoss(*_LMHeadLoss.apply(options, x, weight, bias, labels, loss_mask))
 
@@ -200,8 +201,8 @@ def _grad_of_logits_(
 ) -> tuple[Tensor, Tensor]:
     """Turn exp(logits - row maximum) into the gradient of the loss, d loss / d logits = exp / sums - onehot, up to a factor for each row.
 
-    The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit operands are divided
-    here, in the pass that rounds them.
+    The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit
+    operands are divided here, in the pass that rounds them.
 
     Returns:
         (the gradient [t, rows], the factor of each row [t, 1]), both in ``dtype``.

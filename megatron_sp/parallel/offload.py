@@ -5,18 +5,20 @@
     backward    block i+1           | block i
     copies      tensors of block i to the device | tensors of block i-1 to the device
 
-At most one block is being copied out, and one in. The last block stays on the device, as backward begins with it. With full recomputation
-a "block" is a group of blocks of which only the input is saved, and that is moved.
+At most one block is being copied out, and one in. The last block stays on the device, as backward begins with it. With
+full recomputation a "block" is a group of blocks of which only the input is saved, and that is moved.
 
-Storages are moved, not tensors. Saved-tensor hooks record what autograd saves while a block runs, and return the same memory; after the
-block each recorded storage is copied out and freed (``resize_``), and restored before the block's backward. So all tensors on it are valid
-again, also views, tensors saved twice, or those that a function of ours holds outside autograd (``parallel/ulysses.py`` holds graphs of
-its own), and a storage moves once. Copies packed and unpacked by the hooks would leave the memory of those others in use. Never moved:
-parameters, views of flat buffers, tensors that the caller declares as shared by the blocks, and a block's output, which the next one needs.
+Storages are moved, not tensors. Saved-tensor hooks record what autograd saves while a block runs, and return the same
+memory; after the block each recorded storage is copied out and freed (``resize_``), and restored before the block's
+backward. So all tensors on it are valid again, also views, tensors saved twice, or those that a function of ours holds
+outside autograd (``parallel/ulysses.py`` holds graphs of its own), and a storage moves once. Copies packed and unpacked
+by the hooks would leave the memory of those others in use. Never moved: parameters, views of flat buffers, tensors that
+the caller declares as shared by the blocks, and a block's output, which the next one needs.
 
-On a GPU the copies use a stream of their own and pinned memory; copies and computation wait for each other through events, never on the
-host, and memory is freed in the order of the compute stream, so ``record_stream`` is not needed. On the CPU the copies are made at the
-same points, and the same memory is freed where torch allows it; as host and device are the same there, no memory is saved.
+On a GPU the copies use a stream of their own and pinned memory; copies and computation wait for each other through
+events, never on the host, and memory is freed in the order of the compute stream, so ``record_stream`` is not needed.
+On the CPU the copies are made at the same points, and the same memory is freed where torch allows it; as host and
+device are the same there, no memory is saved.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ class OffloadPass:
         Args:
             block: returns the next block's input.
             x: its input.
-            parameters: returns the block's parameters; called after the block, when they are still in the memory it has read.
+            parameters: returns the block's parameters; called after the block, when they are still in the memory it has
+                read.
             last: this is the last block, with which backward begins: nothing is moved.
         """
         index = len(self._blocks)
@@ -182,7 +185,8 @@ class OffloadPass:
 def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
     """Context manager that collects the storages of activations saved by autograd, by identity.
 
-    Only of floating-point tensors: masks, dropout keys and document lengths are small, and some are shared by all blocks.
+    Only of floating-point tensors: masks, dropout keys and document lengths are small, and some are shared by all
+    blocks.
     """
     seen: dict[int, torch.UntypedStorage] = {}
 

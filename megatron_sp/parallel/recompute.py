@@ -1,11 +1,11 @@
 """Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, not its intermediate tensors.
 
-Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The exception is
-attention dropout inside a fused kernel, which draws from torch's generator.
+Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The
+exception is attention dropout inside a fused kernel, which draws from torch's generator.
 
-torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside; the attention
-block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice. Parameters used inside get their gradients
-through their main_grad or in ``.grad``, as from any ``backward()``.
+torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside;
+the attention block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice.
+Parameters used inside get their gradients through their main_grad or in ``.grad``, as from any ``backward()``.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@
 
 Like torch's functions, each can be intercepted by a ``TorchFunctionMode``, so that shapes can be checked without a job.
 
-All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost a copy unless all dims before
-them are 1. Source: arXiv:1909.08053, arXiv:2205.05198; for the choice of the adjoint see Megatron's tensor_parallel_output_grad.
+All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost a copy unless
+all dims before them are 1. Source: arXiv:1909.08053, arXiv:2205.05198; for the choice of the adjoint see Megatron's
+tensor_parallel_output_grad.
 """
 
 from __future__ import annotations

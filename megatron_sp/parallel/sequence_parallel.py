@@ -2,8 +2,8 @@
 
     exchange    sends a part to each rank and receives one from each: all_to_all, forward and backward
 
-Before an exchange a rank has its positions of all heads, after it all positions of its heads, or the other way round. What is sent in
-which order is in ``heads.py``, what is computed between the exchanges in ``ulysses.py``.
+Before an exchange a rank has its positions of all heads, after it all positions of its heads, or the other way round.
+What is sent in which order is in ``heads.py``, what is computed between the exchanges in ``ulysses.py``.
 """
 
 from __future__ import annotations

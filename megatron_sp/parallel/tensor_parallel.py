@@ -1,7 +1,8 @@
 """Entering and leaving tensor-parallel regions (Megatron's f and g, arXiv:1909.08053, 2205.05198).
 
-A column-parallel linear layer opens such a region, a row-parallel one closes it; inside, every rank has all positions and its own columns.
-Between the regions activations are replicated, or, with ``seq`` (--sequence-parallel), each rank has its own run of positions:
+A column-parallel linear layer opens such a region, a row-parallel one closes it; inside, every rank has all positions
+and its own columns. Between the regions activations are replicated, or, with ``seq`` (--sequence-parallel), each rank
+has its own run of positions:
 
             enter (forward)        leave (forward)
     plain   nothing                all_reduce

@@ -2,18 +2,21 @@
 
     x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> [s, b, my heads] -> attention -> exchange -> [s/sp, b, n*d] -> projection
 
-Between the exchanges a rank has the whole sequence for its share of the heads. The projection writes directly to the send buffer, the
-receive buffer is the input of the attention, and the attention's output is the send buffer of the exchange back: nothing is permuted.
+Between the exchanges a rank has the whole sequence for its share of the heads. The projection writes directly to the
+send buffer, the receive buffer is the input of the attention, and the attention's output is the send buffer of the
+exchange back: nothing is permuted.
 
-The heads are processed in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same for all modes:
+The heads are processed in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same
+for all modes:
 
     forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...       the exchange of chunk i+1 and the exchange back
                    in 0 -----^  in 1 --------^ out 0 ...                            of chunk i-1 overlap with the attention of chunk i
     backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange, the
                gradients of the QKV projection, message by message, with the last ones
 
-Without overlap each exchange is waited for as soon as it has been started. One chunk's attention is an ordinary autograd graph,
-which backward runs; the exchanges and projections around it are differentiated by hand. The attention itself is in a ``Core``.
+Without overlap each exchange is waited for as soon as it has been started. One chunk's attention is an ordinary
+autograd graph, which backward runs; the exchanges and projections around it are differentiated by hand. The attention
+itself is in a ``Core``.
 """
 
 from __future__ import annotations
@@ -213,7 +216,8 @@ class _Backward:
         """
         self.plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
-        # the input may get two gradients from outside: they meet at the end, so that their sum does not live through all of this
+        # the input may get two gradients from outside: they meet at the end, so that their sum does not live through
+        # all of this
         late: Tensor | None = None
         if self.plan.add_input:
             passed, late = (grad, None) if passed is None else (passed, grad)
@@ -249,7 +253,8 @@ class _Backward:
         """Compute the gradients of the QKV projection from those of the heads, message by message as they arrive.
 
         Returns:
-            (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's statistics).
+            (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's
+            statistics).
         """
         needs, w_qkv, plan = self.needs, self.w_qkv, self.plan
         plan.sp.mark(PROJECTION)
@@ -401,8 +406,9 @@ class _Run:
     def outputs(self, going: list[Handle]) -> Iterator[Piece]:
         """Yield (columns of [tokens, n*d], contents of those columns) of the attention's output as it arrives.
 
-        A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are concatenated
-        first, since a product for each would cost more than the copy; so are 16-bit pieces, whose sum would be rounded at every step.
+        A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are
+        concatenated first, since a product for each would cost more than the copy; so are 16-bit pieces, whose sum
+        would be rounded at every step.
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
         pieces = self._pieces(going)

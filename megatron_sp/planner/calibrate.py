@@ -1,9 +1,9 @@
 """Calibration for ``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all processes at once as in a run.
 
-Each process has its share of the cores, as in ``training/setup.py``; with more processes than cores the rates are lower accordingly.
-Matrix products and attention of the model's own shape, the activation and a norm, AdamW, and small and large gloo collectives are measured.
-Every figure is the median of a few rounds, in which all are measured in turn. Hiding communication gains nothing here: the same cores
-copy and compute.
+Each process has its share of the cores, as in ``training/setup.py``; with more processes than cores the rates are lower
+accordingly. Matrix products and attention of the model's own shape, the activation and a norm, AdamW, and small and
+large gloo collectives are measured. Every figure is the median of a few rounds, in which all are measured in turn.
+Hiding communication gains nothing here: the same cores copy and compute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dry run (--dry-run): memory and communication of every rank for any number of processes, without starting any.
 
-Memory comes from ``estimate/memory.py``, communication from ``estimate/traffic.py``; tests compare both with real steps. Nothing here
-imports torch, unless a checkpoint has to be read.
+Memory comes from ``estimate/memory.py``, communication from ``estimate/traffic.py``; tests compare both with real
+steps. Nothing here imports torch, unless a checkpoint has to be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class RunPlan:
 
     Attributes:
         num_params: number of parameters of the whole model, without padding rows of the vocabulary.
-        params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params`` of them.
+        params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params``
+            of them.
         remedies: changes that lower the peak.
         copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
         notes: ignored flags, and the starting point of the run if that is not obvious.

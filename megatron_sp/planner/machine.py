@@ -1,7 +1,8 @@
 """Model of a machine: placement of ranks on nodes, and the time of a collective.
 
-Ranks are numbered node by node, and the axes run dp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp group lies within a node
-if it fits, an sp group if tp * sp does, and the group of dp x sp spans all nodes with gpus_per_node / tp ranks on each.
+Ranks are numbered node by node, and the axes run dp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp group
+lies within a node if it fits, an sp group if tp * sp does, and the group of dp x sp spans all nodes with gpus_per_node
+/ tp ranks on each.
 
     ring (all_gather, reduce_scatter, all_reduce)   bytes of a rank / the lower bandwidth of: its link within the node; the network cards
                                                     of the group's ranks on a node together, since each byte crosses nodes once

@@ -14,8 +14,8 @@
     copies to the host        the blocks' forward passes (--offload-activations); copies back: their backward passes
     parameters (ZeRO 1, 2)    one micro-batch's forward pass; (ZeRO 3) half under the forward, half under the backward passes
 
-Gradients and parameters come after the others on the same link: the time that those use the link is subtracted. A pass takes at least the
-time that Python needs to launch its kernels.
+Gradients and parameters come after the others on the same link: the time that those use the link is subtracted. A pass
+takes at least the time that Python needs to launch its kernels.
 """
 
 from __future__ import annotations

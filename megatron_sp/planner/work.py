@@ -1,7 +1,8 @@
 """Computation of one rank for one micro-batch: matrix products, attention, and memory traffic of elementwise kernels.
 
-All sizes are those that ``estimate/memory.py`` uses for the same layout, so an uneven distribution of heads and the padding of sequence and
-vocabulary are included. The rank is the one with most heads. Times follow from a device's rates:
+All sizes are those that ``estimate/memory.py`` uses for the same layout, so an uneven distribution of heads and the
+padding of sequence and vocabulary are included. The rank is the one with most heads. Times follow from a device's
+rates:
 
     product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not full or the
                  inner dimension is short

@@ -1,7 +1,8 @@
 """Reduction of any number of records to the points to draw.
 
-A screen has about a thousand columns. With more points, each bucket of neighbours is reduced to its minimum and maximum, so that no spike
-is lost, and its mean, from which the smoothed line is drawn. Values that are not finite leave a gap and are listed separately.
+A screen has about a thousand columns. With more points, each bucket of neighbours is reduced to its minimum and
+maximum, so that no spike is lost, and its mean, from which the smoothed line is drawn. Values that are not finite leave
+a gap and are listed separately.
 """
 
 from __future__ import annotations

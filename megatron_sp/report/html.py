@@ -25,7 +25,8 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
     Args:
         children: Html is kept, lists are flattened, None and False are dropped, everything else is escaped.
-        attributes: a trailing underscore is removed (``class_``), others become hyphens; None and False are dropped, True has no value.
+        attributes: a trailing underscore is removed (``class_``), others become hyphens; None and False are dropped,
+            True has no value.
     """
     words = "".join(
         f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(str(value), quote=True)}"'

@@ -1,7 +1,7 @@
 """The whole page: one file that works from a disk, loads nothing and runs no script but its own.
 
-A content security policy in its head forbids every other script, by hash, and every connection, so that even an error in the escaping
-could not execute a run's text.
+A content security policy in its head forbids every other script, by hash, and every connection, so that even an error
+in the escaping could not execute a run's text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reader of all files in a run folder.
 
-Missing files are omitted, damaged ones with a note: a page about half a run is still useful. Only a missing folder is an error.
+Missing files are omitted, damaged ones with a note: a page about half a run is still useful. Only a missing folder is
+an error.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     """Return values as bars of text, with the lowest at the bottom and the highest at full height.
 
     Args:
-        values: values in order; if there are more than ``width``, they are averaged in equal groups; non-finite ones leave a gap.
+        values: values in order; if there are more than ``width``, they are averaged in equal groups; non-finite ones
+            leave a gap.
         width: maximum number of characters, at least 1.
     """
     if width < 1:

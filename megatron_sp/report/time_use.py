@@ -1,7 +1,8 @@
 """Breakdown of a run's time from the times in its records: activity of each attempt, discarded steps, slow steps.
 
-A record is written at the end of an activity, with its duration, so it ends a span. Time that no record covers (building data, an overlap
-report) is "other"; between the end of one attempt and the launch of the next the run was down.
+A record is written at the end of an activity, with its duration, so it ends a span. Time that no record covers
+(building data, an overlap report) is "other"; between the end of one attempt and the launch of the next the run was
+down.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
       - {on: "model.layers.*.self_attn", do: sync, mode: fwd_pre, op: copy, arg: hidden_states}
       - {on: "model.layers.*.self_attn.{q,k,v}_proj", do: column, input: prepared}
 
-Files are read with YAML's safe loader; every key, word and type is checked, every glob is matched against the model, and error messages
-give the line number.
+Files are read with YAML's safe loader; every key, word and type is checked, every glob is matched against the model,
+and error messages give the line number.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
     Returns:
         (lines, seq_dim).
     Raises:
-        ConfigError: the file cannot be read, is not a schedule, is for another model type or transformers version, or has an invalid line.
+        ConfigError: the file cannot be read, is not a schedule, is for another model type or transformers version, or
+            has an invalid line.
     """
     name = str(path)
     data, numbers = _read(path)

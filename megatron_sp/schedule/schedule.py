@@ -6,8 +6,9 @@
     s["model.layers.*.self_attn.o_proj"].row()
     s.apply()
 
-Nothing changes before ``apply()``; the order of the lines does not matter. Names, hooks, tied weights and the state dict stay those of the
-model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these names; hooks replace its tracer.
+Nothing changes before ``apply()``; the order of the lines does not matter. Names, hooks, tied weights and the state
+dict stay those of the model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these
+names; hooks replace its tracer.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Schedule:
         Args:
             enter: the module whose input is split, usually the first block.
             leave: the module whose output is gathered, usually the norm after the last block, or that block.
-            inside: glob of the modules between them (default: all that are in one list with ``enter``, and ``leave``); each rank uses their
-                parameters that are not split on a share of the positions, so the gradients of these are summed over tp.
+            inside: glob of the modules between them (default: all that are in one list with ``enter``, and ``leave``);
+                each rank uses their parameters that are not split on a share of the positions, so the gradients of
+                these are summed over tp.
             arg: the input of ``enter`` that is split (default: the first).
         """
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
@@ -96,7 +98,8 @@ class Schedule:
 
         Args:
             axis: axis of the mesh.
-            options: see ``ulysses_options.Options``; a model that is not of transformers needs those that name its modules and inputs.
+            options: see ``ulysses_options.Options``; a model that is not of transformers needs those that name its
+                modules and inputs.
             Raises:
                 ConfigError: an unknown option.
         """
@@ -113,7 +116,8 @@ class Schedule:
             stage: 1: optimizer state; 2: also gradients; 3: also parameters; 0: nothing, every rank has everything.
             optimizer: an OptimizerConfig, or a dict of its fields.
             micro_batches: micro-batches per step.
-            blocks: glob of the modules that are separate units (default: the items of the outermost lists of modules of one class).
+            blocks: glob of the modules that are separate units (default: the items of the outermost lists of modules of
+                one class).
         """
         self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
         return self
@@ -170,8 +174,8 @@ class Schedule:
         """Check for mistakes without ranks, a GPU or weight values; see ``check.py``. Inferred adjoints are added to the lines.
 
         Args:
-            batch: keyword arguments of the model, of any valid size (default: those of an earlier call, else an example, if the model's
-                configuration describes its inputs).
+            batch: keyword arguments of the model, of any valid size (default: those of an earlier call, else an
+                example, if the model's configuration describes its inputs).
             Returns:
                 Placements of the tensors that enter and leave each module, and warnings.
             Raises:
@@ -202,9 +206,10 @@ class Schedule:
             dtype: dtype in which both compute.
             loss: function of the model's result (default: its own loss).
         Raises:
-            NumericsError: they differ; names the worst tensors, the first module that differs, and the reason if ``check()`` finds it.
-            ConfigError: invalid lines, as for ``check()`` and ``apply()``; DoesNotRun: the split model fails, and ``check()`` does not find
-                the reason.
+            NumericsError: they differ; names the worst tensors, the first module that differs, and the reason if
+                ``check()`` finds it.
+            ConfigError: invalid lines, as for ``check()`` and ``apply()``; DoesNotRun: the split model fails, and
+                ``check()`` does not find the reason.
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
         if not verdict.ok:
@@ -229,14 +234,15 @@ class Schedule:
     def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:
         """Apply the lines to the model.
 
-        What they leave open (adjoints, where dropout differs) is inferred as by ``check()``, and a mistake that it finds is an error,
-        unless ``verify()`` has accepted the same lines. If there is no batch, or the dry run does not know a function, and nothing is open,
-        there is a warning.
+        What they leave open (adjoints, where dropout differs) is inferred as by ``check()``, and a mistake that it
+        finds is an error, unless ``verify()`` has accepted the same lines. If there is no batch, or the dry run does
+        not know a function, and nothing is open, there is a warning.
 
         Args:
             batch: as for ``check``.
-            guess: use defaults for what is open and cannot be inferred: the adjoint of an all_gather is reduce_scatter at an input and
-                slice at an output, and dropout is the same on all ranks; if nothing is open, trust the lines without a dry run.
+            guess: use defaults for what is open and cannot be inferred: the adjoint of an all_gather is reduce_scatter
+                at an input and slice at an output, and dropout is the same on all ranks; if nothing is open, trust the
+                lines without a dry run.
         Returns:
             The model.
         Raises:
@@ -293,9 +299,11 @@ class Selection:
         Args:
             tensor: its name in the module.
             axis: dim of the parameter.
-            blocks: number of equal parts along that dim, or sizes of the parts, each of which is split, as in a fused q, k, v.
+            blocks: number of equal parts along that dim, or sizes of the parts, each of which is split, as in a fused
+                q, k, v.
             heads: number of heads; the parts are split only between heads.
-            replicas: if there are fewer heads than ranks, several ranks have the same head, and its gradient is summed among them.
+            replicas: if there are fewer heads than ranks, several ranks have the same head, and its gradient is summed
+                among them.
         """
         return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads, replicas=replicas)
 
@@ -306,8 +314,8 @@ class Selection:
         """Split a linear layer by its outputs, both weight and bias.
 
         Args:
-            input: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of its weight;
-                prepared: a sync at an enclosing module does (one for q, k and v together).
+            input: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
+                its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
             blocks, heads, replicas: as for ``shard``.
             gather: gather the result.
         """
@@ -331,8 +339,9 @@ class Selection:
 
         Args:
             mode: fwd_pre (an input), fwd_post (an output), bwd_post (the gradient of an input).
-            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward), or a function
-                    (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it does.
+            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward),
+                    or a function (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it
+                    does.
                 axis: dim of the activation.
                 arg: input, by name or index (default: the first).
                 out: output, by index or key (default: the only one, or the first).
@@ -345,7 +354,8 @@ class Selection:
         """Register a torch hook, for what a ``sync`` of one tensor cannot do; it is omitted if tp is 1.
 
         Args:
-            mode: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs, grad_outputs).
+            mode: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs,
+                grad_outputs).
         """
         return self._add("hook", mode=mode, fn=fn)
 
@@ -361,7 +371,8 @@ class Selection:
         """Recompute the modules in backward instead of saving their activations (activation checkpointing).
 
         Args:
-            policy: full, or keep_gathered: the results of all-gathers inside are saved, so that these are not repeated (default: full).
+            policy: full, or keep_gathered: the results of all-gathers inside are saved, so that these are not repeated
+                (default: full).
         """
         return self._add("checkpoint", policy=policy)
 
@@ -373,7 +384,8 @@ class Selection:
         """Make random numbers inside differ between the ranks of an axis, for dropout on split tensors.
 
         Args:
-            axis: axis of the mesh; "same": inside modules where they differ, these modules get the same numbers on all ranks again.
+            axis: axis of the mesh; "same": inside modules where they differ, these modules get the same numbers on all
+                ranks again.
         """
         return self._add("rng", axis=axis)
 

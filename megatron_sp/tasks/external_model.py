@@ -1,7 +1,7 @@
 """Adapter of an external model, sharded by a schedule, to the training loop: units, specs, and a sum of token losses.
 
-The model is not wrapped: this module has the same children under the same names, so that names in checkpoints do not change. Logits are
-computed for this rank's positions only; their loss is summed in fp32 or wider.
+The model is not wrapped: this module has the same children under the same names, so that names in checkpoints do not
+change. Logits are computed for this rank's positions only; their loss is summed in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ExternalModel(nn.Module):
     """Adapter of an external model to the training loop.
 
     Args:
-        model: sharded model; its forward takes ``input_ids`` and, where the data need them, ``attention_mask`` and ``token_type_ids``, and
-            returns ``logits``.
+        model: sharded model; its forward takes ``input_ids`` and, where the data need them, ``attention_mask`` and
+            ``token_type_ids``, and returns ``logits``.
         applied: result of ``Schedule.apply``.
     Raises:
         ConfigError: the model has no list of blocks.

@@ -1,6 +1,7 @@
 """Training of external models as a task of the training loop: model and schedule are external, everything else is ours.
 
-Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. Flags that only apply to our own blocks are rejected.
+Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. Flags that only apply to our own blocks are
+rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def external_task(
     Args:
         name: name of the task; first part of the run folder's name if --save is not given.
         build: builds the whole model from the configuration, with random or loaded weights.
-        write: writes the directives for tensor parallelism into a schedule; its second argument is True with --sequence-parallel.
+        write: writes the directives for tensor parallelism into a schedule; its second argument is True with
+            --sequence-parallel.
         causal: True if the model predicts the next token; else masked tokens (BERT's data).
         prepare: called before anything is built; a ConfigError on one rank is raised on all.
     """

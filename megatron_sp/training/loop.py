@@ -1,8 +1,8 @@
 """The training loop: a whole run, from top to bottom.
 
 Entry scripts call ``pretrain(config, task)``. It joins the process group, opens the run folder, builds everything
-(``training/run.py``), then repeats: take a step, log, save, validate, check whether to stop. The process ends with an exit code of
-``utils/errors.py``: 0 done, 75 stopped by a signal with everything saved, else what went wrong.
+(``training/run.py``), then repeats: take a step, log, save, validate, check whether to stop. The process ends with an
+exit code of ``utils/errors.py``: 0 done, 75 stopped by a signal with everything saved, else what went wrong.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def train(run: Run, saves: Saves | None = None) -> int:
 def _steps(run: Run, saves: Saves | None) -> str:
     """Take steps until the run ends or is stopped; return the reason, a key of ``_STOP_REASONS``.
 
-    After each step, in this order: stop if any rank was asked to, write the overlap report, save, validate, stop at --exit-interval. Not
-    after the last step: ``train`` saves however the loop ends, and evaluates what is finished.
+    After each step, in this order: stop if any rank was asked to, write the overlap report, save, validate, stop at
+    --exit-interval. Not after the last step: ``train`` saves however the loop ends, and evaluates what is finished.
     """
     context, progress, train_iters = run.context, run.state.progress, run.plan.train_iters
     exit_interval, overlap_report = context.config.batch.exit_interval, run.layout.overlap_report

@@ -45,7 +45,8 @@ class MemoryEstimate:
         """Return log lines if there is too little memory, with suggestions; else an empty list.
 
         Raises:
-            ConfigError: on a CPU, not even the memory held for the whole run fits: the system would kill a process without a message.
+            ConfigError: on a CPU, not even the memory held for the whole run fits: the system would kill a process
+                without a message.
         """
         available, whose = self._available()
         if available is None:

@@ -2,10 +2,10 @@
 
 Nothing here may stop training: a full or read-only disk costs one warning and the records of that time.
 
-Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: configuration and environment),
-``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's final results), ``save``, ``prediction`` (predicted
-and measured memory) and ``lost_output`` (standard output or error could not be written). Floats that a resumed run must reproduce are
-also stored in hexadecimal (``loss_hex``), which is exact.
+Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: configuration and
+environment), ``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's final results),
+``save``, ``prediction`` (predicted and measured memory) and ``lost_output`` (standard output or error could not be
+written). Floats that a resumed run must reproduce are also stored in hexadecimal (``loss_hex``), which is exact.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ class BatchPlan:
         micro_batch_size: sequences per forward pass and data-parallel rank.
         dp_size: number of data-parallel ranks.
         full: global batch size after ramp-up.
-        start, increment, ramp_samples: first batch size, increment and length of the ramp-up; ``ramp_samples`` 0: no ramp-up.
+        start, increment, ramp_samples: first batch size, increment and length of the ramp-up; ``ramp_samples`` 0: no
+            ramp-up.
     """
 
     micro_batch_size: int

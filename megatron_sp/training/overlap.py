@@ -4,8 +4,9 @@
     exchange  the same collectives, each run alone: same sizes, same groups, no computation meanwhile
     hidden    1 - exposed / exchange, clamped to [0, 1]
 
-Collectives are recorded during some steps (``comm/recorder.py``). Then each distinct collective is run alone, in turn over several
-rounds, so that a temporary slowdown of the machine affects all of them; the median of each is used. Tables and pictures are rank 0's.
+Collectives are recorded during some steps (``comm/recorder.py``). Then each distinct collective is run alone, in turn
+over several rounds, so that a temporary slowdown of the machine affects all of them; the median of each is used. Tables
+and pictures are rank 0's.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def comparable(steps: list[StepTimes]) -> list[StepTimes]:
 def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock) -> list[float]:
     """Return the seconds of each collective when run alone: the median over rounds. Collective.
 
-    Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another (uneven heads), and
-    all ranks have to take part, so the ranks compare their lists first.
+    Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
+    (uneven heads), and all ranks have to take part, so the ranks compare their lists first.
 
     Raises:
         RuntimeError: the ranks ran different numbers of collectives.

@@ -1,7 +1,8 @@
 """Choice of the overlap mode (--sp-overlap-mode auto): time one block's attention in every mode on the actual link, take the fastest.
 
-Forward and backward run at the real shape with random weights, the modes in turn within each round, so that a temporary slowdown of the
-machine affects all of them; the score of a mode is the median over rounds of the slowest rank's time. Collective; all ranks choose alike.
+Forward and backward run at the real shape with random weights, the modes in turn within each round, so that a temporary
+slowdown of the machine affects all of them; the score of a mode is the median over rounds of the slowest rank's time.
+Collective; all ranks choose alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of a resumed run: its learning-rate schedule and its training data must be those of the checkpoint.
 
-Both would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The model's shape is checked in
-``training/state.py``, the tokenizer in ``training/run_tokenizer.py``.
+Both would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The model's shape
+is checked in ``training/state.py``, the tokenizer in ``training/run_tokenizer.py``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def resume_samples(
         group: group whose ranks share the reading; must support CPU tensors.
         tell: called with notes for the user.
     Returns:
-        History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is given.
+        History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is
+        given.
     Raises:
         DataError: the data differ, without --accept-data-change.
         CheckpointError: the stored history is invalid.

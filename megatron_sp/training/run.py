@@ -1,8 +1,8 @@
 """A run and its parts: ``prepare`` builds them, ``training/loop.py`` takes the steps.
 
-``prepare`` is the list of what is built, in the order in which errors are cheapest to find: paths and flags first, then files, then what
-takes time and memory. Whatever may fail on one rank only fails on all of them (``comm/agree.py``), with an exit code of
-``utils/errors.py``:
+``prepare`` is the list of what is built, in the order in which errors are cheapest to find: paths and flags first, then
+files, then what takes time and memory. Whatever may fail on one rank only fails on all of them (``comm/agree.py``),
+with an exit code of ``utils/errors.py``:
 
     open_checkpointer   6  the folder of --save cannot be written
     find_origin         3  the checkpoint is missing, damaged, or another run's        2  its shape does not fit the flags
@@ -81,12 +81,14 @@ class Task:
         name: name of the task; first part of the run folder's name if --save is not given.
         build_tokenizer: builds the tokenizer from the configuration; the model's vocabulary follows from it.
         build_datasets: (config, tokenizer, (train, valid, test) samples) -> data sets.
-        build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and ``unit_order()``; calls
-            ``on_unit`` with the model and each unit as soon as the unit is built.
+        build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and
+            ``unit_order()``; calls ``on_unit`` with the model and each unit as soon as the unit is built.
         loss: loss terms.
-        new_parameters: prefixes of parameter names that may be missing in the checkpoint with --finetune; these are freshly initialized.
+        new_parameters: prefixes of parameter names that may be missing in the checkpoint with --finetune; these are
+            freshly initialized.
         finish: called with the run when it is complete, on every rank.
-        torch_dropout: dropout draws from torch's generator, which must be the same on all ranks of a data-parallel replica.
+        torch_dropout: dropout draws from torch's generator, which must be the same on all ranks of a data-parallel
+            replica.
     """
 
     name: str
@@ -104,7 +106,8 @@ class RunContext:
     """Everything that is known before anything is built: what to train, on which ranks, into which folder, and how to end it.
 
     Attributes:
-        config: configuration; ``prepare`` still sets the vocabulary size, and with --use-checkpoint-args the model's shape.
+        config: configuration; ``prepare`` still sets the vocabulary size, and with --use-checkpoint-args the model's
+            shape.
         task: what is trained.
         launch, groups, peers: this process and the others.
         run_dir: the run's folder.

@@ -20,7 +20,8 @@ def find_tokenizer(
     Args:
         data: data flags; paths are changed in place.
         stored: ``state.json`` of the checkpoint ``source``.
-        goes_on: the run is resumed, not only its weights: the flags should name its tokenizer, which ``require_same`` checks.
+        goes_on: the run is resumed, not only its weights: the flags should name its tokenizer, which ``require_same``
+            checks.
         is_adopted: no flag names a tokenizer, so the checkpoint's is used (``adopt_checkpoint_args``).
         tell: called with messages for the user.
     Raises:

@@ -1,8 +1,9 @@
 """Digests of the last steps' samples, stored in the checkpoint, so that a resume detects data that have changed since.
 
-The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were replaced between the
-probes. So a checkpoint also holds the digest of every sample of its last steps (``data/digests.py``). A resume reads these samples
-again, distributed over the ranks, and compares. Layout and batch size may differ, since samples are identified by their numbers.
+The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were
+replaced between the probes. So a checkpoint also holds the digest of every sample of its last steps
+(``data/digests.py``). A resume reads these samples again, distributed over the ranks, and compares. Layout and batch
+size may differ, since samples are identified by their numbers.
 """
 
 from __future__ import annotations

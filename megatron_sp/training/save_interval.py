@@ -1,13 +1,14 @@
 """Interval between saves: a fixed number of steps, or, with --save-interval auto, the one that minimizes the expected loss of time.
 
-A save stops training for C seconds; a failure, one in M seconds, costs the steps since the last save. The optimal interval is
+A save stops training for C seconds; a failure, one in M seconds, costs the steps since the last save. The optimal
+interval is
 
     sqrt(2 C M)                                       (Young 1974: C much smaller than M)
     sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C  (Daly 2006, used here; M for C >= 2M)
 
-C is measured: the time for which the last save blocked the training thread, the maximum over ranks; so is the length of a step. M is
-given (--mean-time-between-failures-hours), or taken from the largest run with published failures. The interval is never so short that
-a background save would still be running at the next, and never longer than an hour.
+C is measured: the time for which the last save blocked the training thread, the maximum over ranks; so is the length of
+a step. M is given (--mean-time-between-failures-hours), or taken from the largest run with published failures. The
+interval is never so short that a background save would still be running at the next, and never longer than an hour.
 Sources: CACM 17(9), 530; Future Generation Computer Systems 22(3), 303; arXiv:2407.21783, section 3.3.4.
 """
 

@@ -3,9 +3,9 @@
     --async-save       copy and go on; hashing, writing and the commit run in a thread (``checkpoint/background.py``)
     --no-async-save    training waits until the checkpoint is complete
 
-The outcome of a background save is reported at the first step after its end, on every rank. A failure has the same effect in both modes:
-older checkpoints stay, the next save tries again, and the exit code is 6 only if the last save fails. Training always waits for the last
-save of a run and for that on a signal.
+The outcome of a background save is reported at the first step after its end, on every rank. A failure has the same
+effect in both modes: older checkpoints stay, the next save tries again, and the exit code is 6 only if the last save
+fails. Training always waits for the last save of a run and for that on a signal.
 """
 
 from __future__ import annotations

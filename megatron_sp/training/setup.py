@@ -1,7 +1,7 @@
 """Setup of a training process from a validated configuration: device, threads, process group, run folder.
 
-``run_main`` is the outermost frame of every entry point. It turns a ``ReportedError`` into one message and an exit code, and
-writes the outcome to ``run_status.json``, because torchrun reports every failure as 1.
+``run_main`` is the outermost frame of every entry point. It turns a ``ReportedError`` into one message and an exit
+code, and writes the outcome to ``run_status.json``, because torchrun reports every failure as 1.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 def set_threads(config: Config, launch: Launch) -> int:
     """Set the number of threads to this process's share of the host's cores, unless it is configured; return it.
 
-    ``OMP_NUM_THREADS`` counts only for a process that is alone on its host. With several it is ignored, since torchrun sets it to 1 for
-    them, which would leave cores idle.
+    ``OMP_NUM_THREADS`` counts only for a process that is alone on its host. With several it is ignored, since torchrun
+    sets it to 1 for them, which would leave cores idle.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0

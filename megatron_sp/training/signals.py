@@ -1,8 +1,9 @@
 """Graceful stop on SIGTERM, SIGINT and SIGHUP: all ranks agree on the step, save, and exit with code 75.
 
-A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of them after the
-same step. A second signal (not the same key press forwarded by the launcher) ends this process at once, even while it is blocked in a
-collective, where Python runs no handlers: the interpreter's C code writes signals to a pipe, which a thread reads.
+A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of
+them after the same step. A second signal (not the same key press forwarded by the launcher) ends this process at once,
+even while it is blocked in a collective, where Python runs no handlers: the interpreter's C code writes signals to a
+pipe, which a thread reads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class StopSignals:
     """Signal handlers that set ``requested`` when a stop is requested; active from ``install`` to ``restore``.
 
     Args:
-        launched: True under a launcher that forwards signals: one that follows the first within a moment is then not a second one.
+        launched: True under a launcher that forwards signals: one that follows the first within a moment is then not a
+            second one.
     """
 
     def __init__(self, launched: bool = True) -> None:

@@ -43,9 +43,10 @@ def starting_point(
 ) -> StartingPoint:
     """Determine the starting point of a run.
 
-    A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of them: --ckpt-step
-    belongs to --load if that names another run. Scripts name the same folder as --load and --save while it is still empty: their first
-    run starts afresh, but only if nothing in the folder looks like a checkpoint, of this package or of another program.
+    A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of
+    them: --ckpt-step belongs to --load if that names another run. Scripts name the same folder as --load and --save
+    while it is still empty: their first run starts afresh, but only if nothing in the folder looks like a checkpoint,
+    of this package or of another program.
 
     Args:
         config: normalised configuration.

@@ -1,8 +1,8 @@
 """Training state in a checkpoint, and how it is restored.
 
 Tensors are passed to the checkpoint by global name and shape: parameters under their own names, optimizer state as
-``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Padding rows of the vocabulary exist in memory only. Everything else is JSON. There is
-no random state (``docs/design/001-frame.md``): it follows from seed and step.
+``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Padding rows of the vocabulary exist in memory only. Everything else
+is JSON. There is no random state (``docs/design/001-frame.md``): it follows from seed and step.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class TrainingState:
     def to_load(self, stored: Collection[str], *, weights_only: bool) -> tuple[dict[str, GlobalTensor], set[str]]:
         """Return the tensors to load from a checkpoint, and the names of those that may stay unread.
 
-        A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint. An fp32 or fp64 run takes its weights from the
-        master weights of a 16-bit checkpoint, not from their rounding.
+        A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint. An fp32 or fp64 run takes
+        its weights from the master weights of a 16-bit checkpoint, not from their rounding.
 
         Args:
             stored: names of the tensors in the checkpoint.
@@ -213,11 +213,12 @@ def _value(model: Any, name: str) -> Any:
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
     """Take the model's shape from the checkpoint (--use-checkpoint-args), but not dropout, precision and the rest.
 
-    A sequence length that comes only from a preset is replaced by the checkpoint's. The vocabulary is part of the shape; if no flag names
-    a tokenizer, the checkpoint's is taken, too.
+    A sequence length that comes only from a preset is replaced by the checkpoint's. The vocabulary is part of the
+    shape; if no flag names a tokenizer, the checkpoint's is taken, too.
 
     Returns:
-        True if the tokenizer is taken; its paths are still those of the training (see ``run_tokenizer.find_tokenizer``).
+        True if the tokenizer is taken; its paths are still those of the training (see
+        ``run_tokenizer.find_tokenizer``).
     """
     old, _ = stored_configuration(stored)
     takes_tokenizer = config.data.tokenizer_type is None

@@ -6,8 +6,8 @@
     grad norm, finite?  ->  clip and unscale in one multiplication, AdamW
     each unit's parameters  --all_gather from shards-->  (under the next forward; ZeRO stages 1 and 2)
 
-Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over micro-batches and
-ranks, and a rank without loss tokens is no special case.
+Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over
+micro-batches and ranks, and a rank without loss tokens is no special case.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Loss:
         counts: returns the divisor of each term's sum for a micro-batch (known before any forward pass).
         sums: returns the sum of each term.
         causal: True for a causal attention mask; else tokens attend to their whole sequence.
-        metrics: names of the values that ``sums`` and ``counts`` append to the loss terms when gradients are off, for validation only.
+        metrics: names of the values that ``sums`` and ``counts`` append to the loss terms when gradients are off, for
+            validation only.
         of_tokens: True if the first term is a mean over tokens, so that its exponential is a perplexity.
     """
 
@@ -75,7 +76,8 @@ class StepResult:
         stop_requested: True if any rank received a signal or ran out of time.
         num_loss_tokens: divisor of the first loss term.
         sample_ids: ids of the samples, in the order of the global batch.
-        sample_digests: digests of the samples in the same order (``data/digests.py``); empty if the step was given none.
+        sample_digests: digests of the samples in the same order (``data/digests.py``); empty if the step was given
+            none.
     """
 
     losses: list[float]
@@ -156,10 +158,12 @@ class TrainStep:
             step: number of the step; a key of dropout.
             lr, weight_decay: learning rate and weight decay of this step.
             stop: True if this rank wants to stop after the step.
-            digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global batch.
+            digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global
+                batch.
         """
         if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
-            # dropout that draws from torch's generator (in kernels, in external models) is seeded by step: a resumed run draws the same
+            # dropout that draws from torch's generator (in kernels, in external models) is seeded by step: a resumed
+            # run draws the same
             rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
             torch.manual_seed(_step_seed(self.options.seed, step, rank))
         if self.recorder is not None:

@@ -1,10 +1,11 @@
 """Verification of a layout (--verify-parallelism): one step in it, compared with the same step on one process, before a run begins.
 
-Every parameter's gradient is compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all gradients); loss and
-gradient norm by their relative error. The one-process model is on rank 0, which reads the samples of all data-parallel ranks; its
-gradients are broadcast one by one, and each rank compares its own part. Weights are the initial ones, with noise on biases and norms so
-that no gradient is zero by symmetry. Hidden dropout stays on, since its masks do not depend on the layout; attention dropout is off,
-since inside a fused kernel its masks would. For an external model both are off.
+Every parameter's gradient is compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all
+gradients); loss and gradient norm by their relative error. The one-process model is on rank 0, which reads the samples
+of all data-parallel ranks; its gradients are broadcast one by one, and each rank compares its own part. Weights are the
+initial ones, with noise on biases and norms so that no gradient is zero by symmetry. Hidden dropout stays on, since its
+masks do not depend on the layout; attention dropout is off, since inside a fused kernel its masks would. For an
+external model both are off.
 
 With --sp-overlap-mode auto every mode that may be chosen is verified.
 """

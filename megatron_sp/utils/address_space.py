@@ -8,7 +8,8 @@ from importlib.machinery import ModuleSpec
 
 from megatron_sp.utils.errors import ConfigError
 
-# Measured in a process that has imported it: torch for CPUs, with its threads; numpy with a single one for linear algebra.
+# Measured in a process that has imported it: torch for CPUs, with its threads; numpy with a single one for linear
+# algebra.
 NEEDED = {"torch": 1300 << 20, "numpy": 105 << 20}
 
 

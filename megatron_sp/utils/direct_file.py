@@ -1,9 +1,9 @@
 """Writing of large new files, bypassing the page cache where that is known to help.
 
-With the page cache, the kernel allocates, fills and writes back every page, and on a virtual machine a new page may have to be fetched
-from the host first: 1.0 to 3.0 s of CPU time per GB were measured (benchmarks/save_stall.py), at the expense of concurrent computation.
-With O_DIRECT the disk reads from our memory: 0.04 s per GB. It is used only on file systems on which that was measured; on a network file
-system it is the page cache that keeps many requests in flight.
+With the page cache, the kernel allocates, fills and writes back every page, and on a virtual machine a new page may
+have to be fetched from the host first: 1.0 to 3.0 s of CPU time per GB were measured (benchmarks/save_stall.py), at the
+expense of concurrent computation. With O_DIRECT the disk reads from our memory: 0.04 s per GB. It is used only on file
+systems on which that was measured; on a network file system it is the page cache that keeps many requests in flight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Errors reported to users, with the exit codes that scripts and schedulers rely on.
 
 A ``ReportedError`` has a complete message for the user: what is wrong, the values, the rule and a remedy. The entry
-points print it without a traceback and exit with its code; any other exception is a bug of ours and keeps its traceback.
-torchrun turns every code into 1, so the code is also written to ``run_status.json`` of the run.
+points print it without a traceback and exit with its code; any other exception is a bug of ours and keeps its
+traceback. torchrun turns every code into 1, so the code is also written to ``run_status.json`` of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ EXIT_INTERRUPTED = 130  # ended by Ctrl-C, with nothing left half done
 class ReportedError(Exception):
     """A failure that its message fully explains; ``exit_code`` identifies its kind.
 
-    ``on_all_ranks``: every rank raises it, so only rank 0 prints it; set it to False for an error that only one rank raises.
+    ``on_all_ranks``: every rank raises it, so only rank 0 prints it; set it to False for an error that only one rank
+    raises.
     """
 
     exit_code = 1

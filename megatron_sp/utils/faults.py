@@ -2,10 +2,10 @@
 
 A plan is one or more faults separated by ``;``, each ``KIND:key=value:...``, for example
 ``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point calls
-``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and ``attempt`` (torchrun's restart count) restrict a fault; an
-omitted key matches everything.
-The variable is rejected unless --enable-fault-injection is given, so that an inherited environment cannot affect production runs.
+process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point
+calls ``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and ``attempt`` (torchrun's restart count)
+restrict a fault; an omitted key matches everything. The variable is rejected unless --enable-fault-injection is given,
+so that an inherited environment cannot affect production runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Atomic file writes: a crash or power failure leaves the old contents or the new ones, never a mixture.
 
-The order is always: write under a temporary name in the same folder, fsync the file, rename it over the old one, fsync the
-folder. A rename within one folder is atomic; the two fsyncs ensure that it is on the disk, not only in the kernel's memory.
+The order is always: write under a temporary name in the same folder, fsync the file, rename it over the old one, fsync
+the folder. A rename within one folder is atomic; the two fsyncs ensure that it is on the disk, not only in the kernel's
+memory.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     For a path given by a flag use ``utils/output_file.py``.
 
     Raises:
-        OSError: nothing was replaced, and no temporary file is left; also raised if the path is a link or anything but a regular file.
+        OSError: nothing was replaced, and no temporary file is left; also raised if the path is a link or anything but
+            a regular file.
     """
     require_own(path)
     atomic_replace(Path(path), text.encode("utf-8"))

@@ -22,8 +22,8 @@ def flag(
         unit: shown in --help and in docs/reference/flags.md.
         aliases: other names of the flag, without leading dashes.
         low: the smallest value allowed.
-        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float): far above any real use, and low enough
-            that no arithmetic with it overflows or takes long.
+        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float): far above any real use,
+            and low enough that no arithmetic with it overflows or takes long.
         alone: the value if the flag is given without one.
         path: the value is a file's path, or a prefix of one.
     """

@@ -1,8 +1,9 @@
 """Handling of failing standard output and standard error: full disks, closed pipes, vanished terminals.
 
-A training run must not end because its output cannot be written: ``survive()`` replaces the streams with ones that drop such output
-and remember the reason. A program whose output is its result must not report success then: within ``checked()`` the first failure of
-standard output ends the program with an exit code and, if standard error still works, a message; a closed pipe ends it quietly, as ``cat``.
+A training run must not end because its output cannot be written: ``survive()`` replaces the streams with ones that drop
+such output and remember the reason. A program whose output is its result must not report success then: within
+``checked()`` the first failure of standard output ends the program with an exit code and, if standard error still
+works, a message; a closed pipe ends it quietly, as ``cat``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Writing to a path given by a flag, of whatever kind: ``--output``, ``--json``, ``--html``, ``--report``, ``--picture``.
 
-A regular file is replaced atomically and keeps its permissions; a link to one is kept, and its target is replaced. A FIFO, a terminal
-or another character device (``/dev/stdout`` too) is written to, as by a shell's ``>``, and never replaced. A folder, a socket, a disk,
-a link to one of these and a loop of links are rejected with a message. Files of our own follow other rules: ``utils/files.py``.
+A regular file is replaced atomically and keeps its permissions; a link to one is kept, and its target is replaced. A
+FIFO, a terminal or another character device (``/dev/stdout`` too) is written to, as by a shell's ``>``, and never
+replaced. A folder, a socket, a disk, a link to one of these and a loop of links are rejected with a message. Files of
+our own follow other rules: ``utils/files.py``.
 """
 
 from __future__ import annotations

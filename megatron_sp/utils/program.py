@@ -1,9 +1,10 @@
 """Outermost frame of every program: error reporting, exit codes and the end of the process.
 
-The interpreter's normal shutdown is unsafe for a process that has joined a process group: the threads of gloo and NCCL live as long as
-their group is referenced, and one that requests the interpreter lock during shutdown (to release a tensor, for a callback) is killed in
-the middle of C++ code, which aborts the process (`terminate called without an active exception`) after all its work is done. So the
-shutdown is skipped: exit handlers are run, streams are flushed, and ``os._exit`` ends all threads at once.
+The interpreter's normal shutdown is unsafe for a process that has joined a process group: the threads of gloo and NCCL
+live as long as their group is referenced, and one that requests the interpreter lock during shutdown (to release a
+tensor, for a callback) is killed in the middle of C++ code, which aborts the process (`terminate called without an
+active exception`) after all its work is done. So the shutdown is skipped: exit handlers are run, streams are flushed,
+and ``os._exit`` ends all threads at once.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def leave(code: int, *, as_usual: bool = True) -> NoReturn:
     """Exit this process with streams flushed, but without the interpreter's shutdown. Call it from the main thread.
 
     Args:
-        as_usual: first wait for non-daemon threads and run ``atexit`` handlers (trackers, temporary folders), as a normal exit does; not
-            after a failure. A forked child leaves the handlers to its parent.
+        as_usual: first wait for non-daemon threads and run ``atexit`` handlers (trackers, temporary folders), as a
+            normal exit does; not after a failure. A forked child leaves the handlers to its parent.
     """
     if "torch" not in sys.modules and os.getpid() == _PID:  # no backend, no threads of one
         sys.exit(code)

@@ -1,7 +1,8 @@
 """Reading JSON and small files that may be damaged or malicious, with limits on size, depth and number of values.
 
-Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas and opening
-brackets are counted first, without parsing. Those inside strings count too, which only makes the limit stricter.
+Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas and
+opening brackets are counted first, without parsing. Those inside strings count too, which only makes the limit
+stricter.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python scripts/kubernetes/render.py trainjob NODES=2 IMAGE=registry/megatron_sp:1 CLAIM=corpus -- pretrain_gpt.py FLAGS
 
-``trainjob`` is for Kubeflow Trainer, ``pytorchjob`` for Training Operator. What stands behind ``--`` is what ``scripts/launch.sh`` takes
-behind the number of processes. Values without a default must be given; names with lower-case or unknown letters are refused, except those
-that start with ENV_, which become environment variables of the container: ENV_NCCL_IB_HCA=mlx5.
+``trainjob`` is for Kubeflow Trainer, ``pytorchjob`` for Training Operator. What stands behind ``--`` is what
+``scripts/launch.sh`` takes behind the number of processes. Values without a default must be given; names with
+lower-case or unknown letters are refused, except those that start with ENV_, which become environment variables of the
+container: ENV_NCCL_IB_HCA=mlx5.
 """
 
 from __future__ import annotations

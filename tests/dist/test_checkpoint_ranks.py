@@ -54,7 +54,8 @@ def cut(shape: tuple[int, ...], times: int, rng: random.Random) -> list[Rect]:
 def layout(rank: int, world_size: int, seed: str, fill: dict[str, Tensor] | None) -> dict[str, GlobalTensor]:
     """This rank's share in a random layout (the same draw on every rank); contents of ``fill``, or ones to be overwritten.
 
-    Some tensors are replicated, the others are cut into several random rectangles for each rank; some are not contiguous.
+    Some tensors are replicated, the others are cut into several random rectangles for each rank; some are not
+    contiguous.
     """
     rng = random.Random(seed)
     result = {}

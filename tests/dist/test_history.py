@@ -1,7 +1,7 @@
 """What went wrong in public implementations of Ulysses and of chunked losses, one test for each, in the situation in which it did.
 
-The names carry the number of the report or repair (DeepSpeed's unless said otherwise); each docstring's sentence is what happened there,
-the test is that ours does not do it.
+The names carry the number of the report or repair (DeepSpeed's unless said otherwise); each docstring's sentence is
+what happened there, the test is that ours does not do it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step never makes the host wait for the device: no op whose result's size, or whose operand, has to cross between the two.
 
-On a GPU each of those would stop the host until everything launched so far has run, and break the capture of a CUDA graph; tests/gpu has
-torch itself watch. Here, on the CPU, the ops are recognised by name.
+On a GPU each of those would stop the host until everything launched so far has run, and break the capture of a CUDA
+graph; tests/gpu has torch itself watch. Here, on the CPU, the ops are recognised by name.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def assert_close_runs(got: Path, want: Path, steps: list[int]) -> None:
         assert [a["step"] for a, _ in pairs] == (steps if kind == "train" else [s for s in steps if s % 3 == 0])
         for a, b in pairs:
             assert a.get("samples_sha") == b.get("samples_sha") and a.get("loss_tokens") == b.get("loss_tokens")
-            # gradients of the biases of keys are rounding alone, and two ranks' parts may cancel exactly: 2 layers of 32
+            # gradients of the biases of keys are rounding alone, and two ranks' parts may cancel exactly: 2 layers of
+            # 32
             assert abs(a.get("num_zeros_in_grad", 0) - b.get("num_zeros_in_grad", 0)) <= 64
             for key in ("loss", "grad_norm", "params_norm"):
                 assert abs(a.get(key, 0) - b.get(key, 0)) <= 1e-5 * max(1, abs(b.get(key, 0))), (a["step"], key)

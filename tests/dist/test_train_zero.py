@@ -71,7 +71,8 @@ def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[st
     for key in ("grad_norm", "params_norm"):
         assert [r[key] for r in got] == pytest.approx([r[key] for r in want], rel=1e-8)
     zeros = [(a["num_zeros_in_grad"], b["num_zeros_in_grad"]) for a, b in zip(got, want, strict=True)]
-    # a bias of keys moves all scores of a query alike, so its gradient is rounding alone, and two ranks' parts may cancel exactly
+    # a bias of keys moves all scores of a query alike, so its gradient is rounding alone, and two ranks' parts may
+    # cancel exactly
     assert all(abs(a - b) <= KEY_BIASES for a, b in zeros), zeros
 
 

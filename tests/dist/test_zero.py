@@ -31,7 +31,8 @@ LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-# sizes of whole vector registers: torch's fused AdamW rounds what is left over behind them otherwise, wherever that lies
+# sizes of whole vector registers: torch's fused AdamW rounds what is left over behind them otherwise, wherever that
+# lies
 UNTIED = tiny.shape(untie_embeddings_and_output_weights=True, hidden_size=32, kv_channels=8, ffn_hidden_size=48, vocab_size=48)
 FULL = {"recompute_granularity": "full"}
 BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}

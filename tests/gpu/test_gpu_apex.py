@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 LACK = "; ".join(k.reason for name in availability.APEX_EXTENSIONS if not (k := availability.find(name)).available)
 needs_apex = pytest.mark.skipif(bool(LACK), reason=LACK or "apex is installed")
-# 16 bits: apex rounds 1 + weight, and LayerNorm's result three times, torch once more: five times half an eps, 2^-8 or 2^-11
+# 16 bits: apex rounds 1 + weight, and LayerNorm's result three times, torch once more: five times half an eps, 2^-8 or
+# 2^-11
 DTYPES = [(torch.float32, FP32), (torch.bfloat16, 5 * 2**-8), (torch.float16, 5 * 2**-11)]
 
 

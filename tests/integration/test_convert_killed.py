@@ -34,7 +34,8 @@ def convert(source: Path, target: str, output: Path) -> int:
     return main(["convert", "--input", str(source), "--to", target, "--output", str(output), *several])
 
 
-# Builtins that change what is on the disk, or may: before one of these calls by our code a signal finds what it would find at any moment.
+# Builtins that change what is on the disk, or may: before one of these calls by our code a signal finds what it would
+# find at any moment.
 CHANGES = {"open", "mkdir", "write", "pwrite", "truncate", "ftruncate", "flush", "close", "fsync", "replace", "rename", "unlink", "rmdir"}
 
 
@@ -42,8 +43,8 @@ def in_child(source: Path, target: str, output: Path, number: int = 0, at: int =
     """Convert in a forked child that gets signal ``number`` just before its change ``at``.
 
     Returns:
-        exit code, negative for a signal that ended it; how many changes it was about to make before it ended by itself, and before the
-        first that wrote.
+        exit code, negative for a signal that ended it; how many changes it was about to make before it ended by itself,
+        and before the first that wrote.
     """
     reads, writes = os.pipe()
     pid = os.fork()

@@ -1,7 +1,8 @@
 """scripts/launch.sh on several hosts: two network namespaces with a cable between them, each with its own launcher.
 
-Where namespaces cannot be made (no root, no iproute2), the same two launchers run on the loopback address, so that everything but the cable
-is tested. ``ip netns list`` shows nothing of ours afterwards; a leftover of a test that was killed is removed by the next.
+Where namespaces cannot be made (no root, no iproute2), the same two launchers run on the loopback address, so that
+everything but the cable is tested. ``ip netns list`` shows nothing of ours afterwards; a leftover of a test that was
+killed is removed by the next.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def steps(run: Path) -> int:
 def further_than_before(run: Path) -> bool:
     """The second attempt has taken a step that the first one had not.
 
-    The log is read once: the first attempt may write one more step after its other host is gone, between any two looks at it.
+    The log is read once: the first attempt may write one more step after its other host is gone, between any two looks
+    at it.
     """
     log = records(run, "start", "train")
     starts = [i for i, record in enumerate(log) if record["kind"] == "start"]

@@ -97,7 +97,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
     assert done.returncode == 0, done.stderr
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(env), "platbase": str(env)}))
-    # what it depends on is that of this environment, by its folder alone: the .pth file there that leads to the checkout does not count
+    # what it depends on is that of this environment, by its folder alone: the .pth file there that leads to the
+    # checkout does not count
     (packages / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *_torch_folder()}))
     return Installed(folder)
 

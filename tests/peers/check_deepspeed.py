@@ -4,10 +4,10 @@ Not part of the test run, for it needs DeepSpeed. On CPUs, with two processes:
 
     DS_ACCELERATOR=cpu PYTHONPATH=. python tests/peers/check_deepspeed.py
 
-A model of Megatron's names is trained for three steps under each way of saving. Then every weight that the converter reads must be
-bit for bit what DeepSpeed's zero_to_fp32 makes of the same files, and the moments what the ranks had; the folder that ds_to_universal
-makes must read the same; and an engine must load what the converter writes, weights and moments. Prints a line for each, ends with 1 if
-one differs.
+A model of Megatron's names is trained for three steps under each way of saving. Then every weight that the converter
+reads must be bit for bit what DeepSpeed's zero_to_fp32 makes of the same files, and the moments what the ranks had; the
+folder that ds_to_universal makes must read the same; and an engine must load what the converter writes, weights and
+moments. Prints a line for each, ends with 1 if one differs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ Not part of the test run, for it needs megatron-core. On CPUs, with one and two 
 
     PYTHONPATH=. python tests/peers/check_megatron.py
 
-Each model below is built with random weights and saved in both of Megatron's ways, a file for each rank and a torch_dist folder. Both are
-converted; our model must compute the same logits. Then the run is converted back, to one and to two ranks, in both ways, and Megatron's
-own loaders must take that, every name and shape, and compute the same logits again. Prints a line for each, ends with 1 if one differs.
+Each model below is built with random weights and saved in both of Megatron's ways, a file for each rank and a
+torch_dist folder. Both are converted; our model must compute the same logits. Then the run is converted back, to one
+and to two ranks, in both ways, and Megatron's own loaders must take that, every name and shape, and compute the same
+logits again. Prints a line for each, ends with 1 if one differs.
 """
 
 from __future__ import annotations

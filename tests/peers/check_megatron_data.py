@@ -4,12 +4,13 @@ Not part of the test run, for it needs megatron-core (``benchmarks/setup_peers.s
 
     PYTHONPATH=.:tests .venv-peers/bin/python -W ignore tests/peers/check_megatron_data.py [FIRST [COUNT]]
 
-Cases FIRST to FIRST + COUNT (0 and 1000 if absent) of ``tests/support/megatron_order.py``, each in all its splits: Megatron's builder and
-ours make the samples, which must be equal in tokens, labels, masks and positions, as many as the run asks for, and so must be the plain
-loops that the default tests compare with. Then a batch of each training split at some consumed count, dealt to some ranks. Splits that
-Megatron cannot build (it loops for ever on an empty one, and stops where a data set of a blend without weights is shorter than a sample)
-must be refused by us. Before that, COUNT blends of up to eight data sets and 5000 samples, where a last bit of a weight settles
-near-ties. Prints what differs and a summary; ends with 1 if something does.
+Cases FIRST to FIRST + COUNT (0 and 1000 if absent) of ``tests/support/megatron_order.py``, each in all its splits:
+Megatron's builder and ours make the samples, which must be equal in tokens, labels, masks and positions, as many as the
+run asks for, and so must be the plain loops that the default tests compare with. Then a batch of each training split at
+some consumed count, dealt to some ranks. Splits that Megatron cannot build (it loops for ever on an empty one, and
+stops where a data set of a blend without weights is shorter than a sample) must be refused by us. Before that, COUNT
+blends of up to eight data sets and 5000 samples, where a last bit of a weight settles near-ties. Prints what differs
+and a summary; ends with 1 if something does.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def theirs(case: Case, refused: set[int]) -> tuple[list[Any], set[int]]:
     """Megatron's data sets; those that it cannot build are left out.
 
     Returns:
-        They, and which of them could not be built for its margin was too small: a few samples of a blend may take more than 0.5 % too many.
+        They, and which of them could not be built for its margin was too small: a few samples of a blend may take more
+        than 0.5 % too many.
     """
     short: set[int] = set()
     while True:

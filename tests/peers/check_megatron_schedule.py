@@ -4,9 +4,9 @@ Not part of the test run, for it needs megatron-core (``benchmarks/setup_peers.s
 
     PYTHONPATH=. .venv-peers/bin/python -W ignore tests/peers/check_megatron_schedule.py [FIRST [COUNT]]
 
-Random flags FIRST to FIRST + COUNT (0 and 1000 if absent): all shapes of the decay and of the ramp, lengths in steps, in samples and as a
-share; some steps skipped. Both go through the whole run and beyond its end. Prints what differs and a summary; ends with 1 if something
-does.
+Random flags FIRST to FIRST + COUNT (0 and 1000 if absent): all shapes of the decay and of the ramp, lengths in steps,
+in samples and as a share; some steps skipped. Both go through the whole run and beyond its end. Prints what differs and
+a summary; ends with 1 if something does.
 """
 
 from __future__ import annotations

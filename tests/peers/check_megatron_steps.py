@@ -4,11 +4,11 @@ Not part of the test run, for it needs megatron-core (``benchmarks/setup_peers.s
 
     PYTHONPATH=.:tests .venv-peers/bin/python -W ignore tests/peers/check_megatron_steps.py
 
-A GPT-2 and a Llama of random weights are trained for 20 steps by Megatron-core (its model, data sets, optimizer, clipping and scheduler)
-and by ``pretrain_gpt.py``, from the same weights by conversion and the same blend of two data sets, with one and with two tensor-parallel
-processes: fp32, two micro-batches a step, AdamW, gradients clipped in every step, warm-up and a cosine, a ramp of the weight decay. Every
-loss and gradient norm is compared, and the learning rates must be the same numbers. Prints a line for each model, ends with 1 if one
-differs.
+A GPT-2 and a Llama of random weights are trained for 20 steps by Megatron-core (its model, data sets, optimizer,
+clipping and scheduler) and by ``pretrain_gpt.py``, from the same weights by conversion and the same blend of two data
+sets, with one and with two tensor-parallel processes: fp32, two micro-batches a step, AdamW, gradients clipped in every
+step, warm-up and a cosine, a ramp of the weight decay. Every loss and gradient norm is compared, and the learning rates
+must be the same numbers. Prints a line for each model, ends with 1 if one differs.
 
 Megatron-core asks for GPUs in two places of its optimizer: for the time of a step, ``device="cuda"`` is the CPU.
 """

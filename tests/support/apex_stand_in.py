@@ -1,7 +1,8 @@
 """NVIDIA apex played on the CPU: its extension modules with their functions' names, order of arguments, checks and roundings.
 
-Facts from NVIDIA/apex: csrc/amp_C_frontend.cpp, csrc/multi_tensor_adam.cu, csrc/multi_tensor_apply.cuh, csrc/layer_norm_cuda.cpp and
-csrc/layer_norm_cuda_kernel.cu. pybind11 takes these arguments by position only, an int where C++ says int, a number where it says float.
+Facts from NVIDIA/apex: csrc/amp_C_frontend.cpp, csrc/multi_tensor_adam.cu, csrc/multi_tensor_apply.cuh,
+csrc/layer_norm_cuda.cpp and csrc/layer_norm_cuda_kernel.cu. pybind11 takes these arguments by position only, an int
+where C++ says int, a number where it says float.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python backend_at_exit.py run_main|run_program CODE
 
-The thread is in a callback, behind a read that lets go of the interpreter. The interpreter's tear-down, if there is one, wakes it.
+The thread is in a callback, behind a read that lets go of the interpreter. The interpreter's tear-down, if there is
+one, wakes it.
 """
 
 from __future__ import annotations

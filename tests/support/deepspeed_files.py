@@ -1,7 +1,7 @@
 """Checkpoints as Megatron-DeepSpeed writes them, made without the converter: flat buffers, partitions, layer files, universal folders.
 
-Names are tables, rows go head by head, and what DeepSpeed does to its buffers is done here in the same steps: lay the parameters of a
-group end to end, pad, cut. Classes of DeepSpeed that its files name are stand-ins of the same name.
+Names are tables, rows go head by head, and what DeepSpeed does to its buffers is done here in the same steps: lay the
+parameters of a group end to end, pad, cut. Classes of DeepSpeed that its files name are stand-ins of the same name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The error measure of the project's first law: a layout changes nothing but rounding.
 
-error = max|a - b| / (max|b| + 1e-3 * rms of all gradients). The second term keeps gradients that are zero in exact arithmetic (the bias of
-the keys) from being compared with their own rounding noise.
+error = max|a - b| / (max|b| + 1e-3 * rms of all gradients). The second term keeps gradients that are zero in exact
+arithmetic (the bias of the keys) from being compared with their own rounding noise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A network that is as late and a memory that is as dirty as they may be, so that ordering mistakes show on any machine.
 
-gloo on one machine is so fast that a missing ``wait()`` often goes unnoticed. Here a result reaches its buffer inside ``wait()`` and not a
-moment before; until then the buffer is NaN, and so is every tensor fresh from ``empty``. Caught this way: reading before ``wait()`` or
-without one (NaN in the result), writing to an operand or a receive buffer under way, a collective that nobody waits for, an element that no
-exchange fills.
+gloo on one machine is so fast that a missing ``wait()`` often goes unnoticed. Here a result reaches its buffer inside
+``wait()`` and not a moment before; until then the buffer is NaN, and so is every tensor fresh from ``empty``. Caught
+this way: reading before ``wait()`` or without one (NaN in the result), writing to an operand or a receive buffer under
+way, a collective that nobody waits for, an element that no exchange fills.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def late_network() -> Iterator[_LateDist]:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron_sp.") and getattr(module, "empty", None) is fresh:
                 patch.setattr(module, "empty", dirty)
-        # torch.empty and its kin are filled with NaN too; use_deterministic_algorithms() would import the compiler, for seconds
+        # torch.empty and its kin are filled with NaN too; use_deterministic_algorithms() would import the compiler, for
+        # seconds
         before = torch.get_deterministic_debug_mode()
         torch.set_deterministic_debug_mode("error")
         try:

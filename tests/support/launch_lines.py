@@ -1,7 +1,7 @@
 """Command lines of the kinds that public launch scripts of Megatron-LM and Megatron-DeepSpeed start a pretraining with.
 
-Flags and values are those that such scripts use; the lines are put together here. ``DATA``, ``TOK``, ``OUT`` stand for paths. A JSON for
-DeepSpeed, where a script writes one, is the ``json`` of the line.
+Flags and values are those that such scripts use; the lines are put together here. ``DATA``, ``TOK``, ``OUT`` stand for
+paths. A JSON for DeepSpeed, where a script writes one, is the ``json`` of the line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One step of a tiny GPT under any layout, and what it must equal: the plain reference on one process.
 
-A case names sizes of the axes and overrides of the model; ``check`` runs on every rank. The whole model is built on every rank, the
-sharded one takes its parts of those weights, and each rank compares its part of every gradient.
+A case names sizes of the axes and overrides of the model; ``check`` runs on every rank. The whole model is built on
+every rank, the sharded one takes its parts of those weights, and each rank compares its part of every gradient.
 """
 
 from __future__ import annotations

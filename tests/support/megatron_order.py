@@ -1,8 +1,8 @@
 """Which tokens Megatron's samples are, in plain loops, and random data sets and flags to compare with.
 
-The rules are written out once more here, slowly and independently of the package's: streams are made of real tokens, epochs are counted
-one by one, blends are walked sample by sample. ``tests/unit/data/test_megatron_order.py`` holds the package to them;
-``tests/peers/check_megatron_data.py`` holds both to megatron-core itself.
+The rules are written out once more here, slowly and independently of the package's: streams are made of real tokens,
+epochs are counted one by one, blends are walked sample by sample. ``tests/unit/data/test_megatron_order.py`` holds the
+package to them; ``tests/peers/check_megatron_data.py`` holds both to megatron-core itself.
 """
 
 from __future__ import annotations

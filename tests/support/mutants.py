@@ -1,9 +1,9 @@
 """Break the parallel layers on purpose, one line at a time, and see that some test turns red: ``make mutants``.
 
-Each mutant drops, doubles or misplaces one wait, permutation, reduction, scale or sum in a temporary copy of the repository, and the tests of
-the exchanges and layouts run there until the first failure, once without a mutant before. A mutant that survives means that a test is missing.
-One whose text no longer occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to
-docs/explanation/mutants.md.
+Each mutant drops, doubles or misplaces one wait, permutation, reduction, scale or sum in a temporary copy of the
+repository, and the tests of the exchanges and layouts run there until the first failure, once without a mutant before.
+A mutant that survives means that a test is missing. One whose text no longer occurs exactly once in the source is an
+error: the list has to follow the code. The outcome is written to docs/explanation/mutants.md.
 
     python tests/support/mutants.py [--suite layers|zero|bert] [--only WORD] [--write]
 """

@@ -1,7 +1,8 @@
 """Broken and hostile versions of checkpoint files, drawn from a seed: bytes, JSON documents, pickles, zip files, whole folders.
 
-Each function takes something sound and a generator and returns something that may be anything: cut, of another type, larger than any
-memory, named like a place outside. Nothing here is random but by the generator, so a case is found again by its seed.
+Each function takes something sound and a generator and returns something that may be anything: cut, of another type,
+larger than any memory, named like a place outside. Nothing here is random but by the generator, so a case is found
+again by its seed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Odd command lines of every program: a seeded generator, and the one way to try one.
 
-``OddLines(seed, folder)`` makes lines out of sound ones by a few mutations: values of other kinds, huge, negative, empty or not numbers at
-all, names and files from elsewhere, flags twice, cut off, out of place. ``attempt`` runs one in a forked child and says how it ended.
-By hand: ``python tests/support/odd_lines.py SEED NUMBER`` prints what is wrong.
+``OddLines(seed, folder)`` makes lines out of sound ones by a few mutations: values of other kinds, huge, negative,
+empty or not numbers at all, names and files from elsewhere, flags twice, cut off, out of place. ``attempt`` runs one in
+a forked child and says how it ended. By hand: ``python tests/support/odd_lines.py SEED NUMBER`` prints what is wrong.
 """
 
 from __future__ import annotations

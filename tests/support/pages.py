@@ -1,8 +1,8 @@
 """The steps of a documentation page: its files are written and its commands run in order, in one folder, and what they print is compared.
 
-Of the fenced blocks of a page, ``python`` with ``title="name.py"`` is written to that file; ``bash`` is run, and stops at the first command
-that fails; ``text`` behind a bash block are lines that it prints, in this order, in which "..." stands for anything. Others, such as
-``console``, are for the reader only.
+Of the fenced blocks of a page, ``python`` with ``title="name.py"`` is written to that file; ``bash`` is run, and stops
+at the first command that fails; ``text`` behind a bash block are lines that it prints, in this order, in which "..."
+stands for anything. Others, such as ``console``, are for the reader only.
 """
 
 from __future__ import annotations

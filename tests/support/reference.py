@@ -1,7 +1,8 @@
 """GPT once more, independent of the package's: plain formulas, one process, unfused, gradients by autograd alone.
 
-It reads like a textbook on purpose: [b, s, h] throughout, attention one head at a time, logits and softmax of the whole sequence. The
-tests hold ``megatron_sp`` to it. Only conventions are shared, not maths: names and shapes of the weights, and which elements dropout keeps.
+It reads like a textbook on purpose: [b, s, h] throughout, attention one head at a time, logits and softmax of the whole
+sequence. The tests hold ``megatron_sp`` to it. Only conventions are shared, not maths: names and shapes of the weights,
+and which elements dropout keeps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Calls of every function that the dry run knows, in every spelling: what ``support/schedule_rule_oracle.py`` holds against numbers.
 
-A case names its rule, the dims of what it gets (letters are sizes, drawn for each trial, so that some are equal by accident), and the call.
-``f`` in a call is a spelling: of torch, of torch.nn.functional, a method, in place, an operator. A spelling that does not take these
-arguments is left out, and a test asks that each spelling has a case.
+A case names its rule, the dims of what it gets (letters are sizes, drawn for each trial, so that some are equal by
+accident), and the call. ``f`` in a call is a spelling: of torch, of torch.nn.functional, a method, in place, an
+operator. A spelling that does not take these arguments is left out, and a test asks that each spelling has a case.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     proof       the same function of each rank's real numbers: the results must be the claimed shares, sums or copies of the whole's, and
                 gradients, of a random weight of each result, must arrive at the inputs as their letters say (``placements.py``)
 
-A claim that numbers contradict is a wrong rule. A refusal is never wrong, so what is accepted is counted, too (``schedule_rule_cases.py``).
+A claim that numbers contradict is a wrong rule. A refusal is never wrong, so what is accepted is counted, too
+(``schedule_rule_cases.py``).
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Draw:
     """How an input lies over the ranks.
 
     Attributes:
-        letter: I, R, S, P, U of ``placements``; N: whole and without a gradient; ?: whole, and still open whether I or R; A: a share of
-            what is filled with one value.
+        letter: I, R, S, P, U of ``placements``; N: whole and without a gradient; ?: whole, and still open whether I or
+            R; A: a share of what is filled with one value.
         dim: that is cut.
-        style: of S: "" each rank has a run, "outer" of two equal parts, "blocks" of two unequal ones, "copies": two ranks have the same.
+        style: of S: "" each rank has a run, "outer" of two equal parts, "blocks" of two unequal ones, "copies": two
+            ranks have the same.
     """
 
     letter: str

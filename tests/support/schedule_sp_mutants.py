@@ -2,7 +2,8 @@
 
     python tests/support/schedule_sp_mutants.py [--write] [--tables "sp,tp and sp,tp"]
 
-Each mutant goes to ``check()``, and to ``verify()`` on 2 ranks (sp), or on 4 (tp and sp) and on 2 (tp) where ``check()`` lets it pass.
+Each mutant goes to ``check()``, and to ``verify()`` on 2 ranks (sp), or on 4 (tp and sp) and on 2 (tp) where
+``check()`` lets it pass.
 """
 
 from __future__ import annotations

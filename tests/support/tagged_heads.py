@@ -1,9 +1,9 @@
 """Every element of the heads carries a name of its own through the exchanges, and is asked for it wherever it arrives.
 
-The tag of (position, batch, head row of the fused weight, channel) is a whole number below 2^53, so fp64 moves it exactly: the
-projection of [position * b + batch, 1] by weight rows [1, 2^20 * row channel] writes it. ``check_tags`` runs a pass of
-``parallel.ulysses._Run`` forward and backward with an attention that looks at what it gets. What each rank ought to have is worked out
-here from the sentences of the design, not from the plan.
+The tag of (position, batch, head row of the fused weight, channel) is a whole number below 2^53, so fp64 moves it
+exactly: the projection of [position * b + batch, 1] by weight rows [1, 2^20 * row channel] writes it. ``check_tags``
+runs a pass of ``parallel.ulysses._Run`` forward and backward with an attention that looks at what it gets. What each
+rank ought to have is worked out here from the sentences of the design, not from the plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the real training program in forked children, and compare what two runs left behind.
 
-A case costs a third of a second: the children inherit the imported program. All cases are attempts on one store, as those of a
-job are under torchrun.
+A case costs a third of a second: the children inherit the imported program. All cases are attempts on one store, as
+those of a job are under torchrun.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _reap(pids: list[int], codes: dict[int, int]) -> None:
 def _store_port() -> int:
     """The launcher's store, in a process of its own that ends with this one, like torchrun's agent.
 
-    Not in this one: ranks forked while it serves would share its epoll instance, and once in a thousand starts one is never answered.
+    Not in this one: ranks forked while it serves would share its epoll instance, and once in a thousand starts one is
+    never answered.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()

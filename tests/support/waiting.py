@@ -1,7 +1,7 @@
 """Waiting for what another process or thread does: for the event itself, with a bound that only something that hangs ever reaches.
 
-No test's verdict depends on how fast the machine is: what is to happen "at once" is tried with time-outs so long that it cannot have
-been one of those.
+No test's verdict depends on how fast the machine is: what is to happen "at once" is tried with time-outs so long that
+it cannot have been one of those.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A stand-in for ``python`` that answers at once: what torch and this package take to import is imported once, and every program is a fork.
 
-``WarmPython(folder)`` starts a server that has imported them, and puts two small programs into ``folder``: ``python`` and ``megatron-sp``.
-Each sends its command line, environment, working directory and standard streams to the server, which forks; the child becomes the program
-that was asked for. A page of documentation with twenty commands then costs seconds of a core instead of a minute. What a child does is
-what ``python`` would do: scripts, ``-m``, ``-c``, standard input; its exit code and signals go through.
+``WarmPython(folder)`` starts a server that has imported them, and puts two small programs into ``folder``: ``python``
+and ``megatron-sp``. Each sends its command line, environment, working directory and standard streams to the server,
+which forks; the child becomes the program that was asked for. A page of documentation with twenty commands then costs
+seconds of a core instead of a minute. What a child does is what ``python`` would do: scripts, ``-m``, ``-c``, standard
+input; its exit code and signals go through.
 """
 
 from __future__ import annotations

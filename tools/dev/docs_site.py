@@ -1,9 +1,11 @@
 """Hooks of the documentation site (``mkdocs.yml``, ``make docs-site``), so that no list of pages or modules has to be kept by hand.
 
 - The navigation is that of ``docs/index.md``: its headings, and the pages under each in the order of its links.
-- The API reference has a page for each folder of the package, made from the sources; a public name without a docstring ends the build.
-- A link from a page to a file or folder of the repository outside of ``docs/`` leads to a copy of it in the site, so that the same
-  link works on GitHub, in the site, and without a network. Markdown files (README.md) are pages of their own.
+- The API reference has a page for each folder of the package, made from the sources; a public name without a docstring
+  ends the build.
+- A link from a page to a file or folder of the repository outside of ``docs/`` leads to a copy of it in the site, so
+  that the same link works on GitHub, in the site, and without a network. Markdown files (README.md) are pages of their
+  own.
 - Headings get GitHub's anchors.
 """
 

@@ -2,13 +2,14 @@
 
     python tools/dev/house_figures.py [--json | --docstrings]
 
-``--json`` prints the same figures for programs. ``--docstrings`` lists the docstrings whose first line does not stand alone:
-it continues a name ("Of the MLP.") instead of being a sentence or a noun phrase.
+``--json`` prints the same figures for programs. ``--docstrings`` lists the docstrings whose first line does not stand
+alone: it continues a name ("Of the MLP.") instead of being a sentence or a noun phrase.
 
-How things are counted: a function's lines are those from ``def`` to its last one, without decorators; a nested function counts on
-its own and as a part of the outer one. A signature's parameters are those with a name of their own, without self, cls, *args and **kwargs.
-A circle is a group of modules that import each other when they run, be it inside of a function; imports under
-``if TYPE_CHECKING`` do not count, nor does a module's implicit import of the packages that it lies in.
+How things are counted: a function's lines are those from ``def`` to its last one, without decorators; a nested function
+counts on its own and as a part of the outer one. A signature's parameters are those with a name of their own, without
+self, cls, *args and **kwargs. A circle is a group of modules that import each other when they run, be it inside of a
+function; imports under ``if TYPE_CHECKING`` do not count, nor does a module's implicit import of the packages that it
+lies in.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def stands_alone(first_line: str) -> bool:
 class Documented:
     """Search for public names without a docstring in a package.
 
-    Three kinds need none: a method that a base class in the package documents; one of a Protocol that documents it, in a class that has all
-    members of this Protocol; and a rule of the dry run (its argument is a ``Step``), which bears the name of torch's function.
+    Three kinds need none: a method that a base class in the package documents; one of a Protocol that documents it, in
+    a class that has all members of this Protocol; and a rule of the dry run (its argument is a ``Step``), which bears
+    the name of torch's function.
     """
 
     def __init__(self, package: Path) -> None:

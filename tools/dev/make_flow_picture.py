@@ -1,7 +1,8 @@
 """Draw docs/images/data_flow.svg: the way of a batch, a parameter and a checkpoint through the folders (``make docs``).
 
-A lane is two rows of boxes, the first from left to right, the second back. A box names a file of the package and says in two lines what
-happens there. The picture has its own background, so it is legible on light and dark pages; it follows the reader's color scheme.
+A lane is two rows of boxes, the first from left to right, the second back. A box names a file of the package and says
+in two lines what happens there. The picture has its own background, so it is legible on light and dark pages; it
+follows the reader's color scheme.
 """
 
 from __future__ import annotations

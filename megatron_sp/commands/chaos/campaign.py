@@ -3,7 +3,8 @@
     clean                    the training without faults
     round 1, 2, ...          the same training from the start: a fault, a restart if it has ended, another fault, ..., to its end
 
-After each round every tensor of the last checkpoint, and the loss of every logged step, is compared with the clean run's, bit for bit.
+After each round every tensor of the last checkpoint, and the loss of every logged step, is compared with the clean
+run's, bit for bit.
 """
 
 from __future__ import annotations

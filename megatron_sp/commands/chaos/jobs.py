@@ -1,7 +1,7 @@
 """Start a training, watch it from outside, and kill what is left of it.
 
-Nothing here needs the training's cooperation: progress is read from ``metrics.jsonl``, ranks from ``run_status.json``. A process gets a
-signal only if it is one that was started here, or a descendant of one.
+Nothing here needs the training's cooperation: progress is read from ``metrics.jsonl``, ranks from ``run_status.json``.
+A process gets a signal only if it is one that was started here, or a descendant of one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def run(path: Path, *, keep_last: int | None, keep_every: int | None, leftovers:
     Raises:
         ConfigError: the flags request nothing, or are out of range.
         LockError: a job is writing to this run.
-        CheckpointError: the path is not a run, there is no sound checkpoint to keep, or a leftover folder may still be needed.
+        CheckpointError: the path is not a run, there is no sound checkpoint to keep, or a leftover folder may still be
+            needed.
         DiskError: a folder cannot be deleted.
     """
     _check_flags(keep_last, keep_every, leftovers)

@@ -25,7 +25,8 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
 
     Args:
         stored_config: configuration in ``state.json``.
-        tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does not.
+        tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does
+            not.
     Raises:
         ConfigError: there is no configuration, or no model can be built from it.
     """

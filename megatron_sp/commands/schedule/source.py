@@ -34,7 +34,8 @@ def from_folder(folder: str, class_name: str | None, settings: Sequence[str], *,
         settings: KEY=VALUE to override, with VALUE in JSON or as a plain string.
         meta: build the model on the meta device, without memory for its weights.
     Raises:
-        ConfigError: the file is missing or invalid, the model is not one of transformers' own, or it has no such setting.
+        ConfigError: the file is missing or invalid, the model is not one of transformers' own, or it has no such
+            setting.
     """
     data = _read(folder)
     config = _config(data, folder)

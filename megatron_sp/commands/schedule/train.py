@@ -1,6 +1,7 @@
 """``megatron-sp schedule train``: train a local transformers model with a plan, or with the preset of its family.
 
-torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --sp 2 --lr 1e-3 --train-iters 100 ...
+torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --sp 2 --lr 1e-3 --train-iters 100
+...
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Parser from a command line, and optionally a YAML file, to a validated ``Config``.
 
-The fields of ``config/schema.py`` are the flags. The flags of Megatron-LM and Megatron-DeepSpeed are accepted: other names are
-rewritten, flags without meaning here are collected in ``Config.ignored_flags``, unsupported flags that would change the result are
-rejected (``ignored_flags.py``). Abbreviations are not accepted: a mistyped flag ends the program with exit code 2 and the nearest
-names. Later values win: defaults, those of --preset (``config/presets.py``), then the file, then the command line from left to right;
-DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except for the values that its engine reads from the file alone.
+The fields of ``config/schema.py`` are the flags. The flags of Megatron-LM and Megatron-DeepSpeed are accepted: other
+names are rewritten, flags without meaning here are collected in ``Config.ignored_flags``, unsupported flags that would
+change the result are rejected (``ignored_flags.py``). Abbreviations are not accepted: a mistyped flag ends the program
+with exit code 2 and the nearest names. Later values win: defaults, those of --preset (``config/presets.py``), then the
+file, then the command line from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except
+for the values that its engine reads from the file alone.
 
 Nothing here imports torch or numpy; a wrong flag is reported in a tenth of a second, before any communication.
 """

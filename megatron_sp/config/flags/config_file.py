@@ -1,8 +1,8 @@
 """Flags from a YAML file, with the same names, values and checks as on the command line.
 
-The file is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is rejected as
-mere text; words keep their spelling in the file (``1e-4`` is a number here, though YAML 1.1 calls it a string), and every
-message can name its line. Keys are flag names with ``-`` or ``_``, flat or under the name of their group.
+The file is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is rejected
+as mere text; words keep their spelling in the file (``1e-4`` is a number here, though YAML 1.1 calls it a string), and
+every message can name its line. Keys are flag names with ``-`` or ``_``, flat or under the name of their group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def read_config_file(path: str) -> list[Setting]:
     """Read the settings of a YAML file, in its order; empty values (``null``, ``[]``) keep the default.
 
     Raises:
-        ConfigError: the file is missing, too large, not YAML, or contains anything but flags with words or lists of words.
+        ConfigError: the file is missing, too large, not YAML, or contains anything but flags with words or lists of
+            words.
     """
     name = os.path.basename(path)
     text = read_text(path, f"--config {path}", MAX_FILE_BYTES, "a file of flags")

@@ -1,8 +1,9 @@
 """DeepSpeed's JSON (``--deepspeed_config FILE``): its values become part of the configuration.
 
-``deepspeed_keys.py`` defines the meaning of each key. A value that is also given on the command line or in ``--config`` must agree:
-DeepSpeed never compared its JSON with the flags, and one of the two was silently ignored. For values that only DeepSpeed's engine reads
-(the ZeRO stage, clipping, loss scaling) the file takes precedence, and a line reports the overridden flag. Otherwise defaults apply.
+``deepspeed_keys.py`` defines the meaning of each key. A value that is also given on the command line or in ``--config``
+must agree: DeepSpeed never compared its JSON with the flags, and one of the two was silently ignored. For values that
+only DeepSpeed's engine reads (the ZeRO stage, clipping, loss scaling) the file takes precedence, and a line reports the
+overridden flag. Otherwise defaults apply.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def _overrule(claim: Claim, config: Config) -> None:
         setattr(getattr(config, group), attribute, value)
 
 
-# fields whose value follows from another: (other field, its value or None for any, the value that follows or None for the same one)
+# fields whose value follows from another: (other field, its value or None for any, the value that follows or None for
+# the same one)
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "parallel.zero_stage": (("parallel.use_distributed_optimizer", True, 1),),
     "parallel.zero3_fetch": (("parallel.stage3_use_all_reduce_for_fetch_params", True, "all_reduce"),),

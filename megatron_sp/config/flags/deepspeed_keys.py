@@ -1,11 +1,13 @@
 """Meaning of each key of DeepSpeed's JSON here.
 
-There are four cases. *Claimed*: it has the meaning of one of our flags. *Ignored*: it tunes DeepSpeed's own machinery and cannot change
-results; all such keys are listed in one line. *Refused*: it would change the result, or asks for unsupported offloading. *Unknown*: listed
-in the same line, but an error if it looks like a misspelt key. ``"auto"`` and ``null`` count as not given, whatever the key.
+There are four cases. *Claimed*: it has the meaning of one of our flags. *Ignored*: it tunes DeepSpeed's own machinery
+and cannot change results; all such keys are listed in one line. *Refused*: it would change the result, or asks for
+unsupported offloading. *Unknown*: listed in the same line, but an error if it looks like a misspelt key. ``"auto"`` and
+``null`` count as not given, whatever the key.
 
-For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys have DeepSpeed's
-defaults. The file is parsed with limits on size, depth and number of values. Nothing here imports torch.
+For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys
+have DeepSpeed's defaults. The file is parsed with limits on size, depth and number of values. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ def _stage(reader: _Reader, place: str, value: Any) -> None:
 def _overlap(reader: _Reader, place: str, value: Any) -> None:
     if reader.flag(place, value) is not None:
         reader.claim("parallel.overlap_grad_reduce", place, value)
-        # in DeepSpeed it concerns the gathers of stage 3 only: a default, so that it never contradicts a flag about them
+        # in DeepSpeed it concerns the gathers of stage 3 only: a default, so that it never contradicts a flag about
+        # them
         reader.default("parallel.overlap_param_gather", value)
 
 

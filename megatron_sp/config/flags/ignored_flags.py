@@ -1,9 +1,9 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed that are not fields of our configuration, and how each is handled.
 
-There are three cases: *rewritten* (another name of one of our fields), *ignored* (nothing to choose here; listed once when
-training starts, with the reason), *refused* (unsupported, and would change the result; the message names what works).
-Any other flag that is not a field is unknown, an error. Sources: the argument parsers and launch scripts of both
-projects. Names are written without leading dashes and with hyphens, as ``config_file.canonical`` returns them.
+There are three cases: *rewritten* (another name of one of our fields), *ignored* (nothing to choose here; listed once
+when training starts, with the reason), *refused* (unsupported, and would change the result; the message names what
+works). Any other flag that is not a field is unknown, an error. Sources: the argument parsers and launch scripts of
+both projects. Names are written without leading dashes and with hyphens, as ``config_file.canonical`` returns them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reader of ``torch.distributed.checkpoint`` folders, the format of Megatron's torch_dist, that runs no code from them.
 
-``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a torch file
-embedded in a ``.distcp`` file, given by its byte range. Both kinds of pickle go through ``pickle_tree.py``. A tensor is assembled
-chunk by chunk, after checking that its chunks cover it exactly once. Writing: ``dist_writer.py``.
+``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
+torch file embedded in a ``.distcp`` file, given by its byte range. Both kinds of pickle go through ``pickle_tree.py``.
+A tensor is assembled chunk by chunk, after checking that its chunks cover it exactly once. Writing: ``dist_writer.py``.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
@@ -55,12 +55,14 @@ class StoredTensor(NamedTuple):
 class DistFolder:
     """An open folder; ``close`` it, or use it in a ``with`` statement.
 
-    ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of ``.metadata``:
-    ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's ``mcore_data`` with the original shapes.
+    ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of
+    ``.metadata``: ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's
+    ``mcore_data`` with the original shapes.
 
     Args:
         reader: interprets the pickles; a new one is created by default.
-        max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times its size.
+        max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times
+            its size.
     Raises:
         CheckpointError: ``.metadata`` is missing, cut short, damaged, or of an unsupported kind.
     """

@@ -1,8 +1,8 @@
 """Writer of folders that ``torch.distributed.checkpoint`` loads, chunk by chunk from one process.
 
-The rank of a chunk only determines the file it is written to, so the folder of a job with many ranks can be made on a laptop.
-``.metadata`` is written last. It refers to torch's classes by name; these names are stable, because torch must load older folders. The
-classes themselves are not needed here, so torch.distributed is not imported.
+The rank of a chunk only determines the file it is written to, so the folder of a job with many ranks can be made on a
+laptop. ``.metadata`` is written last. It refers to torch's classes by name; these names are stable, because torch must
+load older folders. The classes themselves are not needed here, so torch.distributed is not imported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class DistFolderWriter:
         """Write the chunks of a tensor, one after the other.
 
         Raises:
-            ValueError: the chunks do not cover the tensor exactly once, the name is taken, or a chunk is not as announced.
+            ValueError: the chunks do not cover the tensor exactly once, the name is taken, or a chunk is not as
+                announced.
             OSError: e.g. no space.
         """
         self._check_new(name)

@@ -1,18 +1,20 @@
 """Table of the class and function names accepted in the pickle of a foreign checkpoint.
 
-A pickle names classes and functions and asks for them to be called. Here no name is ever looked up or imported, so none of them can do
-anything: the name only decides which kind of plain record replaces the call. The list makes sure that nothing is silently
-misread, and that a file that contains more than a checkpoint is refused with the offending name.
+A pickle names classes and functions and asks for them to be called. Here no name is ever looked up or imported, so none
+of them can do anything: the name only decides which kind of plain record replaces the call. The list makes sure that
+nothing is silently misread, and that a file that contains more than a checkpoint is refused with the offending name.
 
 Only the standard library is imported: the process that reads pickles loads this file and ``pickle_machine.py`` only.
-Source of the names: the files that torch, Megatron-LM, Megatron-DeepSpeed and DeepSpeed write; ``pickle`` renames of Python 2.
+Source of the names: the files that torch, Megatron-LM, Megatron-DeepSpeed and DeepSpeed write; ``pickle`` renames of
+Python 2.
 """
 
 from __future__ import annotations
 
 import re
 
-# Storage classes by the dtype of what they hold; a storage without dtype holds bytes, and the tensor says what they are.
+# Storage classes by the dtype of what they hold; a storage without dtype holds bytes, and the tensor says what they
+# are.
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
@@ -55,7 +57,8 @@ _EXACT = (
     | {"signal.Signals", "torch.distributed.remote_device"}
 )  # fmt: skip
 
-# Packages whose enums, settings and bookkeeping are stored in their checkpoints. None of them is installed or imported here.
+# Packages whose enums, settings and bookkeeping are stored in their checkpoints. None of them is installed or imported
+# here.
 _FAMILIES = (
     "megatron.", "deepspeed.", "apex.", "transformer_engine.", "fp16.loss_scaler.",
     "torch.distributed.checkpoint.", "torch.distributed._shard.",

@@ -1,12 +1,12 @@
 """An interpreter of pickles that produces plain data and can do nothing else.
 
-A pickle is a program for a stack machine. This one has the stack, the marks and the memo, and represents every class and function by
-a record of its name: nothing is imported, looked up, called or constructed, whatever the pickle contains. Opcodes that occur
-only in hand-made pickles or in Python 2's text protocol are refused by name.
+A pickle is a program for a stack machine. This one has the stack, the marks and the memo, and represents every class
+and function by a record of its name: nothing is imported, looked up, called or constructed, whatever the pickle
+contains. Opcodes that occur only in hand-made pickles or in Python 2's text protocol are refused by name.
 
-Values are JSON as far as possible: None, booleans, numbers and strings represent themselves, bytes stay bytes, and everything
-else is a sequence that begins with a tag: a list where later opcodes may add to it, else a named tuple (``Global``, ``Storage``,
-``Tensor``), which JSON writes as a list, too::
+Values are JSON as far as possible: None, booleans, numbers and strings represent themselves, bytes stay bytes, and
+everything else is a sequence that begins with a tag: a list where later opcodes may add to it, else a named tuple
+(``Global``, ``Storage``, ``Tensor``), which JSON writes as a list, too::
 
     ["[", item, ...]  ["(", item, ...]  ["{", key, value, ...]       list, tuple, dict (in order, a key may come twice)
     ["s", item, ...]  ["f", item, ...]                               set, frozenset
@@ -15,9 +15,10 @@ else is a sequence that begins with a tag: a list where later opcodes may add to
     ["S", key, dtype, numel]                                         a storage; its bytes are elsewhere in the file
     ["T", storage, offset, size, stride, requires_grad, dtype]       a tensor; offset and stride in elements, dtype or None
 
-Shared parts stay shared here but would be written out in full for the reader ("billion laughs"): ``check`` bounds the size beforehand
-and refuses cycles. The memory and time of a single opcode are bounded from outside, by the process (``pickle_worker.py``).
-Only the standard library is imported. Source: the comments of CPython's ``pickletools``; torch/_utils.py for the tensors' arguments.
+Shared parts stay shared here but would be written out in full for the reader ("billion laughs"): ``check`` bounds the
+size beforehand and refuses cycles. The memory and time of a single opcode are bounded from outside, by the process
+(``pickle_worker.py``). Only the standard library is imported. Source: the comments of CPython's ``pickletools``;
+torch/_utils.py for the tensors' arguments.
 """
 
 from __future__ import annotations
@@ -469,7 +470,8 @@ def check(root: Node, max_cost: int) -> None:
     """Refuse a value that is nested too deeply, contains itself, or would be too large with every shared part written out.
 
     Args:
-        max_cost: bound on the sum of the lengths of strings and bytes plus ``_NODE_COST`` or ``_LIST_COST`` for every value.
+        max_cost: bound on the sum of the lengths of strings and bytes plus ``_NODE_COST`` or ``_LIST_COST`` for every
+            value.
     """
     known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are visited
 

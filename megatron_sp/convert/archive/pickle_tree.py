@@ -1,8 +1,9 @@
 """Reader of foreign pickles that returns plain data: dicts, lists, numbers, strings, and records for tensors and objects.
 
-The bytes go to a separate process that interprets them and can do nothing else (``pickle_worker.py``, ``pickle_machine.py``); it
-returns text of bounded size, which is converted to the values below. No name in the file is ever imported or called, there is no
-option to allow it, and a file with an unknown name is refused with a message that contains the name.
+The bytes go to a separate process that interprets them and can do nothing else (``pickle_worker.py``,
+``pickle_machine.py``); it returns text of bounded size, which is converted to the values below. No name in the file is
+ever imported or called, there is no option to allow it, and a file with an unknown name is refused with a message that
+contains the name.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The sandboxed process that interprets foreign pickles: it has three pipes and little memory, and gives up all else first.
 
-The interpreter produces plain data only (``pickle_machine.py``); the process is a second barrier in case it has bugs: no file can be
-opened, no process started, no module imported, and memory and time are bounded. Started by ``pickle_tree.PickleReader`` as
+The interpreter produces plain data only (``pickle_machine.py``); the process is a second barrier in case it has bugs:
+no file can be opened, no process started, no module imported, and memory and time are bounded. Started by
+``pickle_tree.PickleReader`` as
 
     python -I -S -c "..." HEADROOM_BYTES CPU_SECONDS
 
-A request on standard input is 24 bytes, little endian (length of the data, number of consecutive pickles, ``max_cost`` of ``check``),
-followed by the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...], "devices": [...]}
-or {"refused": "..."}. The process exits at the end of its input.
+A request on standard input is 24 bytes, little endian (length of the data, number of consecutive pickles, ``max_cost``
+of ``check``), followed by the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages":
+[...], "devices": [...]} or {"refused": "..."}. The process exits at the end of its input.
 """
 
 from __future__ import annotations

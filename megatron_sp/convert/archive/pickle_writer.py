@@ -1,9 +1,9 @@
 """Writer of plain data as a pickle that other programs load: torch (also with ``weights_only=True``), Megatron-LM, DeepSpeed.
 
-Protocol 2, with the opcodes that torch's safe loader knows. No name is looked up here either: a class name is written as text, so a
-pickle of another program's object (``Object``) can be made without installing that program. Two references to one list become two
-lists; tensors that share a storage still share it.
-Source: the comments of CPython's ``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
+Protocol 2, with the opcodes that torch's safe loader knows. No name is looked up here either: a class name is written
+as text, so a pickle of another program's object (``Object``) can be made without installing that program. Two
+references to one list become two lists; tensors that share a storage still share it. Source: the comments of CPython's
+``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
 """
 
 from __future__ import annotations

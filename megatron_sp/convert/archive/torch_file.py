@@ -1,8 +1,9 @@
 """Reader of ``torch.save`` files that runs no code from them and reads one tensor at a time.
 
-``TorchFile(path).tree`` is the saved object, with a ``TensorRecord`` in place of every tensor; ``read(record)`` reads the bytes of that
-tensor, and only those, into new memory. Both formats are read: zip files (torch 1.6 and later) and the older stream of
-pickles. Every size is checked against the file's size before memory is allocated for it. Writing: ``torch_writer.py``.
+``TorchFile(path).tree`` is the saved object, with a ``TensorRecord`` in place of every tensor; ``read(record)`` reads
+the bytes of that tensor, and only those, into new memory. Both formats are read: zip files (torch 1.6 and later) and
+the older stream of pickles. Every size is checked against the file's size before memory is allocated for it. Writing:
+``torch_writer.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class StoragePlace(NamedTuple):
 class TorchFile:
     """A file of ``torch.save``; ``close`` it, or use it in a ``with`` statement.
 
-    The file is open only while it is read: a universal folder of a large model consists of more files than a process may have open.
+    The file is open only while it is read: a universal folder of a large model consists of more files than a process
+    may have open.
 
     Args:
         path: a regular file; symbolic links are not followed.

@@ -1,6 +1,7 @@
 """Streaming writer of ``torch.save`` files: lazy tensors of the tree are in memory one at a time.
 
-Plain data, tensors and ordered dicts load with ``weights_only=True``; for a Namespace its class must be allowlisted, as Megatron does.
+Plain data, tensors and ordered dicts load with ``weights_only=True``; for a Namespace its class must be allowlisted, as
+Megatron does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def write_torch_file(path: str | Path, tree: Any) -> int:
     Raises:
         FileExistsError: the file exists already.
         OSError: e.g. no space; nothing is left behind.
-        TypeError, ValueError: the tree contains something that cannot be written, or a LazyTensor makes another tensor than announced.
+        TypeError, ValueError: the tree contains something that cannot be written, or a LazyTensor makes another tensor
+            than announced.
     """
     path = Path(path)
     if path.exists():

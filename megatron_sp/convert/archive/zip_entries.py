@@ -1,10 +1,10 @@
 """Strict reader and streaming writer of the entries of a zip file.
 
-A torch file is a zip file whose entries are stored uncompressed. The reader uses only the directory at the end, checks it against the
-file's size and for consistency before using it, and then reads byte ranges; nothing is unpacked, no entry's name is used as a path.
-The writer never seeks, so a zip can be part of a larger file, and aligns the contents of every entry to a multiple of 64 bytes, as torch
-does, so that they can be memory-mapped. Python's ``zipfile`` can neither align nor be this strict.
-Source: PKWARE's APPNOTE.TXT, 4.3; caffe2/serialize/inline_container.cc.
+A torch file is a zip file whose entries are stored uncompressed. The reader uses only the directory at the end, checks
+it against the file's size and for consistency before using it, and then reads byte ranges; nothing is unpacked, no
+entry's name is used as a path. The writer never seeks, so a zip can be part of a larger file, and aligns the contents
+of every entry to a multiple of 64 bytes, as torch does, so that they can be memory-mapped. Python's ``zipfile`` can
+neither align nor be this strict. Source: PKWARE's APPNOTE.TXT, 4.3; caffe2/serialize/inline_container.cc.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def read_directory(window: Window) -> dict[str, Entry]:
     """Return all entries by name.
 
     Raises:
-        CheckpointError: the file is cut short or damaged, or an entry is compressed or encrypted, overlaps another, has the name of
-            another, or a name that leads out of the file.
+        CheckpointError: the file is cut short or damaged, or an entry is compressed or encrypted, overlaps another, has
+            the name of another, or a name that leads out of the file.
     """
     position, size, count = _find_directory(window)
     data, at, entries = window.read(position, size), 0, list[Entry]()

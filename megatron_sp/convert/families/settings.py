@@ -87,7 +87,8 @@ class Settings:
 
         Args:
             share: fraction of each head that is rotated, if the file does not specify it.
-            base, percent: older names of the entries for the base and the fraction; without ``percent`` all of a head must be rotated.
+            base, percent: older names of the entries for the base and the fraction; without ``percent`` all of a head
+                must be rotated.
         Raises:
             CheckpointError: an unsupported kind of scaling.
         """

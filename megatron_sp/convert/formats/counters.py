@@ -1,7 +1,7 @@
 """Counters in an optimizer's state: its number of updates, the progress of its schedule, and the loss scale of fp16.
 
-Adam counts its updates for bias correction; they are fewer than the steps of the training where steps were skipped. The loss
-scale is represented as in our checkpoints; ``good_steps`` counts the steps since the last overflow.
+Adam counts its updates for bias correction; they are fewer than the steps of the training where steps were skipped. The
+loss scale is represented as in our checkpoints; ``good_steps`` counts the steps since the last overflow.
 
     ours                 Megatron-LM (grad_scaler)    DeepSpeed (loss_scaler, an object)
     scale                scale                        cur_scale

@@ -1,7 +1,8 @@
 """Access to many torch files, and tensors assembled from stretches of the tensors in them.
 
-A tensor of a ZeRO checkpoint is split over the files of all data parallel ranks. ``Stored`` lists the stretches of the files that it
-consists of; ``Stretches`` reads them block by block into the tensor, so that memory holds only the tensor and one block.
+A tensor of a ZeRO checkpoint is split over the files of all data parallel ranks. ``Stored`` lists the stretches of the
+files that it consists of; ``Stretches`` reads them block by block into the tensor, so that memory holds only the tensor
+and one block.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
                  zero_pp_rank_1_mp_rank_00_model_states.pt       stage 3: replaces mp_rank_00_model_states.pt
                  zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  made by ds_to_universal.py
 
-Source: deepspeed 0.19.8, runtime/engine.py :: _get_ckpt_name, runtime/pipe/module.py :: ckpt_layer_path, checkpoint/ds_to_universal.py.
+Source: deepspeed 0.19.8, runtime/engine.py :: _get_ckpt_name, runtime/pipe/module.py :: ckpt_layer_path,
+checkpoint/ds_to_universal.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class StepFolder:
         """List a folder.
 
         Raises:
-            CheckpointError: there is no model, files of some ranks are missing, or it is a mixture of experts or of two saves.
+            CheckpointError: there is no model, files of some ranks are missing, or it is a mixture of experts or of two
+                saves.
         """
         found = cls(path)
         for file in sorted(path.iterdir()):

@@ -7,9 +7,9 @@
     26.weight                                 language_model.encoder.final_layernorm.weight
     27.lm_head.weight                         language_model.output_layer.weight
 
-The numbers differ between versions (some have a layer before the first block that only transposes dims), so the kind of a layer is
-determined by its parameters.
-Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe; deepspeed 0.19.8, runtime/pipe/module.py.
+The numbers differ between versions (some have a layer before the first block that only transposes dims), so the kind of
+a layer is determined by its parameters. Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe; deepspeed 0.19.8,
+runtime/pipe/module.py.
 """
 
 from __future__ import annotations

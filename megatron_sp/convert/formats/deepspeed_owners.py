@@ -1,6 +1,7 @@
 """Check that files of ZeRO stage 3 belong to the ranks in their names.
 
-An optimizer's file does not contain its rank, all have the same shapes, and there are no other weights to compare them with. Evidence:
+An optimizer's file does not contain its rank, all have the same shapes, and there are no other weights to compare them
+with. Evidence:
 
     the arguments of the run, in the model states    their ``rank`` increases with the number of the file
     devices of the tensors (cuda:3)                  a rank's two files come from one process, and so from one device

@@ -1,7 +1,8 @@
 """Loader of a DeepSpeed checkpoint in any layout, as tensors of tensor parallel ranks under our names.
 
-Data parallel ranks, pipeline stages and universal folders are resolved here: the result is one set of tensors for each tensor
-parallel rank, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``, as in a Megatron checkpoint of as many ranks.
+Data parallel ranks, pipeline stages and universal folders are resolved here: the result is one set of tensors for each
+tensor parallel rank, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``, as in a Megatron checkpoint of as many
+ranks.
 """
 
 from __future__ import annotations
@@ -238,7 +239,8 @@ class Weights:
     """The weights of all ranks; the optimizer's copies are checked against the model's own weights (a ``TensorStore``).
 
     Args:
-        wide: return the optimizer's copies where there are any, instead of the weights rounded as the model computes with them.
+        wide: return the optimizer's copies where there are any, instead of the weights rounded as the model computes
+            with them.
     """
 
     def __init__(self, files: Files, ranks: Ranks, *, wide: bool) -> None:

@@ -1,6 +1,7 @@
 """Contents of a ``*_model_states.pt`` file: weights of a model parallel rank, shapes for ZeRO's files, and settings of the run.
 
-Source: deepspeed 0.19.8, runtime/engine.py :: _common_checkpoint_state; Megatron-DeepSpeed, checkpointing.py :: save_checkpoint.
+Source: deepspeed 0.19.8, runtime/engine.py :: _common_checkpoint_state; Megatron-DeepSpeed, checkpointing.py ::
+save_checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ModelStates:
     Attributes:
         path: path of the file.
         module: its weights by name; empty where pipeline stages store them in files of layers.
-        groups: names and shapes of the trainable parameters in the order in which ZeRO flattens them, by group; empty without ZeRO.
+        groups: names and shapes of the trainable parameters in the order in which ZeRO flattens them, by group; empty
+            without ZeRO.
         frozen_shapes, frozen_parts: those of parameters that are not trained; in stage 3 a part is one rank's.
         shared: other names of parameters.
         settings: all entries of the file.

@@ -1,12 +1,14 @@
 """Universal checkpoints: every parameter in full, in a folder named after it, independent of the layout of ranks.
 
-``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` contain {"param": tensor} and a description of how the tensor parallel shares were
-merged: ``cat_dim``, concatenated along it; with ``param_n_sub_params`` 2, gate and up each on their own; with ``sub_param_shape``,
-each block of rows on its own; none of these, all were the same. ``vocab_tensor``: padding rows were removed. Splitting as described in
-the file restores the original shares, even if the saving code described no parameters and all shares were simply concatenated. From
-stage 3 the files contain bare tensors without a shape, which is then in the model states.
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` contain {"param": tensor} and a description of how the tensor parallel
+shares were merged: ``cat_dim``, concatenated along it; with ``param_n_sub_params`` 2, gate and up each on their own;
+with ``sub_param_shape``, each block of rows on its own; none of these, all were the same. ``vocab_tensor``: padding
+rows were removed. Splitting as described in the file restores the original shares, even if the saving code described no
+parameters and all shares were simply concatenated. From stage 3 the files contain bare tensors without a shape, which
+is then in the model states.
 
-Source: deepspeed 0.19.8, checkpoint/ds_to_universal.py :: merge_tp_slices, checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
+Source: deepspeed 0.19.8, checkpoint/ds_to_universal.py :: merge_tp_slices, checkpoint/universal_checkpoint.py ::
+load_hp_checkpoint_state.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
                  [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    zero1
                  zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  universal, with latest_universal
 
-The parameters are in the order in which Megatron's modules register them, in two groups, with and without weight decay, as in its
-optimizer. Source: as for reading, ``deepspeed_zero.py`` and ``deepspeed_universal.py``.
+The parameters are in the order in which Megatron's modules register them, in two groups, with and without weight decay,
+as in its optimizer. Source: as for reading, ``deepspeed_zero.py`` and ``deepspeed_universal.py``.
 """
 
 from __future__ import annotations

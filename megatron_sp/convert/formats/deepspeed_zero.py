@@ -1,7 +1,8 @@
 """Weights and moments in the optimizer files of ZeRO, located by parameter name.
 
-Stages 1 and 2 (and the bf16 optimizer) concatenate all parameters of a group, with the paddings listed in the file, and split that
-vector into equal ranges, one for each data parallel rank; the part of the last ranges beyond the end may be missing in the file:
+Stages 1 and 2 (and the bf16 optimizer) concatenate all parameters of a group, with the paddings listed in the file, and
+split that vector into equal ranges, one for each data parallel rank; the part of the last ranges beyond the end may be
+missing in the file:
 
     | a a a a a b b . c c | c c c c c d d d d d | d d - - - - - - - - |      '.' padding between parameters, '-' beyond the end
           rank 0                 rank 1                 rank 2
@@ -10,8 +11,9 @@ Stage 3 splits every parameter on its own into equal parts, the last one padded,
 
     | a a b c c c d d d d | a a b c c c d d d d | a - - c c - d d d d |
 
-Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py :: state_dict (``rigid`` and ``elastic``), runtime/zero/stage3.py ::
-_rigid_state_dict, runtime/bf16_optimizer.py :: state_dict; the arithmetic as in utils/zero_to_fp32.py.
+Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py :: state_dict (``rigid`` and ``elastic``),
+runtime/zero/stage3.py :: _rigid_state_dict, runtime/bf16_optimizer.py :: state_dict; the arithmetic as in
+utils/zero_to_fp32.py.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Partition:
         fragments: by group and name, (start, count) of this rank's part of a parameter; empty in older files.
         paddings: by group, number of padding elements after each parameter; None where there are none.
         count: number of ranks that a group is split over.
-        squares: in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there are none.
+        squares: in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there
+            are none.
     """
 
     path: Path
@@ -154,9 +157,9 @@ def _require_alike(ranks: list[Partition]) -> None:
 def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
     """Locate the parameters in equal ranges of their concatenation.
 
-    The ranks' own lists (``param_slice_mappings``) are only used if the model states have no shapes: DeepSpeed 0.19.8 writes them in the
-    order of the model even where ``round_robin_gradients`` has reordered the parameters. Weights from the wrong position
-    differ from the model's own weights, which is checked when they are read.
+    The ranks' own lists (``param_slice_mappings``) are only used if the model states have no shapes: DeepSpeed 0.19.8
+    writes them in the order of the model even where ``round_robin_gradients`` has reordered the parameters. Weights
+    from the wrong position differ from the model's own weights, which is checked when they are read.
     """
     groups = len(ranks[0].flats[MASTER])
     if not states.groups:

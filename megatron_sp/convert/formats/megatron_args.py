@@ -1,7 +1,8 @@
 """Conversion between Megatron's arguments, which are stored in its checkpoints, and the configuration of our model.
 
-Arguments that change the model and have no counterpart here are refused by name. Missing arguments are derived from the tensors
-(``megatron_facts.py``), given by ``--set NAME=VALUE``, or assumed to be Megatron's default; otherwise the user is asked for them.
+Arguments that change the model and have no counterpart here are refused by name. Missing arguments are derived from the
+tensors (``megatron_facts.py``), given by ``--set NAME=VALUE``, or assumed to be Megatron's default; otherwise the user
+is asked for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron_sp.convert.model import Model
 from megatron_sp.convert.overrides import Overrides
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
-# Arguments that change what the model computes and that we do not support: their neutral values, and what other values mean.
+# Arguments that change what the model computes and that we do not support: their neutral values, and what other values
+# mean.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None, 0, 1, [1]), "is a mixture of experts"),
     "expert_model_parallel_size": ((None, 1), "is a mixture of experts"),

@@ -1,7 +1,8 @@
 """The tensors of a ``torch_dist`` folder under our names: one for each block, though blocks are stored stacked.
 
-Keys are those of core with Transformer Engine. Blocks that are all alike are stacked in one tensor along the first dim, without a number
-in the key; a block is read from it without the others. Adam's state has keys that contain that of the parameter:
+Keys are those of core with Transformer Engine. Blocks that are all alike are stacked in one tensor along the first dim,
+without a number in the key; a block is read from it without the others. Adam's state has keys that contain that of the
+parameter:
 
     optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>      like the parameter, or each rank's share of it as one row:
                                                                      [parts along each dim, elements of a part]

@@ -85,7 +85,8 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 def _extra_keys(store: Scattered, layers: int, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
     """Yield the keys of the FP8 state of Transformer Engine's modules, and the rank that would write each.
 
-    Without them Megatron refuses to load with its default strictness; keys that its version does not look for are ignored.
+    Without them Megatron refuses to load with its default strictness; keys that its version does not look for are
+    ignored.
     """
     names = [name.partition("/")[2] for name in store.tensors()]
     first = [name for name in names if (layer := _LAYER.fullmatch(name)) and layer[2] == "0"]

@@ -49,7 +49,8 @@ def facts_of(first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
     """Derive the facts from the shapes of the tensors.
 
     Args:
-        first, last: tensors of the first and of the last pipeline stage of tp rank 0, by our names; the same if there is one stage.
+        first, last: tensors of the first and of the last pipeline stage of tp rank 0, by our names; the same if there
+            is one stage.
         num_layers: number of layers of all stages.
     Raises:
         KeyError: a tensor that every transformer has is missing; contains its name.

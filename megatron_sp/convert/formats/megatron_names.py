@@ -1,8 +1,9 @@
 """Translation between Megatron's parameter names, old and new, and ours.
 
 Ours are those of Megatron-core with separate norms (its "local" layers). Files may use other names: those of core with
-Transformer Engine, where a norm belongs to the linear layer after it; and legacy names, in nested dicts of Megatron-LM until 2024 and
-Megatron-DeepSpeed, in two or three spellings. In a file, layers are numbered from the first of its pipeline stage.
+Transformer Engine, where a norm belongs to the linear layer after it; and legacy names, in nested dicts of Megatron-LM
+until 2024 and Megatron-DeepSpeed, in two or three spellings. In a file, layers are numbered from the first of its
+pipeline stage.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Adam's state in classic Megatron checkpoints, and the assignment of its tensors to parameters.
 
-Two forms are read. The plain optimizer numbers its parameters, in one or two groups (with and without weight decay), and has fp32 copies
-of 16-bit weights. The distributed optimizer has three flat buffers for each model of a rank in ``distrib_optim.pt``:
+Two forms are read. The plain optimizer numbers its parameters, in one or two groups (with and without weight decay),
+and has fp32 copies of 16-bit weights. The distributed optimizer has three flat buffers for each model of a rank in
+``distrib_optim.pt``:
 
     parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or without gaps, bucket after bucket
 
-Neither contains names, so the order is taken from the file's own list of parameters, lengths must match exactly, and each weight must be
-its rounded fp32 copy when that is read. Everything else is refused rather than guessed.
-Source: megatron-core 0.16.1, distrib_optimizer.py :: get_parameter_state_dp_zero, param_and_grad_buffer.py, optimizer/__init__.py.
+Neither contains names, so the order is taken from the file's own list of parameters, lengths must match exactly, and
+each weight must be its rounded fp32 copy when that is read. Everything else is refused rather than guessed. Source:
+megatron-core 0.16.1, distrib_optimizer.py :: get_parameter_state_dp_zero, param_and_grad_buffer.py,
+optimizer/__init__.py.
 """
 
 from __future__ import annotations

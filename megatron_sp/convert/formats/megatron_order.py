@@ -1,7 +1,8 @@
 """The order of parameters in Megatron's modules, by which its optimizers number them.
 
-Files list them in the order in which modules register them, so a reader takes it from the file; a writer needs it. Source: the
-constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and BertModel, and of legacy ParallelTransformerLayer.
+Files list them in the order in which modules register them, so a reader takes it from the file; a writer needs it.
+Source: the constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and BertModel, and of legacy
+ParallelTransformerLayer.
 """
 
 from __future__ import annotations

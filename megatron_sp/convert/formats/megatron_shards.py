@@ -1,8 +1,9 @@
 """Shares of our parameters on Megatron's tensor and pipeline parallel ranks, and their order of rows.
 
-A place is one part of a model in a rank's files: it has the layers from ``first_layer`` on, and its tp rank's share of their tensors.
-Column-parallel layers and vocabularies are split along dim 0, row-parallel ones along dim 1, everything else is replicated. Two kinds of
-shares are not contiguous: [gate | up] of a gated MLP is split within each half, and the rows of the fused projection have had four orders:
+A place is one part of a model in a rank's files: it has the layers from ``first_layer`` on, and its tp rank's share of
+their tensors. Column-parallel layers and vocabularies are split along dim 0, row-parallel ones along dim 1, everything
+else is replicated. Two kinds of shares are not contiguous: [gate | up] of a gated MLP is split within each half, and
+the rows of the fused projection have had four orders:
 
     interleaved   [g, n/g + 2, d]     version 2.0 and later: ours, so a rank's share is a slice
     v0            [3, n, d]           within a rank

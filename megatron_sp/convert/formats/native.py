@@ -99,7 +99,8 @@ class _Reading:
 class _Cast:
     """A model's tensors as they are written: depending on the options without the optimizer, or in another dtype (a ``TensorStore``).
 
-    With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit optimizer.
+    With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit
+    optimizer.
     """
 
     def __init__(self, model: Model, options: Options) -> None:

@@ -1,8 +1,9 @@
 """Check by the run's arguments in each file that files of ranks belong to the ranks in their names, and to one save.
 
-Every process of Megatron writes its global rank into its file (``args.rank``). However ranks are mapped to tensor, pipeline and
-data parallelism, the global rank increases along each of them, and so with the numbers in the names. Settings of the model and
-counters are the same on all ranks; where stages have no weight in common, nothing else distinguishes the files of two runs.
+Every process of Megatron writes its global rank into its file (``args.rank``). However ranks are mapped to tensor,
+pipeline and data parallelism, the global rank increases along each of them, and so with the numbers in the names.
+Settings of the model and counters are the same on all ranks; where stages have no weight in common, nothing else
+distinguishes the files of two runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPT-2, Llama, Mistral, Qwen2, GPT-NeoX, BERT and MegatronBERT from Hugging Face folders, by their own names and layouts.
 
-Tensors are read with the safetensors library when a block needs them. config.json is parsed here independently, so that a setting
-misread by the conversion shows up as a difference.
+Tensors are read with the safetensors library when a block needs them. config.json is parsed here independently, so that
+a setting misread by the conversion shows up as a difference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's GPT and BERT from the files of tensor- and pipeline-parallel ranks, computed as these ranks would.
 
-Each rank's slice is split into its own heads, in the row order of its checkpoint version; outputs of row-parallel layers are summed over
-the ranks; vocabulary shards are looked up and multiplied one by one. Both naming schemes are read: that of Megatron-LM until 2024 and
-Megatron-DeepSpeed, and that of Megatron core.
+Each rank's slice is split into its own heads, in the row order of its checkpoint version; outputs of row-parallel
+layers are summed over the ranks; vocabulary shards are looked up and multiplied one by one. Both naming schemes are
+read: that of Megatron-LM until 2024 and Megatron-DeepSpeed, and that of Megatron core.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def open_folder(
 ) -> Megatron:
     """Return the model of an iteration.
 
-    Supported are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and distributed checkpoints.
+    Supported are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and
+    distributed checkpoints.
 
     Args:
         folder: folder of the iteration.

@@ -1,7 +1,7 @@
 """Format-neutral description of a model in files, and its forward pass with the weights of one block in memory at a time.
 
-A block is computed as by tensor-parallel ranks: each shard has its own heads and its share of the MLP, the outputs are summed, and
-biases of row-parallel layers are added once. Files that are not split have one shard.
+A block is computed as by tensor-parallel ranks: each shard has its own heads and its share of the MLP, the outputs are
+summed, and biases of row-parallel layers are added once. Files that are not split have one shard.
 """
 
 from __future__ import annotations

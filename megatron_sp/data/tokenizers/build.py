@@ -15,12 +15,14 @@ from megatron_sp.utils.errors import ConfigError
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
     """Build the tokenizer of --tokenizer-type.
 
-    Default with --tokenizer-model: HuggingFaceTokenizer if the file ends in .json, else SentencePieceTokenizer; with --merge-file:
-    GPT2BPETokenizer; with --vocab-file alone: BertWordPieceLowerCase; with --vocab-size alone: NullTokenizer.
+    Default with --tokenizer-model: HuggingFaceTokenizer if the file ends in .json, else SentencePieceTokenizer; with
+    --merge-file: GPT2BPETokenizer; with --vocab-file alone: BertWordPieceLowerCase; with --vocab-size alone:
+    NullTokenizer.
 
     Args:
         data: the flags.
-        vocab_size: --vocab-size, entries of the model's vocabulary; it may exceed the tokenizer's, never the other way round.
+        vocab_size: --vocab-size, entries of the model's vocabulary; it may exceed the tokenizer's, never the other way
+            round.
     Raises:
         ConfigError: the flags do not determine a tokenizer, or ``vocab_size`` is too small for it.
         DataError: the tokenizer's file is missing or damaged.

@@ -1,9 +1,10 @@
 """Tokenizers in Hugging Face's file formats: ``tokenizer.json``, and GPT-2's ``vocab.json`` with ``merges.txt``.
 
-The tokenizers library does the work; it is imported when the first tokenizer is created. Only local files are read, nothing is
-downloaded, and no Python code that comes with a model is run. Ids are those of the model's own tokenizer without special tokens added
-around the text; a special token spelled out in the text is encoded as that token. The end-of-document token and BERT's special tokens
-are those named in ``tokenizer_config.json`` or ``special_tokens_map.json`` beside the file, else recognised by name.
+The tokenizers library does the work; it is imported when the first tokenizer is created. Only local files are read,
+nothing is downloaded, and no Python code that comes with a model is run. Ids are those of the model's own tokenizer
+without special tokens added around the text; a special token spelled out in the text is encoded as that token. The
+end-of-document token and BERT's special tokens are those named in ``tokenizer_config.json`` or
+``special_tokens_map.json`` beside the file, else recognised by name.
 """
 
 from __future__ import annotations

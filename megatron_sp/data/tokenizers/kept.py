@@ -1,9 +1,9 @@
 """Copy of a run's tokenizer in the run's folder, so that its weights can be used from anywhere without other files.
 
-``RUN/tokenizer`` holds the files under the names that Hugging Face gives them, and SHA256SUMS. Every checkpoint's state.json has a record
-under ``tokenizer``: its type, its fingerprint, the folder's name and the SHA-256 of each file; a damaged copy is never used. A copy is
-never overwritten: if a run continues with another tokenizer, that one is kept in ``RUN/tokenizer-`` plus the first digits of its digest,
-and older checkpoints still refer to the older one.
+``RUN/tokenizer`` holds the files under the names that Hugging Face gives them, and SHA256SUMS. Every checkpoint's
+state.json has a record under ``tokenizer``: its type, its fingerprint, the folder's name and the SHA-256 of each file;
+a damaged copy is never used. A copy is never overwritten: if a run continues with another tokenizer, that one is kept
+in ``RUN/tokenizer-`` plus the first digits of its digest, and older checkpoints still refer to the older one.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:
         data: the configuration of the training; modified in place.
         step_dir: folder of the checkpoint: RUN/checkpoints/step-N, or a step folder that was moved out of its run.
     Raises:
-        DataError: the copy is damaged; or there is none, and the files that the training used are missing or have changed.
+        DataError: the copy is damaged; or there is none, and the files that the training used are missing or have
+            changed.
     """
     folder = None if record is None else find(record, step_dir)
     if record is not None and folder is not None:

@@ -18,7 +18,8 @@ _SPACE = "\u2581"  # SentencePiece's letter for a space; it stands at the beginn
 class SentencePieceTokenizer:
     """Tokenizer from a SentencePiece model; a document ends with ``<eod>`` or ``<|endoftext|>``, else the end-of-sentence id.
 
-    BERT's tokens are the pieces ``[CLS]``, ``[SEP]``, ``[MASK]`` and ``[PAD]``, or ``<cls>``, ``<sep>``, ``<mask>`` and ``<pad>``.
+    BERT's tokens are the pieces ``[CLS]``, ``[SEP]``, ``[MASK]`` and ``[PAD]``, or ``<cls>``, ``<sep>``, ``<mask>`` and
+    ``<pad>``.
 
     Args:
         model: path of the ``.model`` file.

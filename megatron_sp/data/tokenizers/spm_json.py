@@ -1,11 +1,12 @@
 """Conversion of a SentencePiece model to the tokenizers library, for programs that read ``tokenizer.json``.
 
-BPE is built from pieces and scores: pairs are merged in the order of the scores of the resulting pieces. The type of the model and its
-text normalisation are not read from the .model file; instead the result is accepted if it gives the same ids on many texts. Unigram
-models, and normalisations other than the identity, fail this test and are not converted: among equally likely segmentations
-SentencePiece takes the one favoured by its 32-bit sums, rounded at each piece (it matters in one text of some hundreds, mostly in runs
-of "="), whereas the library sums in 64 bits; and the library's Precompiled normaliser looks only at the first characters of a cluster (a
-full-width A followed by an accent loses the accent).
+BPE is built from pieces and scores: pairs are merged in the order of the scores of the resulting pieces. The type of
+the model and its text normalisation are not read from the .model file; instead the result is accepted if it gives the
+same ids on many texts. Unigram models, and normalisations other than the identity, fail this test and are not
+converted: among equally likely segmentations SentencePiece takes the one favoured by its 32-bit sums, rounded at each
+piece (it matters in one text of some hundreds, mostly in runs of "="), whereas the library sums in 64 bits; and the
+library's Precompiled normaliser looks only at the first characters of a cluster (a full-width A followed by an accent
+loses the accent).
 """
 
 from __future__ import annotations

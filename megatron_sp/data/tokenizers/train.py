@@ -1,11 +1,12 @@
 """Training of tokenizers: a SentencePiece model that reproduces its input text exactly, or BERT's WordPiece.
 
-SentencePiece: no normalisation, and spaces are neither added in front nor removed; a newline is a separate piece, runs of spaces can be
-pieces, and text without a piece is spelled in bytes. The model type is BPE, which trains in seconds where the unigram model takes a
-minute, and compresses as well (3.35 against 3.31 bytes per token on Python's own sources). Lines are sampled evenly over the documents
-and in order, and training has one thread, so the same text gives the same model, byte for byte. With BERT's special tokens, which no text
-can spell, a space is added in front, so that a word has the same pieces at the beginning of a sentence as within it.
-WordPiece: trained by the tokenizers library on the same lines; the result is a ``vocab.txt`` like BERT's.
+SentencePiece: no normalisation, and spaces are neither added in front nor removed; a newline is a separate piece, runs
+of spaces can be pieces, and text without a piece is spelled in bytes. The model type is BPE, which trains in seconds
+where the unigram model takes a minute, and compresses as well (3.35 against 3.31 bytes per token on Python's own
+sources). Lines are sampled evenly over the documents and in order, and training has one thread, so the same text gives
+the same model, byte for byte. With BERT's special tokens, which no text can spell, a space is added in front, so that a
+word has the same pieces at the beginning of a sentence as within it. WordPiece: trained by the tokenizers library on
+the same lines; the result is a ``vocab.txt`` like BERT's.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def train_wordpiece(
     lines = _lines(texts, sample_bytes)
     tokenizer = wordpiece_model({token: i for i, token in enumerate(SPECIAL)}, lowercase)
     alphabet, continuing = _alphabet(tokenizer, lines, min(_MAX_ALPHABET, vocab_size // 3))
-    # Given as special, these get their ids in this order; the trainer itself would number them by chance, and break ties by number.
+    # Given as special, these get their ids in this order; the trainer itself would number them by chance, and break
+    # ties by number.
     first = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),

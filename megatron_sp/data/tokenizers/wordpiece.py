@@ -1,9 +1,9 @@
 """BERT's WordPiece with a ``vocab.txt``, cased or not; based on the tokenizers library, which is imported on first use.
 
-The ids are those of Hugging Face's BertTokenizer without special tokens added around the text: text is cleaned, Chinese characters are
-separate words, lower-casing also removes accents, text is split at white space and punctuation, and each word is split greedily into the
-longest pieces from the left, where pieces that continue a word begin with "##". A word that cannot be split is [UNK]. A special token
-spelled out in the text is encoded as that token.
+The ids are those of Hugging Face's BertTokenizer without special tokens added around the text: text is cleaned, Chinese
+characters are separate words, lower-casing also removes accents, text is split at white space and punctuation, and each
+word is split greedily into the longest pieces from the left, where pieces that continue a word begin with "##". A word
+that cannot be split is [UNK]. A special token spelled out in the text is encoded as that token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Evaluation of BERT: masked tokens of a data set as in training, and the pseudo-perplexity of texts.
 
-Pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) masks the tokens of a text one at a time, and is the exponential of the mean
-loss of the masked tokens: a text of n tokens takes n rows. All evaluations are collective.
+Pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) masks the tokens of a text one at a time, and is the
+exponential of the mean loss of the masked tokens: a text of n tokens takes n rows. All evaluations are collective.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Metrics with standard errors, computed from scores.
 
-Standard errors are based on independent units: windows of a text, not tokens (which depend on their neighbours), or questions. With S_w
-the loss of window w, n_w its number of tokens, W the number of windows, N that of all tokens and m = sum S / N the mean:
+Standard errors are based on independent units: windows of a text, not tokens (which depend on their neighbours), or
+questions. With S_w the loss of window w, n_w its number of tokens, W the number of windows, N that of all tokens and m
+= sum S / N the mean:
 
     stderr(m) = sqrt( W / (W - 1) * sum_w (S_w - n_w m)^2 ) / N
 """

@@ -1,6 +1,7 @@
 """Rows of tokens for scoring, and which of their tokens count.
 
-A row has at most one more token than the model reads at once: all but the last are its input, all but the first its labels.
+A row has at most one more token than the model reads at once: all but the last are its input, all but the first its
+labels.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
     Args:
         tokens: a document, or several concatenated.
         length: tokens that the model reads at once.
-        stride: offset between consecutive windows; with ``length`` they do not overlap, with less every scored token after the first
-            window has at least ``length - stride`` tokens of context.
+        stride: offset between consecutive windows; with ``length`` they do not overlap, with less every scored token
+            after the first window has at least ``length - stride`` tokens of context.
     """
     scored, start = 0, 0  # the labels 1 to ``scored`` are done
     while scored < len(tokens) - 1:
@@ -58,8 +59,9 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
 def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> ScoredTokens:
     """Return a row with the tokens of ``context + text``, of which those of ``text`` are scored.
 
-    Both are encoded together, as they would be in a corpus, and split where the encoding of the context alone ends; trailing spaces of
-    the context belong to the text. A context that is too long is truncated on the left; an empty one becomes an end-of-document token.
+    Both are encoded together, as they would be in a corpus, and split where the encoding of the context alone ends;
+    trailing spaces of the context belong to the text. A context that is too long is truncated on the left; an empty one
+    becomes an end-of-document token.
 
     Args:
         length: tokens that the model reads at once.

@@ -1,8 +1,8 @@
 """Scoring of rows in batches, distributed over the data-parallel replicas of a model.
 
-Batches are formed independently of the layout: longest rows first, so that the rows of a batch have similar lengths. Replica r of the
-model (dp) takes every dp-th batch; within a replica the tp and sp ranks work on it together. So in any layout every number equals that of
-a single process, up to rounding.
+Batches are formed independently of the layout: longest rows first, so that the rows of a batch have similar lengths.
+Replica r of the model (dp) takes every dp-th batch; within a replica the tp and sp ranks work on it together. So in any
+layout every number equals that of a single process, up to rounding.
 """
 
 from __future__ import annotations

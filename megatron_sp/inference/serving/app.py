@@ -1,8 +1,8 @@
 """HTTP interface of the engine: OpenAI's completions API, as JSON or server-sent events.
 
-A request is checked in a worker thread and queued; its output arrives through an asyncio queue of its own. A client that disconnects
-cancels its request. Bodies must be ``application/json``: a browser page cannot send that to another site without a CORS preflight,
-which this server rejects.
+A request is checked in a worker thread and queued; its output arrives through an asyncio queue of its own. A client
+that disconnects cancels its request. Bodies must be ``application/json``: a browser page cannot send that to another
+site without a CORS preflight, which this server rejects.
 """
 
 from __future__ import annotations

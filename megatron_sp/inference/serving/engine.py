@@ -2,9 +2,9 @@
 
     waiting --(a free row: prefill of the prompt)--> running --(steps: one token each, in one batch)--> done
 
-Requests join and leave between steps, so a short one never waits for a long one to end. While others run, at most one prompt is prefilled
-between two steps; the samples of a prompt share its prefill. In a batch a sequence has the same tokens as alone up to the rounding of
-batched products; with one row, exactly the same.
+Requests join and leave between steps, so a short one never waits for a long one to end. While others run, at most one
+prompt is prefilled between two steps; the samples of a prompt share its prefill. In a batch a sequence has the same
+tokens as alone up to the rounding of batched products; with one row, exactly the same.
 """
 
 from __future__ import annotations

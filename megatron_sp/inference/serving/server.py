@@ -1,7 +1,7 @@
 """The server process: socket, engine, and graceful shutdown.
 
-On SIGTERM and SIGINT no new requests are accepted, present ones have a grace period to finish, the rest then gets 503, and
-the process exits with 0. A second SIGINT ends the grace period at once.
+On SIGTERM and SIGINT no new requests are accepted, present ones have a grace period to finish, the rest then gets 503,
+and the process exits with 0. A second SIGINT ends the grace period at once.
 """
 
 from __future__ import annotations

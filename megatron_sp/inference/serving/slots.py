@@ -1,7 +1,7 @@
 """The model with the sequences in progress, on every rank of a team.
 
-Rank 0 decides; before it calls the model it sends the command to the other ranks as JSON, and they do the same. So the scheduler and
-HTTP exist only once, and a model on several tp or sp ranks is served like any other.
+Rank 0 decides; before it calls the model it sends the command to the other ranks as JSON, and they do the same. So the
+scheduler and HTTP exist only once, and a model on several tp or sp ranks is served like any other.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class Applied:
     Attributes:
         model: the model.
         mesh: over which it is split.
-        specs: where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed over tp.
+        specs: where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed
+            over tp.
         splits: by name, under all names of split parameters.
         ulysses: how sequences are cut over sp; None: they are not.
         zero: owner of parameters, gradients and optimizer state; None: the modules own them.
@@ -52,8 +53,9 @@ class Applied:
     def complete(self, result: Any) -> Any:
         """Return the model's result with all positions, where this rank has computed only its own. Collective over sp and tp.
 
-        ``hidden_states`` and ``attentions`` of a transformers result are gathered too, if they were requested. A loss of the whole result,
-        the same on all ranks, has the right gradients; a loss of this rank's share is only a part of it, and cheaper.
+        ``hidden_states`` and ``attentions`` of a transformers result are gathered too, if they were requested. A loss
+        of the whole result, the same on all ranks, has the right gradients; a loss of this rank's share is only a part
+        of it, and cheaper.
 
         Raises:
             ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
@@ -78,8 +80,8 @@ class Applied:
     def finish_backward(self) -> None:
         """Sum partial gradients: over tp for parameters used on a share of positions or heads, over dp and sp for all.
 
-        For custom training loops, once after the last backward pass of a step; the loss is divided by the number of tokens of all ranks.
-        The project's own loop and ZeRO do it themselves.
+        For custom training loops, once after the last backward pass of a step; the loss is divided by the number of
+        tokens of all ranks. The project's own loop and ZeRO do it themselves.
         """
         if self.zero is not None:
             self.zero.finish()
@@ -133,7 +135,8 @@ class Applied:
         """Load whole tensors, such as ``full_state_dict`` returns. What is on the meta device is created here, at this rank's size.
 
         Raises:
-            ConfigError: a tensor is missing, or has another shape; a buffer on the meta device is missing; ZeRO has taken the parameters.
+            ConfigError: a tensor is missing, or has another shape; a buffer on the meta device is missing; ZeRO has
+                taken the parameters.
         """
         if self.zero is not None:
             raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")

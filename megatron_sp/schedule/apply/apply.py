@@ -49,8 +49,8 @@ def apply(
 
     Args:
         rules: check the rules on the lines; callers that apply some of the lines only, or measure wrong ones, do not.
-        multiple: apply ``ulysses()`` on one rank, too, and pad lengths to a multiple of this: the reference that a run on several ranks is
-            compared with, step by step (default: one rank does nothing).
+        multiple: apply ``ulysses()`` on one rank, too, and pad lengths to a multiple of this: the reference that a run
+            on several ranks is compared with, step by step (default: one rank does nothing).
     Raises:
         ConfigError: an impossible line.
     """

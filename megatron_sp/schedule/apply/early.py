@@ -4,12 +4,13 @@
     now:     q = x Wq    k = x Wk    v = x Wv    rotate    [ what is left of v ]   attention
                    [ exchange q          ][ exchange k ]
 
-Backward likewise: the exchanges of the gradients of v, k and q start together, and the gradients of v's projection are computed during
-those of the others.
+Backward likewise: the exchanges of the gradients of v, k and q start together, and the gradients of v's projection are
+computed during those of the others.
 
-The projections hand the module a stand-in of one head, because what it does between them and the attention (reshape, rotate) is done here
-already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the cosines and sines that the module was given. The first pass
-of each module, and ``check()``, verify that it does this and nothing else (``check/op_trace.py``).
+The projections hand the module a stand-in of one head, because what it does between them and the attention (reshape,
+rotate) is done here already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the cosines and sines
+that the module was given. The first pass of each module, and ``check()``, verify that it does this and nothing else
+(``check/op_trace.py``).
 """
 
 from __future__ import annotations

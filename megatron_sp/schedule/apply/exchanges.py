@@ -71,7 +71,8 @@ def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[
     """Register the hooks that cut the sequence over tp where a region begins and gather it where the region ends.
 
     Returns:
-        The length of a rank's share, updated in each pass, and the names of the whole parameters inside, whose gradients are partial sums.
+        The length of a rank's share, updated in each pass, and the names of the whole parameters inside, whose
+        gradients are partial sums.
     """
     first, length, found = job.first_names(), RegionLength(), set[str]()
     for line, path, module in job.each("sequence"):

@@ -1,7 +1,7 @@
 """Guards against uses of a split model that would silently give wrong results.
 
-A copy would compute with the layers of the original; a second schedule would split shares again; transformers' own ``save_pretrained``
-would write shares, and ``resize_token_embeddings`` would resize one rank's share.
+A copy would compute with the layers of the original; a second schedule would split shares again; transformers' own
+``save_pretrained`` would write shares, and ``resize_token_embeddings`` would resize one rank's share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Wrapper around the attention of transformers models, which they all look up in one table.
 
-A model's attention calls ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and looks up the one that makes
-its mask in ``ALL_MASK_ATTENTION_FUNCTIONS``. Modules of a model that is split over sp get those functions with exchanges around them, and
-masks of whole sequences; all other models get the originals. transformers is not imported here: whoever has such a model has imported it.
+A model's attention calls ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and looks up
+the one that makes its mask in ``ALL_MASK_ATTENTION_FUNCTIONS``. Modules of a model that is split over sp get those
+functions with exchanges around them, and masks of whole sequences; all other models get the originals. transformers is
+not imported here: whoever has such a model has imported it.
 """
 
 from __future__ import annotations

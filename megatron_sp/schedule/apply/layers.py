@@ -39,7 +39,8 @@ def replace_forwards(job: ApplyJob, plan: SplitPlan, whole: WholeModel) -> set[s
     Returns:
         Names of biases that each rank adds to its share of a result, so that their gradients are partial sums over tp.
     Raises:
-        ConfigError: nobody says where the result of a layer split by rows is summed (E3), or an option does not fit the layer.
+        ConfigError: nobody says where the result of a layer split by rows is summed (E3), or an option does not fit the
+            layer.
     """
     lines = {id(module): line for line, _, module in job.each("column", "row", "vocab_parallel")}
     partial: set[str] = set()

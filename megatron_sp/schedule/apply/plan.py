@@ -74,8 +74,8 @@ def plan_splits(job: ApplyJob) -> SplitPlan:
     """Plan the splits that lines ask for.
 
     Raises:
-        ConfigError: something cannot be split like this; tied parameters are treated differently (E9); a bias is forgotten (E4); a sum
-            is made twice (E5).
+        ConfigError: something cannot be split like this; tied parameters are treated differently (E9); a bias is
+            forgotten (E4); a sum is made twice (E5).
     """
     splits = collect(list(_requested(job)))
     _extend_to_aliases(job.model, splits)

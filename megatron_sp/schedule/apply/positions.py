@@ -12,7 +12,8 @@ def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Te
     """Return the position ids of a whole sequence.
 
     Args:
-        model: its family decides: most count from 0, RoBERTa from its padding id + 1 and past padding, OPT past masked positions.
+        model: its family decides: most count from 0, RoBERTa from its padding id + 1 and past padding, OPT past masked
+            positions.
         first: input_ids [b, s], or inputs_embeds [b, s, h].
         mask: padding mask [b, s], 0 where nothing is to be attended to, or None.
     Returns:

@@ -1,8 +1,9 @@
 """Random numbers shared by the ranks of a group: dropout must be the same for what every rank has whole, and differ for what is split.
 
-A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank into it, computes
-with generators seeded that way, and restores them. There is no state beside torch's own, so whatever restores that (a recomputation, a
-resumed run) restores everything. Inside such a module another can be made the same on all ranks again: dropout behind a row layer's sum.
+A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank
+into it, computes with generators seeded that way, and restores them. There is no state beside torch's own, so whatever
+restores that (a recomputation, a resumed run) restores everything. Inside such a module another can be made the same on
+all ranks again: dropout behind a row layer's sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation recomputation of modules (arXiv:1604.06174), whatever their inputs and outputs are.
 
-It uses torch's non-reentrant checkpoint: keyword inputs, results that are no tensors and several uses of one tensor are fine, and
-parameter names stay. Ranks recompute the same modules in the same order, so their collectives match.
+It uses torch's non-reentrant checkpoint: keyword inputs, results that are no tensors and several uses of one tensor are
+fine, and parameter names stay. Ranks recompute the same modules in the same order, so their collectives match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def recompute(module: nn.Module, path: str, policy: str, where: str, streams: St
 
     Args:
         streams: of the model: the random numbers that its ranks share are the same in the recomputation.
-        policy: full: recompute everything; keep_gathered: all but results of all-gathers, which are kept: more memory, less communication.
+        policy: full: recompute everything; keep_gathered: all but results of all-gathers, which are kept: more memory,
+            less communication.
     Raises:
         ConfigError: an unknown policy.
     """

@@ -7,13 +7,15 @@ Where the sequence is cut:
     region   ``enter=`` and ``leave=``: hidden states are cut in front of the first block and gathered behind the last: everything else
              is computed as before, on every rank (classifiers, poolers).
 
-Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``), or around the modules
-named by ``core=``. Gradients of parameters are partial, to be summed over sp as over dp; nothing is averaged. In a region, parameters
-before it get the gradients of a rank's own positions, and those behind it 1/sp of theirs, which adds up to the same.
+Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``),
+or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp as over dp; nothing
+is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those behind it 1/sp of
+theirs, which adds up to the same.
 
-A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are shifted before they
-are cut (a shard's last position would have no label) and passed as ``shift_labels``, with the number of labels in the batch; means over
-labelled positions are weighted by the number of labels on each rank. Losses of whole sequences need a region.
+A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are
+shifted before they are cut (a shard's last position would have no label) and passed as ``shift_labels``, with the
+number of labels in the batch; means over labelled positions are weighted by the number of labels on each rank. Losses
+of whole sequences need a region.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class Options(Region, Inputs, Core, total=False):
     """All options of ``Schedule.ulysses``.
 
     Attributes:
-        overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections only).
+        overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections
+            only).
         pad: pad lengths that the ranks cannot share evenly (default); else they are refused.
         loss: how a transformers model makes its loss, if its class does not determine it.
     """

@@ -1,7 +1,8 @@
 """All-or-nothing changes of a model: its state is kept until the change has succeeded, and restored if it fails.
 
-References are kept, tensors are not copied: modules' attributes, registries of parameters, buffers, modules and hooks, and the contents,
-gradient, attributes and hooks of each parameter. So the whole weights stay in memory beside the shares until the change is complete.
+References are kept, tensors are not copied: modules' attributes, registries of parameters, buffers, modules and hooks,
+and the contents, gradient, attributes and hooks of each parameter. So the whole weights stay in memory beside the
+shares until the change is complete.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Units of a foreign model, whose parameters are reduced, sharded and gathered together, and hooks that report when they are used.
 
-Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2, ... are the blocks:
-the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward
-goes through the blocks in reverse.
+Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
+... are the blocks: the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their
+order, and unit 0 again; its backward goes through the blocks in reverse.
 
-A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes the first when the
-block's parameters are about to be read, and the second when all its gradients are complete. A view of a parameter that autograd saves for
-backward (a transpose, say) would point into a buffer that belongs to another block by then; it is saved as a place in its unit.
+A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes
+the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
+of a parameter that autograd saves for backward (a transpose, say) would point into a buffer that belongs to another
+block by then; it is saved as a place in its unit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
     """Return the paths of the blocks, in order.
 
     Args:
-        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class that have parameters.
+        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class that have
+            parameters.
     """
     if glob is not None:
         return expand(model, glob)

@@ -7,8 +7,9 @@
         zero.backward(model(**batch).loss)
         zero.step()
 
-Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they are sharded: a
-loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model once, whichever rank has it.
+Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they
+are sharded: a loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model
+once, whichever rank has it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ZeroTraining:
         model: already split; its parameters become views of flat buffers.
         mesh: units are sharded over dp and sp.
         specs: of its parameters.
-        args: of the directive: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks (glob).
+        args: of the directive: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks
+            (glob).
         where: file and line that asked for it.
 
     Attributes:

@@ -1,6 +1,7 @@
 """Check of a schedule, without a job and without a GPU: rules on its lines, then a dry run of the split model.
 
-The verdict is about sums and shares, not about values: ``verify()`` measures, on ranks, whether the split model computes the same.
+The verdict is about sums and shares, not about values: ``verify()`` measures, on ranks, whether the split model
+computes the same.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class Report:
     """Result of ``check()`` for a schedule without mistakes.
 
     Attributes:
-        inputs, outputs: placements over tp of the tensors that enter and leave each module, by path, then by name or index.
+        inputs, outputs: placements over tp of the tensors that enter and leave each module, by path, then by name or
+            index.
         sp_inputs, sp_outputs: the same over sp.
         derived: inferred adjoint of each all_gather that gives none, by the index of its line: reduce_scatter or slice.
-        forks: modules where random numbers must differ between ranks (tp), or be the same again inside such a module (same), by path.
+        forks: modules where random numbers must differ between ranks (tp), or be the same again inside such a module
+            (same), by path.
         sp_forks: modules where they must differ between the ranks of sp.
         warnings: remarks that are no mistakes.
         dry: whether there was a dry run.
@@ -68,7 +71,8 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     """Check a schedule for mistakes.
 
     Args:
-        batch: keyword arguments of the model, of any size that fits; None: an example, if the model's configuration describes its inputs.
+        batch: keyword arguments of the model, of any size that fits; None: an example, if the model's configuration
+            describes its inputs.
     Raises:
         PlacementError: what is wrong, where, and because of which line.
     """

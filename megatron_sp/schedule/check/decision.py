@@ -1,8 +1,8 @@
 """Decision whether lines are possible for a model, made once for ``check()``, ``verify()`` and ``apply()``, which all begin with it.
 
-The lines are applied to a copy of the model without weight values, exactly as they will be to the model itself. Whatever that refuses is
-refused by all three, before the model is touched. Then ``check()`` follows placements through a copy, ``verify()`` measures on ranks, and
-``apply()`` changes the model.
+The lines are applied to a copy of the model without weight values, exactly as they will be to the model itself.
+Whatever that refuses is refused by all three, before the model is touched. Then ``check()`` follows placements through
+a copy, ``verify()`` measures on ranks, and ``apply()`` changes the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
         model: whole; is not changed.
     Raises:
         ConfigError: the lines are impossible.
-        NotFollowed: the model, or what a line puts into it, cannot be tried out without weight values, so there is no verdict.
+        NotFollowed: the model, or what a line puts into it, cannot be tried out without weight values, so there is no
+            verdict.
     """
     require_whole(model)
     local_rules.require_in_order(model, directives, mesh)

@@ -1,9 +1,9 @@
 """Inference of what the lines of a schedule leave open: the adjoint of an all_gather, and where random numbers must differ.
 
-``check()`` stores what the dry run has inferred as marked lines (``Directive.derived``), which are dropped and inferred again when it is
-called again. ``apply()`` does the same for lines that were never checked, and refuses mistakes. If something is open and no dry run is
-possible, it refuses too: a guess could silently train with wrong gradients. Lines that ``verify()`` has measured on ranks are accepted
-whatever the dry run reports, unless one is about dp.
+``check()`` stores what the dry run has inferred as marked lines (``Directive.derived``), which are dropped and inferred
+again when it is called again. ``apply()`` does the same for lines that were never checked, and refuses mistakes. If
+something is open and no dry run is possible, it refuses too: a guess could silently train with wrong gradients. Lines
+that ``verify()`` has measured on ranks are accepted whatever the dry run reports, unless one is about dp.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ def complete(
     Args:
         batch: keyword arguments of the model (default: an example, if its configuration describes its inputs).
         guess: leave open what cannot be inferred; if nothing is open there is no dry run.
-        verified: ``verify()`` has accepted these lines, with the default of each adjoint they do not give; it does not see dropout.
+        verified: ``verify()`` has accepted these lines, with the default of each adjoint they do not give; it does not
+            see dropout.
     Raises:
         PlacementError: a mistake that the dry run found.
-        ConfigError: the lines are impossible; or something is open, and no dry run is possible; names the lines and modules.
+        ConfigError: the lines are impossible; or something is open, and no dry run is possible; names the lines and
+            modules.
     """
     said, reason = as_said(directives), ""
     try:

@@ -1,9 +1,9 @@
 """Dry run of a split model, without a job and without weight values: placements flow through it, and whatever does not fit is reported.
 
-The model is copied without its weights (meta device); ids, masks, positions and buffers stay real, because models inspect them. It runs
-twice, whole and split: a share times the number of ranks must have the whole model's shape in every step, so a size that is stored in a
-module shows at once. ``follower.py`` observes the runs. Each axis has a run of its own, in which exchanges over the others change no
-placement.
+The model is copied without its weights (meta device); ids, masks, positions and buffers stay real, because models
+inspect them. It runs twice, whole and split: a share times the number of ranks must have the whole model's shape in
+every step, so a size that is stored in a module shows at once. ``follower.py`` observes the runs. Each axis has a run
+of its own, in which exchanges over the others change no placement.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
 def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
     """Follow placements over sp through one forward pass: shares of positions (in attention, of heads), and parts of the loss.
 
-    All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp. The reference run is
-    split over tp as well, with sequences cut over one rank. Arguments and errors are those of ``dry_run``.
+    All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp.
+    The reference run is split over tp as well, with sequences cut over one rank. Arguments and errors are those of
+    ``dry_run``.
     """
     if mesh.sp.size() == 1:
         return Flow()
@@ -86,8 +87,8 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
     """Follow placements over dp through one forward pass, if a line is about dp: each rank has rows of its own.
 
-    As over sp, parameters are R; the reference run has the rows of all ranks. A loss may stay a partial sum or a mean, which the training
-    loop divides. Arguments and errors are those of ``dry_run``.
+    As over sp, parameters are R; the reference run has the rows of all ranks. A loss may stay a partial sum or a mean,
+    which the training loop divides. Arguments and errors are those of ``dry_run``.
     """
     if mesh.dp.size() == 1 or not any(d.args.get("over") == "dp" for d in directives):
         return Flow()

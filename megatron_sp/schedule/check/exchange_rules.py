@@ -1,7 +1,7 @@
 """Effects of exchanges between ranks on placements, and on shapes if there are no other ranks.
 
-The adjoint of each is fixed (``parallel/regions.py``), so each expects one placement and produces one; anything else means that a sum is
-missing or made twice.
+The adjoint of each is fixed (``parallel/regions.py``), so each expects one placement and produces one; anything else
+means that a sum is missing or made twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mixture-of-experts modules of transformers: all experts' weights in one module, ``gate_up_proj`` [e, 2f, h] and ``down_proj`` [e, h, f].
 
-Which rows go to which expert depends on values, so a dry run can follow neither the loop over experts nor the grouped GEMMs that replace
-it. A row is treated alike by every expert, so the dry run sends all rows to the first one.
+Which rows go to which expert depends on values, so a dry run can follow neither the loop over experts nor the grouped
+GEMMs that replace it. A row is treated alike by every expert, so the dry run sends all rows to the first one.
 """
 
 from __future__ import annotations

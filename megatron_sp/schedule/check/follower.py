@@ -1,7 +1,7 @@
 """Observer of a model that runs without weight values: how each tensor lies over the ranks of an axis, at every step (``dry_run.py``).
 
-Every torch function and every exchange passes through ``Follower``, a ``TorchFunctionMode``. There is no backward pass: R and I stand for
-what it would do (``placements.py``).
+Every torch function and every exchange passes through ``Follower``, a ``TorchFunctionMode``. There is no backward pass:
+R and I stand for what it would do (``placements.py``).
 """
 
 from __future__ import annotations

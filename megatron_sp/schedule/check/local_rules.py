@@ -1,7 +1,7 @@
 """Rules on the lines of a schedule, before anything runs: mistakes that show from the lines and the model's modules alone.
 
-Each rule is a function of the lines and yields messages. ``apply()`` checks them; the dry run finds what they cannot see. They never
-report what could be right in some model.
+Each rule is a function of the lines and yields messages. ``apply()`` checks them; the dry run finds what they cannot
+see. They never report what could be right in some model.
 """
 
 from __future__ import annotations

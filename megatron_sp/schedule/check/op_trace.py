@@ -1,9 +1,10 @@
 """Trace of what an attention module does to q, k and v before its attention, to verify that early exchanges do the same.
 
-An exchange that starts at the projection sends tensors that the module has not processed yet, so ``early.py`` must process them before:
-rotary embedding, and nothing else. Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers
-only, and their names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that ``early.py``
-applies. Each module is recorded once: what it does does not depend on values.
+An exchange that starts at the projection sends tensors that the module has not processed yet, so ``early.py`` must
+process them before: rotary embedding, and nothing else. Models differ: OPT scales its queries there, OLMo clips, Cohere
+2 and SmolLM 3 rotate in some layers only, and their names do not show it. So the torch functions applied to q, k and v
+are recorded, and must be those that ``early.py`` applies. Each module is recorded once: what it does does not depend on
+values.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> No
     """Check that whole tensors that meet ``other``, which each rank treats differently, have a gradient that is summed later.
 
     Raises:
-        PlacementError: a gradient is never summed (E6, E7), or is summed although it is complete (E5); a partial sum (E3).
+        PlacementError: a gradient is never summed (E6, E7), or is summed although it is complete (E5); a partial sum
+            (E3).
     """
     for o in operands:
         if o.is_partial:

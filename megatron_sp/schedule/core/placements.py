@@ -9,9 +9,10 @@
     copy: I -> R    all_reduce: P -> I    scatter: I -> S    reduce_scatter: P -> S
     all_gather: S -> R where its adjoint is reduce_scatter, S -> I where it is slice
 
-If R or S meets I in a computation, each rank gets only a part of the gradient of I, and nothing sums the parts. That is an error, so every
-missing or doubled sum of a gradient is detected in the forward pass. A tensor that needs no gradient may meet anything. The adjoint of an
-all_gather need not be given: it stays open (``Choice``) until an op that uses the result decides. Source of the vocabulary: ``spmd_types``.
+If R or S meets I in a computation, each rank gets only a part of the gradient of I, and nothing sums the parts. That is
+an error, so every missing or doubled sum of a gradient is detected in the forward pass. A tensor that needs no gradient
+may meet anything. The adjoint of an all_gather need not be given: it stays open (``Choice``) until an op that uses the
+result decides. Source of the vocabulary: ``spmd_types``.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ class Placement:
 
     Attributes:
         dim: for S: the dim that is cut.
-        outer: for S: the dim is (outer, ranks, share), so a share is not one run: blocks of a packed projection, a flattened batch.
+        outer: for S: the dim is (outer, ranks, share), so a share is not one run: blocks of a packed projection, a
+            flattened batch.
         blocks: for S: sizes of unequal parts, each of which is cut (this rank's sizes).
         copies: for S: number of consecutive ranks that have the same share (fewer heads than ranks).
-        shuffled: rows are in the order (ranks, ``shuffled``, share), because a flattened batch was gathered; scattering them again restores
-            the shares.
+        shuffled: rows are in the order (ranks, ``shuffled``, share), because a flattened batch was gathered; scattering
+            them again restores the shares.
         mean: for P: the summands are means, each over a rank's own share, and must be weighted before they are summed.
-        as_needed: for S: the parts are not known (cut by a user's function, or filled with one value): cut like whatever it meets.
+        as_needed: for S: the parts are not known (cut by a user's function, or filled with one value): cut like
+            whatever it meets.
         since: origin, for messages.
         choice: for the result of an all_gather: decides between R and I.
     """

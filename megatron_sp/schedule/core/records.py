@@ -1,7 +1,7 @@
 """Optional records of a transformers result: ``hidden_states`` and ``attentions``.
 
-A rank's own result has shares of them: of positions (``hidden_states``, where the sequence is cut) or of heads (``attentions``).
-``Applied.complete`` makes them whole.
+A rank's own result has shares of them: of positions (``hidden_states``, where the sequence is cut) or of heads
+(``attentions``). ``Applied.complete`` makes them whole.
 """
 
 from __future__ import annotations

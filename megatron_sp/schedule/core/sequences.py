@@ -1,7 +1,7 @@
 """Sequences shared by the ranks of the sp axis: who has which positions, how tensors are cut and gathered, how heads are exchanged.
 
-Positions are cut contiguously; a length that the ranks cannot share evenly is padded at the end. Padding travels through layers and
-exchanges, and is removed before attention, which never sees it.
+Positions are cut contiguously; a length that the ranks cannot share evenly is padded at the end. Padding travels
+through layers and exchanges, and is removed before attention, which never sees it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Heads(NamedTuple):
         """Remove the padding of a whole sequence.
 
         Raises:
-            ConfigError: the sequence is of another pass: a forward pass of another length began before this recomputation.
+            ConfigError: the sequence is of another pass: a forward pass of another length began before this
+                recomputation.
         """
         if x.shape[self.seq] != cut.padded:
             raise ConfigError(

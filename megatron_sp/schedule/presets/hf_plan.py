@@ -1,8 +1,9 @@
 """Conversion of transformers' own tensor parallel plans (``config.base_model_tp_plan``, the head's ``_tp_plan``) to schedules.
 
-A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What it does not contain, such as heads and norms
-within heads, is taken from the configuration and the modules. An unknown style is an error: a plan that is partly ignored would silently
-give wrong results. Names without a module in this configuration (another kind of layer) are ignored.
+A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What it does not contain, such as
+heads and norms within heads, is taken from the configuration and the modules. An unknown style is an error: a plan that
+is partly ignored would silently give wrong results. Names without a module in this configuration (another kind of
+layer) are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
     """Make a tensor parallel schedule from transformers' plan for a model; it is not yet applied, and lines may be added.
 
     Raises:
-        ConfigError: the model has no plan, or the plan has unknown styles (all are named) or experts that cannot be split.
+        ConfigError: the model has no plan, or the plan has unknown styles (all are named) or experts that cannot be
+            split.
     """
     s = schedule(model, mesh)
     modules, tensors = _sorted(s.model, plan_of(s))

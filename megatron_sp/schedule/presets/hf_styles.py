@@ -12,8 +12,8 @@
     moe_tp_experts                  inputs and router weights are copied to the ranks, and the results summed
     replicate, local_params         nothing
 
-For a parameter (experts, [experts, out, in], or attention sinks, [heads]): colwise splits outputs, rowwise the last dim, and the packed
-styles each of two halves.
+For a parameter (experts, [experts, out, in], or attention sinks, [heads]): colwise splits outputs, rowwise the last
+dim, and the packed styles each of two halves.
 """
 
 from __future__ import annotations

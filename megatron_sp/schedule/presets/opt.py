@@ -1,7 +1,7 @@
 """Preset of OPT, whose MLP is not a separate module and flattens batch and positions, [b, s, h] -> [b * s, h], before its first layer.
 
-With the sequence split, ranks therefore gather along the first dim there: this changes the order of the rows, which does not matter to an
-MLP, and the reduce_scatter after it splits along the same dim again.
+With the sequence split, ranks therefore gather along the first dim there: this changes the order of the rows, which
+does not matter to an MLP, and the reduce_scatter after it splits along the same dim again.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ _WRITERS: dict[str, Writer] = {}
 def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
     """Decorate a function that writes the lines of a family.
 
-    The function takes the schedule, and whether activations between the layers are split along the sequence over tp; the model is
-    ``schedule.model``. It returns the paths of the blocks. It does not write the lines of word embeddings, output layer, ``sequence()`` and
-    recomputation, which ``auto`` adds.
+    The function takes the schedule, and whether activations between the layers are split along the sequence over tp;
+    the model is ``schedule.model``. It returns the paths of the blocks. It does not write the lines of word embeddings,
+    output layer, ``sequence()`` and recomputation, which ``auto`` adds.
     """
 
     def register(writer: Writer) -> Writer:
@@ -44,14 +44,16 @@ def auto(
     """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
 
     Args:
-        mesh: mesh of the job. Without one, ``tp`` and ``sp`` give the sizes of a schedule that is checked and shown without a job.
+        mesh: mesh of the job. Without one, ``tp`` and ``sp`` give the sizes of a schedule that is checked and shown
+            without a job.
         tp, sp: sizes of these axes; if there is a mesh, they must agree with it.
         seq: split activations between the layers along the sequence over tp (arXiv:2205.05198).
         ulysses: split sequences over sp (default: if sp is above 1).
         vocab: split the word embeddings and the output layer along the vocabulary.
         recompute: recompute blocks in backward; True, or the policy of ``.checkpoint()``.
     Raises:
-        ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not agree with the mesh.
+        ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not
+            agree with the mesh.
     """
     s = schedule(model, _mesh(mesh, tp, sp))
     blocks = _writer(model)(s, seq)

@@ -1,7 +1,7 @@
 """Preset of T5, with or without its decoder.
 
-The first block of each stack computes an attention bias per head and distance for all its blocks, which is split by heads, too. With a
-decoder there are two sequence-parallel regions, and the encoder's result is whole between them.
+The first block of each stack computes an attention bias per head and distance for all its blocks, which is split by
+heads, too. With a decoder there are two sequence-parallel regions, and the encoder's result is whole between them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Preset of Whisper, with or without its decoder, or of the decoder alone.
 
-The two convolutions at the audio input stay whole; with both stacks there are two sequence-parallel regions, and the encoder's result is
-whole between them. The MLP of a layer is not a separate module.
+The two convolutions at the audio input stay whole; with both stacks there are two sequence-parallel regions, and the
+encoder's result is whole between them. The MLP of a layer is not a separate module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cost of a schedule for one rank: bytes of its parameters, and bytes that it sends in one step, by collective.
 
-Sizes come from one forward pass of the whole model without weight values (meta device); the traffic of Ulysses and of recomputation comes
-from one of the split model (``traffic.py``). Sent bytes are those of ring algorithms over n ranks: an all_reduce of w bytes sends
-2 (n-1)/n w; an all_gather to w bytes, or a reduce_scatter from w bytes, sends (n-1)/n w.
+Sizes come from one forward pass of the whole model without weight values (meta device); the traffic of Ulysses and of
+recomputation comes from one of the split model (``traffic.py``). Sent bytes are those of ring algorithms over n ranks:
+an all_reduce of w bytes sends 2 (n-1)/n w; an all_gather to w bytes, or a reduce_scatter from w bytes, sends (n-1)/n w.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
     Args:
         batch: rows of a micro-batch, of ``seq`` token ids each; or keyword arguments of the model.
     Raises:
-        ConfigError: the schedule has been applied, so the whole model's sizes are gone; or the model does not run without weight values.
+        ConfigError: the schedule has been applied, so the whole model's sizes are gone; or the model does not run
+            without weight values.
     """
     if schedule.applied is not None:
         raise ConfigError("cost() looks at the whole model, which is gone after apply(): call it before (E15)")

@@ -1,7 +1,7 @@
 """Picture of a schedule as an HTML page: the model's tree, a bar with coloured shares for each parameter, collectives at the edges.
 
-A self-contained file without scripts or external resources (a content security policy in its head forbids both), light or dark by the
-reader's preference. All text in it is escaped.
+A self-contained file without scripts or external resources (a content security policy in its head forbids both), light
+or dark by the reader's preference. All text in it is escaped.
 """
 
 from __future__ import annotations

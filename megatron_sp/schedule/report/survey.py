@@ -1,7 +1,7 @@
 """Survey of what a schedule does to a model, as data for ``show()``, ``explain()``, the picture and the command line.
 
-The lines are applied to a copy of the model without weight values (meta device), which is then inspected. Placements at the edges are
-those that ``check()`` infers, if it can.
+The lines are applied to a copy of the model without weight values (meta device), which is then inspected. Placements at
+the edges are those that ``check()`` infers, if it can.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Part:
         shape, local: shape of the whole tensor, and of this rank's share.
         dim: dim that is split; None if every rank has all of it.
         runs: (start in the whole, length) of this rank's ranges along ``dim``.
-        summed: True if the gradient is summed over tp, because ranks use the same elements on shares of heads or positions.
+        summed: True if the gradient is summed over tp, because ranks use the same elements on shares of heads or
+            positions.
         tied: path under which the same parameter came first, or "".
     """
 
@@ -59,7 +60,8 @@ class Edge:
     Attributes:
         side: in or out.
         tensor: name of the input, or index or key of the output; "" if there is only one.
-        forward, backward: operation on it and on its gradient: all_reduce, all_gather, reduce_scatter, slice; "" for none.
+        forward, backward: operation on it and on its gradient: all_reduce, all_gather, reduce_scatter, slice; "" for
+            none.
         axis: axis of the mesh.
         dim: dim of the tensor; None: all of it.
         why: reason for the collective, as a sentence.

@@ -1,8 +1,8 @@
 """Traffic of one rank of a split model in one step, by exchange and axis, computed without other ranks or weight values.
 
-The split model runs forward once on the meta device, as in ``dry_run.py``, and the bytes of every exchange are recorded; there is no
-backward pass, since what an exchange sends there follows from its kind. A recomputed module repeats the exchanges inside it, up to the
-last tensor that it saves for backward, where torch's recomputation stops.
+The split model runs forward once on the meta device, as in ``dry_run.py``, and the bytes of every exchange are
+recorded; there is no backward pass, since what an exchange sends there follows from its kind. A recomputed module
+repeats the exchanges inside it, up to the last tensor that it saves for backward, where torch's recomputation stops.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
     sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
     model, _ = build(sch)
 
-Improvements: nothing but ``replace`` changes the model before ``build()``; the order of the other lines does not matter; a bias after a
-sum is added once; gradients that are sums over the ranks are complete after ``backward()``; ``Verify`` compares those, too.
-Subgraph primitives (trace, find, fuse, decompose, pipeline stages) are rejected, with an alternative.
-Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), from its documentation.
+Improvements: nothing but ``replace`` changes the model before ``build()``; the order of the other lines does not
+matter; a bias after a sum is added once; gradients that are sums over the ranks are complete after ``backward()``;
+``Verify`` compares those, too. Subgraph primitives (trace, find, fuse, decompose, pipeline stages) are rejected, with
+an alternative. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), from its documentation.
 """
 
 from megatron_sp.schedule.slapo.build import build

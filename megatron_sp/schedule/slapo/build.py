@@ -38,9 +38,10 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
     Args:
         sch: schedule of the whole model.
         target: must be None; other engines are not supported.
-        init_weights: None: existing weights are broadcast from rank 0, and empty ones (``init_empty_weights``) are initialised; True: all
-            weights of the whole model are initialised before they are split, by the modules' own methods; a function of (module) or
-            (module, path): by that function; False: nothing is initialised or broadcast. Slapo's default True loses loaded weights.
+        init_weights: None: existing weights are broadcast from rank 0, and empty ones (``init_empty_weights``) are
+            initialised; True: all weights of the whole model are initialised before they are split, by the modules' own
+            methods; a function of (module) or (module, path): by that function; False: nothing is initialised or
+            broadcast. Slapo's default True loses loaded weights.
         kwargs: ``init_required`` and ``param_init_fn``, the names of ``init_weights`` in early versions.
     Returns:
         (the model, None): create the optimizer yourself, from the parameters that the model has now.

@@ -1,7 +1,7 @@
 """Diagnosis of missing lines: ``build()`` trusts its lines, so a missing one would show only as a size mismatch in the first pass.
 
-If the model takes one input that can be guessed from its first layer, ``build()`` itself follows the shares through the model. Otherwise a
-first pass that fails is explained by following the shares with its own inputs.
+If the model takes one input that can be guessed from its first layer, ``build()`` itself follows the shares through the
+model. Otherwise a first pass that fails is explained by following the shares with its own inputs.
 """
 
 from __future__ import annotations

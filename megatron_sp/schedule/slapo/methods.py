@@ -6,8 +6,9 @@
         def postproc(sch, param_name, sharded_size, axis):
             sch.mod.num_features = sharded_size
 
-Splitting itself is the same for all classes; a method handles the consequences: attributes that hold sizes, and the kind of the result. A
-class with a bias after a sum, or to be split by ``.column()`` and ``.row()``, is registered with ``schedule.register_shardable`` instead.
+Splitting itself is the same for all classes; a method handles the consequences: attributes that hold sizes, and the
+kind of the result. A class with a bias after a sum, or to be split by ``.column()`` and ``.row()``, is registered with
+``schedule.register_shardable`` instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Slapo's random numbers for custom forward passes: the same on all ranks, and different on each inside ``fork()``.
 
-A fork has no state: it draws one seed from torch's generator and mixes the rank into it (``schedule/apply/randomness.py``), on CPU and
-GPU. So whatever restores torch's generators, such as recomputation, restores its numbers, too.
+A fork has no state: it draws one seed from torch's generator and mixes the rank into it
+(``schedule/apply/randomness.py``), on CPU and GPU. So whatever restores torch's generators, such as recomputation,
+restores its numbers, too.
 """
 
 from __future__ import annotations

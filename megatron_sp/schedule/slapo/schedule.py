@@ -122,7 +122,8 @@ class SlapoSchedule:
         """Split parameters or buffers over the group along an axis.
 
         Args:
-            blocks, heads: for a packed projection, as in ``Selection.shard``; Slapo splits it as one piece, which is ``blocks=1``.
+            blocks, heads: for a packed projection, as in ``Selection.shard``; Slapo splits it as one piece, which is
+                ``blocks=1``.
         """
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self._line.shard(name, axis, blocks=blocks, heads=heads)
@@ -131,12 +132,14 @@ class SlapoSchedule:
         """Add a collective where a tensor enters or leaves the module.
 
         Args:
-            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or both, after the
-                ``shard`` that determines what is exchanged.
-            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, with R whole and S split for the last two
-                dims; or a hook: (module, inputs), (module, inputs, output), or (module, grad_inputs, grad_outputs).
-            kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, for all_gather: whether the ranks use the result
-                differently (default: inferred); ``arg``, ``out``: the input or output, if not the first.
+            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or
+                both, after the ``shard`` that determines what is exchanged.
+            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, with R whole and S
+                split for the last two dims; or a hook: (module, inputs), (module, inputs, output), or (module,
+                grad_inputs, grad_outputs).
+            kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, for all_gather: whether the
+                ranks use the result differently (default: inferred); ``arg``, ``out``: the input or output, if not the
+                first.
         """
         if sync_op_or_fn is None:
             for step in older.exchanges(self, mode, kwargs):

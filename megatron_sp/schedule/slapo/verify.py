@@ -42,15 +42,15 @@ class VerifyOptions:
 class Verify:
     """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks.
 
-    A replaced module computes with the weights of the old one, where names and shapes are the same. Slapo's version compares only results;
-    this one also compares the gradients of all parameters, and of inputs that require one.
+    A replaced module computes with the weights of the old one, where names and shapes are the same. Slapo's version
+    compares only results; this one also compares the gradients of all parameters, and of inputs that require one.
 
     The arguments are Slapo's, in its order.
 
     Args:
         sch: schedule of the whole model.
-        example_inputs: inputs of the model's forward: a tensor, a list in the order of its signature, or a dict by name. Those of rank 0
-            are used.
+        example_inputs: inputs of the model's forward: a tensor, a list in the order of its signature, or a dict by
+            name. Those of rank 0 are used.
         example_outputs: second argument of ``loss_fn``.
         loss_fn: (result, example_outputs) -> loss (default: the model's own, or a weighted sum of its results).
         device: where to compute (default: where the model is).

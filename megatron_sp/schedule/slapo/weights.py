@@ -49,7 +49,8 @@ def fill(model: nn.Module, group: Group, init: bool | Callable[..., Any] | None)
     """Initialise empty weights, in full on every rank; with ``init``, initialise all weights.
 
     Args:
-        init: a function of (module) or (module, path); True or None: the modules' own ``_init_weights`` or ``reset_parameters``.
+        init: a function of (module) or (module, path); True or None: the modules' own ``_init_weights`` or
+            ``reset_parameters``.
 
     Raises:
         ConfigError: some weights have no initialiser; names them.

@@ -1,7 +1,7 @@
 """Copies of a model for comparison, without random operations and without those that float64 does not support.
 
-Dropout draws different numbers in the whole model and in shares of it, so it is off in both. transformers' grouped matrix multiplication
-of experts does not exist in float64; its loop over experts does.
+Dropout draws different numbers in the whole model and in shares of it, so it is off in both. transformers' grouped
+matrix multiplication of experts does not exist in float64; its loop over experts does.
 """
 
 from __future__ import annotations

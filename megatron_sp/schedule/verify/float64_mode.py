@@ -1,6 +1,7 @@
 """Float64 for models that cast to float32 inside (norms, rotary angles, softmax), for comparisons in float64.
 
-Without it, the cast rounds a rank's part of a gradient differently from the whole gradient, and correct schedules differ by 1e-7.
+Without it, the cast rounds a rank's part of a gradient differently from the whole gradient, and correct schedules
+differ by 1e-7.
 """
 
 from __future__ import annotations

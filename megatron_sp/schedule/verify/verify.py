@@ -1,8 +1,8 @@
 """Comparison of the split model with the whole one: outputs, loss and every parameter's gradient, in fp64, on the user's own batch.
 
-Both are copies; the schedule's own model does not change. The error is max|a - b| / (max|b| + 1e-3 * rms of all gradients), as elsewhere
-in this project. Forward results alone, which are all that Slapo's verifier compares, prove little: a schedule that lacks the sum of an
-input's gradient passes such a test.
+Both are copies; the schedule's own model does not change. The error is max|a - b| / (max|b| + 1e-3 * rms of all
+gradients), as elsewhere in this project. Forward results alone, which are all that Slapo's verifier compares, prove
+little: a schedule that lacks the sum of an input's gradient passes such a test.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def verify(
 
     Args:
         model: not yet split.
-        batch: keyword arguments of the model; floating-point tensors are converted to ``dtype``. Gradients of those that require one are
-            compared.
+        batch: keyword arguments of the model; floating-point tensors are converted to ``dtype``. Gradients of those
+            that require one are compared.
         loss: function of the model's result (default: its ``loss``, or else a fixed weighted sum of all its tensors).
         whole: model to compare with, if not ``model`` itself; only parameters that both have are compared.
     Raises:

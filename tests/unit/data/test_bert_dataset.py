@@ -70,8 +70,9 @@ def same(a: Sample, b: Sample) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-# Made by Megatron-LM's own data set (megatron-core 0.16.1) with this vocabulary: sequence length 20, seed 1234, masking probability
-# 0.3, short sequence probability 0.3, four samples asked for. Rows of the index; text, types, labels and is_random of the first three.
+# Made by Megatron-LM's own data set (megatron-core 0.16.1) with this vocabulary: sequence length 20, seed 1234, masking
+# probability 0.3, short sequence probability 0.3, four samples asked for. Rows of the index; text, types, labels and
+# is_random of the first three.
 DOCUMENTS = [[3, 5, 4], [2], [6, 1, 2, 7, 3], [], [30, 9, 4, 4]]
 _ = -1
 GOLDEN = {

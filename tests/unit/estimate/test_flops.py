@@ -25,8 +25,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_against_the_counter(name: str) -> None:
     """The reference attention computes the full square of scores, forward once and backward twice, as the *full* convention counts.
 
-    Neither side counts norms, activations, dropout, the softmax, the embedding look-up, or the optimizer. What ours leaves out on
-    purpose is computed here with sizes that make it vanish: rows that pad the vocabulary (none), recomputation (off).
+    Neither side counts norms, activations, dropout, the softmax, the embedding look-up, or the optimizer. What ours
+    leaves out on purpose is computed here with sizes that make it vanish: rows that pad the vocabulary (none),
+    recomputation (off).
     """
     config = tiny.shape(**{"vocab_size": 48, **SHAPES[name]})
     model = tiny.make_model(config, attention_backend="unfused")

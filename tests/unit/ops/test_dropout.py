@@ -1,7 +1,7 @@
 """Dropout by hash: the right share is kept, nothing is correlated with anything, and every slice and every repetition is the same.
 
-Statistics are over fixed seeds, so they either pass or fail for good. A correlation of N independent elements has standard deviation
-1/sqrt(N); 5 of those is the bound, of everything that is compared.
+Statistics are over fixed seeds, so they either pass or fail for good. A correlation of N independent elements has
+standard deviation 1/sqrt(N); 5 of those is the bound, of everything that is compared.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def test_head_keys_do_not_depend_on_how_heads_are_grouped() -> None:
 def test_bits_of_a_row_key_spread(rate: float = 0.5) -> None:
     """Flipping any one bit of a row key makes an unrelated row; keys that differ in one bit do occur among millions.
 
-    The top bits travel the shortest way through the hash, so the bound is looser than for well-mixed keys: 10 % of correlation.
+    The top bits travel the shortest way through the hash, so the bound is looser than for well-mixed keys: 10 % of
+    correlation.
     """
     keys = fold32(torch.randint(-(2**62), 2**62, (512,), generator=torch.Generator().manual_seed(0)) * 2)
     mask = keep_mask(keys, C, rate)

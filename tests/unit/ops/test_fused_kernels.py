@@ -223,7 +223,8 @@ def normed(inputs: Inputs, spec: NormSpec, main_grad: Any = None) -> Tensor:
     return norm(inputs["x"], inputs["weight"], inputs.get("bias"), spec, main_grad=main_grad)
 
 
-# 16 bits: apex rounds 1 + weight, and LayerNorm's result three times, torch once more: five times half an eps, 2^-8 or 2^-11
+# 16 bits: apex rounds 1 + weight, and LayerNorm's result three times, torch once more: five times half an eps, 2^-8 or
+# 2^-11
 NORM_CASES = [(torch.float32, FP32), (BF16, 5 * 2**-8), (FP16, 5 * 2**-11)]
 
 

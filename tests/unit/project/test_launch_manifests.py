@@ -1,7 +1,8 @@
 """Manifests for Kubernetes and SkyPilot follow the published schemas, restart after the right exit codes, and their scripts work.
 
-The schema of a TrainJob and its runtime is that of the PyPI package kubeflow-trainer-api, which is made from Kubeflow Trainer's own; so is
-that of a pod. Where there is no package of a sensible size it is a file in tests/schemas/, with its source.
+The schema of a TrainJob and its runtime is that of the PyPI package kubeflow-trainer-api, which is made from Kubeflow
+Trainer's own; so is that of a pod. Where there is no package of a sensible size it is a file in tests/schemas/, with
+its source.
 """
 
 from __future__ import annotations

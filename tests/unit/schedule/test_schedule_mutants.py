@@ -194,8 +194,8 @@ def compare_presets(name: str, seq: bool) -> None:
             equal = verify(s.model, lines, mesh, s.seq_dim, data).ok
         except Exception:  # on every rank alike
             equal = False
-        # a packed projection whose heads are whole runs may be cut in one, and has to be told apart from others (E8); a region sums the
-        # gradients of norms inside of attention, of which a line has to speak nevertheless (E16)
+        # a packed projection whose heads are whole runs may be cut in one, and has to be told apart from others (E8); a
+        # region sums the gradients of norms inside of attention, of which a line has to speak nevertheless (E16)
         asked = (name in PACKED and what.startswith("one block:")) or (seq and "sum_gradients" in what)
         if equal != is_right(name, what) and not asked:
             wrong.append(f"{'equal' if equal else 'different'}: {what}")

@@ -1,7 +1,7 @@
 """Rules of functions that read or write what an index names: x[index], x[index] = y, gather, scatter, index_select, copy_.
 
-Nothing may be selected along the cut dim: what an index names there is on some rank, and each rank has its share only. ``walk_index``
-tells which dims each item of an index is about.
+Nothing may be selected along the cut dim: what an index names there is on some rank, and each rank has its share only.
+``walk_index`` tells which dims each item of an index is about.
 """
 
 from __future__ import annotations

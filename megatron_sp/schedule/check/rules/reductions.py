@@ -1,6 +1,7 @@
 """Rules of functions that are computed over some dims, each row by itself: sums, means, sorting, norms, fft.
 
-Where the cut dim is among these, a rank has only some of what is needed. A sum is then a partial sum; anything else is refused.
+Where the cut dim is among these, a rank has only some of what is needed. A sum is then a partial sum; anything else is
+refused.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def all_gather_forward_output(inp: Tensor, dim: int, group: Group | None = None,
     """Gather all ranks' tensors along ``dim``.
 
     Args:
-        tensor_parallel_output_grad: True if the ranks use the result differently, so that gradients are summed; False if all use it alike.
+        tensor_parallel_output_grad: True if the ranks use the result differently, so that gradients are summed; False
+            if all use it alike.
     """
     return gather_from(inp, group or world_group(), dim, "reduce_scatter" if tensor_parallel_output_grad else "slice")
 
