@@ -104,7 +104,7 @@ def read_latest(folder: Path) -> tuple[int | None, str | None]:
         return None, str(error)
     step = step_number(text[:-1]) if text.endswith("\n") else None
     if step is None:
-        return None, f"{path} says {text[:40]!r}, which is no step folder's name"
+        return None, f"{path} says {text[:40]!r}, which is not a step folder's name"
     if not (folder / step_name(step)).is_dir():
         return None, f"{path} names {step_name(step)}, which is not there"
     return step, None

@@ -1,4 +1,4 @@
-"""MANIFEST.json: the list of what a step folder must contain, byte for byte. A folder without a sound manifest is no checkpoint.
+"""MANIFEST.json: the list of what a step folder must contain, byte for byte. A folder without a sound manifest is not a checkpoint.
 
 It lists every file with its size and SHA-256 and every tensor with its dtype and global shape, so that a tensor with a
 missing piece is not taken for a smaller one. It also contains its own hash: the SHA-256 of the manifest with the digits
@@ -76,7 +76,7 @@ def read_manifest(step_dir: Path) -> Manifest:
     """
     path = step_dir / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
-        raise CheckpointError(f"{step_dir} has no {MANIFEST_NAME}: it is no complete checkpoint")
+        raise CheckpointError(f"{step_dir} has no {MANIFEST_NAME}: it is not a complete checkpoint")
     return decode_manifest(read_small_file(path, MAX_MANIFEST_BYTES), path)
 
 

@@ -217,7 +217,7 @@ def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is no safetensors file: it has {size:,} bytes and says that its header has {length:,}")
+            raise CheckpointError(f"{path} is not a safetensors file: it has {size:,} bytes and says that its header has {length:,}")
         header = parse_object(file.read(length), f"the header of {path}", _MAX_FOREIGN_VALUES if whole else MAX_VALUES)
     metadata = header.pop("__metadata__", {})
     info_text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None

@@ -32,7 +32,7 @@ def find_files(path: Path) -> dict[str, Path]:
         found = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
         found |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
     else:
-        raise CheckpointError(f"{path} is no tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model or a vocab.txt")
+        raise CheckpointError(f"{path} is not a tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model or a vocab.txt")
     _check(found)
     return found
 

@@ -126,7 +126,7 @@ def _absent(path: Path) -> str:
 
 
 def _json(path: Path, notes: list[str]) -> Record:
-    """Return the JSON object in a file; {} if the file is missing or is no object, and with a note if it cannot be used."""
+    """Return the JSON object in a file; {} if the file is missing or is not an object, and with a note if it cannot be used."""
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")

@@ -142,7 +142,7 @@ def check_refused() -> None:
     on = mesh(1)
     refuse("input_ids has 7 positions, which must be a multiple of 2", schedule(MODELS["bert"][0](), on).ulysses(pad=False), hf_batch(7))
     refuse("has no separate projections of q, k and v", schedule(MODELS["gpt2"][0](), on).ulysses(overlap_qkv=True))
-    refuse("is no model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
+    refuse("is not a model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
     core = {"core": "blocks.*.core", "q": "query"}
     refuse("say where the sequence of Toy is cut", schedule(Toy(), on).ulysses(**core), {"ids": torch.ones(B, 8).long()})
     refuse("layout must be one of", schedule(Toy(), on).ulysses(**{**core, "layout": "hsbd"}))

@@ -76,7 +76,7 @@ def test_a_plan_and_a_function_train_as_the_model_does(tmp_path: Path, folder: P
 
 BAD = {
     "a glob": ("bad.yaml", ("--sequence-parallel",), "'transformer.h.*.mpl' names no module"),
-    "no file": ("no.yaml", (), "is no file: give a plan.yaml"),
+    "no file": ("no.yaml", (), "is not a file: give a plan.yaml"),
     "no module": ("no_lines:write", (), "no_lines:write: no_lines cannot be imported: ModuleNotFoundError"),
     "no function": ("my_lines:wright", (), "my_lines has no function wright"),
     "zero": ("my_lines:zero", (), "my_lines:zero says zero, which is a flag of a training"),

@@ -68,7 +68,7 @@ def run_to_change(path: Path) -> CheckpointPath:
     """
     place = place_of(path)
     if place.only is not None or place.run is None:
-        raise CheckpointError(f"{path} is no run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in")
+        raise CheckpointError(f"{path} is not a run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in")
     return place
 
 

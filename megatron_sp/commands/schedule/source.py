@@ -105,7 +105,7 @@ def _class(name: str | None, folder: str) -> Callable[[Any], nn.Module]:
     library = _transformers()
     found = getattr(library, name, None) if name and name.isidentifier() else None
     if not (inspect.isclass(found) and issubclass(found, library.PreTrainedModel)):
-        what = f"{name!r} is no model of transformers" if name else "config.json names no class (architectures)"
+        what = f"{name!r} is not a model of transformers" if name else "config.json names no class (architectures)"
         raise ConfigError(f"{folder}: {what}: name one with --class, such as LlamaForCausalLM")
     return cast(Callable[[Any], nn.Module], found)
 

@@ -153,7 +153,7 @@ class DistFolder:
         data = read_small_file(path, self._max_metadata_bytes)
         metadata = self._reader.read(data, str(path), self._max_metadata_bytes, _COST_OF_METADATA * self._max_metadata_bytes)
         if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
-            raise self._damaged("it is no description of a checkpoint")
+            raise self._damaged("it is not a description of a checkpoint")
         return metadata.attributes
 
     def _damaged(self, problem: str) -> CheckpointError:
@@ -186,7 +186,7 @@ class DistFolder:
                 raise self._damaged(f"its files went through {', '.join(map(str, transforms))[:200]}: save it without extensions")
             plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
             if not plain or not is_count(where.get("offset")) or not is_count(where.get("length")):
-                raise self._damaged(f"{str(file)[:200]!r} is no file of this folder with a place in it")
+                raise self._damaged(f"{str(file)[:200]!r} is not a file of this folder with a place in it")
             places[str(at.get("fqn")), at.get("offset")] = ByteRange(str(file), where["offset"], where["length"])
         return places
 

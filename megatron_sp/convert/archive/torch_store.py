@@ -35,7 +35,7 @@ class TorchFiles:
             raise CheckpointError(f"{file.path} holds a {type(file.tree).__name__}, not names and their tensors: save its state_dict()")
         for name, record in file.tree.items():
             if not isinstance(name, str) or not isinstance(record, TensorRecord):
-                raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is no tensor with a name: save the model's state_dict() alone")
+                raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is not a tensor with a name: save the model's state_dict() alone")
             if name in self._found:
                 raise CheckpointError(
                     f"{file.path.parent}: {name[:200]} is in {self._found[name][0].path.name} and again in {file.path.name}"

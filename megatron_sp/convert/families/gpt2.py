@@ -40,7 +40,7 @@ class GPT2:
         return name
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        return {r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which is no weight"}
+        return {r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which is not a weight"}
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
         s = Sizes.of(config)

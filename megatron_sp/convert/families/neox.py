@@ -48,7 +48,7 @@ class GPTNeoX:
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         return {
-            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which is no weight",
+            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which is not a weight",
             r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": "rotary frequencies, which are worked out",
         }
 

@@ -93,7 +93,7 @@ class _Reading:
             return facts_of(first, first, tp=self.ranks.tp, num_layers=len({n.split(".")[2] for n in first if ".layers." in n}))
         except KeyError as error:
             has = ", ".join(name[:80] for name in list(first)[:5])
-            raise CheckpointError(f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is no GPT or BERT") from None
+            raise CheckpointError(f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT") from None
 
     def _vocab_size(self) -> int:
         options = self.options

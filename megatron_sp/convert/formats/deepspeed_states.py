@@ -108,7 +108,7 @@ def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list
         raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
     for key, item in as_dict(value, f"{path}, {prefix or 'module'}").items():
         if not isinstance(key, str):
-            raise CheckpointError(f"{path}: {prefix or 'module'} has the key {str(key)[:100]!r}, which is no name")
+            raise CheckpointError(f"{path}: {prefix or 'module'} has the key {str(key)[:100]!r}, which is not a name")
         if isinstance(item, TensorRecord):
             found.append((plain_name(prefix + key), item))
         elif isinstance(item, dict):
@@ -132,7 +132,7 @@ def _shapes(value: Any, path: Path) -> Shapes:
         sizes = tuple(shape) if isinstance(shape, tuple | list) else None
         if not isinstance(name, str) or sizes is None or not all(isinstance(n, int) and 0 <= n < 1 << 40 for n in sizes):
             raise CheckpointError(
-                f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is no shape: it is damaged"
+                f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is not a shape: it is damaged"
             )
         found[plain_name(name)] = sizes
     return found

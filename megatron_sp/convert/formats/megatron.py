@@ -118,7 +118,7 @@ def _facts(opened: Opened, there: list[Shard]) -> Facts:
     except KeyError as error:
         has = ", ".join(name[:80] for name in list(first)[:5])
         raise CheckpointError(
-            f"{opened.files[0].file.path} has no {error.args[0]}, but {has or 'no tensors'}: it is no GPT or BERT"
+            f"{opened.files[0].file.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT"
         ) from None
 
 

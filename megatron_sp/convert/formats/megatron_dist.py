@@ -54,7 +54,7 @@ class MegatronDist:
         folder = iteration_folder(path, options.step)
         if folder is None or not (folder / ".metadata").exists():
             raise CheckpointError(
-                f"{path} has no .metadata, and so is no checkpoint of torch_dist: give its folder or one of its iterations"
+                f"{path} has no .metadata, and so is not a torch_dist checkpoint: give its folder or one of its iterations"
             )
         _require_backend(folder)
         with PickleReader() as reader:
@@ -94,7 +94,7 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
         joined = _joined(weights)
         facts = facts_of(joined, joined, tp=1, num_layers=_num_layers(weights))
     except KeyError as error:
-        raise CheckpointError(f"{folder} has no {error.args[0]}: it is no GPT or BERT") from None
+        raise CheckpointError(f"{folder} has no {error.args[0]}: it is neither a GPT nor a BERT") from None
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))

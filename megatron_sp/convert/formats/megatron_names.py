@@ -35,7 +35,7 @@ _LAYER_RULES = (
 _IGNORED = {
     r".*_extra_state\d*": "Transformer Engine's own state for 8-bit numbers",
     r".*(inv_freq|rotary_pos_emb.*)": "rotary frequencies, which are worked out",
-    r".*(attention\.(masked_)?bias|attention_mask)": "the causal mask, which is no weight",
+    r".*(attention\.(masked_)?bias|attention_mask)": "the causal mask, which is not a weight",
 }
 
 

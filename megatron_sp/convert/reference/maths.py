@@ -116,7 +116,7 @@ def activate(name: str, x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name == "gelu":
         return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-    raise ValueError(f"{name} is no activation: {', '.join(ACTIVATIONS)}")
+    raise ValueError(f"{name} is not an activation: {', '.join(ACTIVATIONS)}")
 
 
 ACTIVATIONS = ("relu", "squared_relu", "silu", "gelu_tanh", "gelu")

@@ -86,8 +86,8 @@ class HuggingFaceTokenizer(_Wrapped):
         contents = read_bounded(file, MAX_BYTES, "--tokenizer-model needs a tokenizer.json, or the folder that holds one")
         try:
             tokenizer = Tokenizer.from_str(contents.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception; a file that is not UTF-8 is no JSON either
-            raise DataError(f"{file}: is no tokenizer.json ({_short(error)}): give the file that the tokenizers library writes") from None
+        except Exception as error:  # the library raises plain Exception; a file that is not UTF-8 is not JSON either
+            raise DataError(f"{file}: is not a tokenizer.json ({_short(error)}): give the file that the tokenizers library writes") from None
         super().__init__(tokenizer, _named_beside(file.parent), str(file), contents)
 
 

@@ -223,7 +223,7 @@ def _write_folder(folder: Path, digests: Mapping[str, str], contents: Mapping[st
 def _problem(folder: Path, digests: Mapping[str, str]) -> str | None:
     """Return why a folder does not hold these files, or has extra ones that would affect its tokenizer.json; None if it is intact."""
     if folder.is_symlink() or not folder.is_dir():
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     more = [name for name in _BESIDE_FILE if FILE in digests and name not in digests and os.path.lexists(folder / name)]
     if more:
         return f"{folder / more[0]} does not belong to it"
@@ -242,7 +242,7 @@ def _read_plain(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DataError(f"{path} is no plain file")
+                raise DataError(f"{path} is not a plain file")
             return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read{' (a symbolic link)' if path.is_symlink() else f': {error.strerror}'}") from None

@@ -94,7 +94,7 @@ class Ulysses:
                 self._early = early.EarlyExchanges(self.model, self.group, self.where, only_looks=bool(args.get("only_looks")))
         else:
             raise ConfigError(
-                f"{type(self.model).__name__} is no model of transformers, so say where its attention is: core=, the modules that"
+                f"{type(self.model).__name__} is not a model of transformers, so say where its attention is: core=, the modules that"
                 f' get q, k and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({self.where})'
             )
 

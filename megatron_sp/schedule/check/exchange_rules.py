@@ -65,7 +65,7 @@ def _not_partial(step: Step, x: Operand, op: str) -> NoReturn:
     if x.kind == "S":
         conflict(step, [x], f"{op}{_here(step)} sums partial sums, and this is a share; all_gather makes it whole")
     _double(
-        step, x, f"it is no partial sum (any more), so {op}{_here(step)} makes it", "leave it out, or split a layer in front of it by rows"
+        step, x, f"it is not a partial sum (any more), so {op}{_here(step)} makes it", "leave it out, or split a layer in front of it by rows"
     )
 
 

@@ -118,9 +118,9 @@ def info(**offsets: list[int]) -> dict[str, str]:
 
 HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
     "a header of 1 TiB": ({}, b"", 1 << 40, "its header has 1,099,511,627,776"),
-    "a header of all bits": ({}, b"", (1 << 64) - 1, "is no safetensors file"),
-    "a header longer than the file": ({}, b"", 100, "is no safetensors file"),
-    "an empty header": (b"", b"", 0, "is no safetensors file"),
+    "a header of all bits": ({}, b"", (1 << 64) - 1, "is not a safetensors file"),
+    "a header longer than the file": ({}, b"", 100, "is not a safetensors file"),
+    "an empty header": (b"", b"", 0, "is not a safetensors file"),
     "no JSON": (b"{]", b"", None, "not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', b"", None, "not valid JSON"),
     "a list": ([1], b"", None, "must be a JSON object"),

@@ -132,7 +132,7 @@ def test_what_is_no_run(run: Path, tmp_path: Path, capsys: Capture) -> None:
     (run / "checkpoints").rename(tmp_path / "copied")
     for path in (tmp_path / "copied", tmp_path / "copied" / "step-000010"):
         code, _, err = prune(capsys, path, "--keep-last", 1)
-        assert code == 3 and f"{path} is no run" in err
+        assert code == 3 and f"{path} is not a run" in err
 
 
 def test_a_folder_that_cannot_be_deleted(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,9 @@ def test_a_model_from_a_config(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["schedule", "check", "plan.yaml", *words]) == 0
     for change, more, said in (
         ({"model_type": "mystery"}, [], "code that comes with a model is never run"),
-        ({"architectures": ["os"]}, [], "is no model of transformers"),
+        ({"architectures": ["os"]}, [], "is not a model of transformers"),
         ({"architectures": None}, [], "config.json names no class (architectures)"),
-        ({}, ["--class", "AutoModel"], "is no model of transformers"),
+        ({}, ["--class", "AutoModel"], "is not a model of transformers"),
         ({}, ["--set", "hidden=3"], "with a KEY of config.json"),
         ({"model_type": "bert"}, ["--class", "BertModel"], "for models of type 'llama'"),
     ):  # type: tuple[dict[str, object], list[str], str]

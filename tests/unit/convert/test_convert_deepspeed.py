@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no module": (MODEL, {"module": None}, "has no entry 'module'"),
     "a tensor too few": (MODEL, {"param_shapes": lambda g: [dict(list(g[0].items())[:-1]), g[1]]}, "elements, its parameters need"),
     "other groups": (MODEL, {"param_shapes": lambda g: g[:1]}, "has 1 groups of parameters"),
-    "no shape": (MODEL, {"param_shapes": lambda g: [{"a": (-1, 2)}, g[1]]}, "which is no shape"),
+    "no shape": (MODEL, {"param_shapes": lambda g: [{"a": (-1, 2)}, g[1]]}, "which is not a shape"),
     "other weights": (MODEL, {"module": nudged}, "are not those of the optimizer rounded to torch.bfloat16"),
     "experts": (MODEL, {"ds_autoep_layers": [{}]}, "mixture of experts"),
     "cut short": (RANK_1, {"single_partition_of_fp32_groups": shorter}, "ends before|elements, its parameters need"),

@@ -155,10 +155,10 @@ def described(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: info_of(s, "step").update(relative_path="../x"), "'../x' is no file of this folder"),
-        (lambda s: info_of(s, "step").update(relative_path="/etc/passwd"), "is no file of this folder"),
-        (lambda s: info_of(s, "step").update(relative_path=".."), "is no file of this folder"),
-        (lambda s: info_of(s, "step").update(offset=-1), "is no file of this folder with a place"),
+        (lambda s: info_of(s, "step").update(relative_path="../x"), "'../x' is not a file of this folder"),
+        (lambda s: info_of(s, "step").update(relative_path="/etc/passwd"), "is not a file of this folder"),
+        (lambda s: info_of(s, "step").update(relative_path=".."), "is not a file of this folder"),
+        (lambda s: info_of(s, "step").update(offset=-1), "is not a file of this folder with a place"),
         (lambda s: info_of(s, "step").update(transform_descriptors=["zstd"]), "went through zstd"),
         (lambda s: s["storage_data"].popitem(), "does not say where 'args' is stored"),
         (lambda s: s["storage_data"].pop(next(iter(s["storage_data"]))), r"does not say where 'model.w' at \[0, 0\] is stored"),

@@ -93,9 +93,9 @@ def test_where_words_start(tmp_path: Path) -> None:
     ("contents", "beside", "message"),
     [
         (b"", None, "is empty"),
-        (b"{}", None, "is no tokenizer.json"),
-        (b"\xff\xfe", None, "is no tokenizer.json"),
-        (b"[" * 100000, None, "is no tokenizer.json"),
+        (b"{}", None, "is not a tokenizer.json"),
+        (b"\xff\xfe", None, "is not a tokenizer.json"),
+        (b"[" * 100000, None, "is not a tokenizer.json"),
         (None, b"{", r"tokenizer_config.json: is not JSON"),
         (None, b"[" * 100000, r"tokenizer_config.json: is not JSON"),
         (None, b'{"eos_token": "<nobody>"}', "has no token '<nobody>', which the file beside it names as eos_token"),

@@ -154,7 +154,7 @@ DOUBLE: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "copied at the norm": (lambda s: s["blocks.0.mlp.up"].sync("fwd_pre", "copy"), "the gradient that is summed in copy_to ("),
     "row and sync": (lambda s: s["blocks.0.mlp.down"].sync("fwd_post", "all_reduce"), "sums over the ranks itself (row at"),
-    "reduced around": (lambda s: s["blocks.0.mlp"].sync("fwd_post", "all_reduce"), "it is no partial sum (any more), so all_reduce"),
+    "reduced around": (lambda s: s["blocks.0.mlp"].sync("fwd_post", "all_reduce"), "it is not a partial sum (any more), so all_reduce"),
     "summed where it is complete": (lambda s: s["norm"].sum_gradients(), "of norm.weight is summed over the ranks (sum_gradients at"),
     "the same twice": (lambda s: s["blocks.0.mlp"].sync("fwd_pre", "copy"), "blocks.0.mlp: copy is written twice, at"),
 }  # fmt: skip
