@@ -4,7 +4,7 @@
 
 A Llama of random weights in bf16 (h 2048, f 5632, 16 heads, 4 key/value heads, 32000 words; as many layers as make up
 the size) goes hf -> megatron_sp -> hf. Beside each conversion, in turns, stands what no converter can do without: the
-source's files copied with shutil, put on the disk, and read again for their SHA-256. In front of each of the two a file
+source's files copied with shutil, put on the disk, and read again for their SHA-256. Before each of the two a file
 of the source's size is written and deleted, and what waits for the disk is put on it, so that both find as many free
 pages: memory that a virtual machine has never touched is several times slower to write to. Rates are bytes of tensors
 per second, medians over the rounds. Each conversion is a process of its own, its start and imports included; its memory
@@ -79,7 +79,7 @@ def make_source(folder: Path, num_bytes: int) -> tuple[int, int]:
 
 
 def level(folder: Path, num_bytes: int) -> None:
-    """Leave the same behind, whatever ran before: free pages for a file of this size, and nothing that waits for the disk."""
+    """Leave the same state, whatever ran before: free pages for a file of this size, and nothing that waits for the disk."""
     block = os.urandom(1 << 20) * 8
     with open(folder / "level", "wb") as file:
         for _ in range(num_bytes // len(block) + 1):
@@ -102,7 +102,7 @@ def copy_and_hash(source: Path, target: Path) -> float:
 
 
 def convert(source: Path, target: str, output: Path) -> tuple[float, int]:
-    """(seconds within the process behind its imports are not told apart from them: all of it; peak resident KiB)."""
+    """(seconds within the process after its imports are not told apart from them: all of it; peak resident KiB)."""
     began = time.perf_counter()
     words = [sys.executable, "-c", _CHILD, "convert", "--input", str(source), "--to", target, "--output", str(output)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(_ROOT)})

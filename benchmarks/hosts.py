@@ -147,7 +147,7 @@ def answering(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def in_turn(task: Mapping[str, Any], contenders: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Seconds of each contender in each of ``rounds``, one after the other, behind ``warmup`` rounds that do not count. Collective."""
+    """Seconds of each contender in each of ``rounds``, one after the other, after ``warmup`` rounds that do not count. Collective."""
     import torch.distributed as dist
 
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

@@ -196,7 +196,7 @@ class Saver:
         return {"seconds": seconds, "stalls": stalls, "written": written, "in_flight": min(sum(written), seconds), "steps": lengths}
 
     def _require_finite(self) -> None:
-        """As training does in front of each save."""
+        """As training does before each save."""
         from megatron_sp.training.finite import require_finite_weights
 
         require_finite_weights((unit.master for unit in self.units), self.groups, 1)

@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     sampling.add_argument("--greedy", action="store_true", help="same as --temperature 0")
     sampling.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of the draws (default: 1234)")
     sampling.add_argument("--num-samples", type=integer(10_000), default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation behind this; may be repeated")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation after this; may be repeated")
     return parser.parse_args(argv)
 
 

@@ -42,7 +42,7 @@ def _row(name: str, preset: Preset) -> tuple[str, ...]:
     positions = "rotary" if model.position_embedding_type == "rope" else "learned"
     positions += "" if model.window_size is None else f" in a window of {model.window_size:,}"
     mlp = ("SwiGLU" if model.swiglu else "GELU") + (" beside attention" if model.use_parallel_residual else "")
-    norm = model.normalization + (" behind" if model.norm_placement == "post" else "")
+    norm = ("post-" if model.norm_placement == "post" else "") + model.normalization
     head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
     return (
         name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, f"{model.ffn_size}", f"{model.seq_length:,}",

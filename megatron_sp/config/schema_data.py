@@ -54,7 +54,7 @@ class DataConfig:
     num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0, high=1024)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    reset_position_ids: bool = flag(False, "positions start again behind each end-of-document token")
+    reset_position_ids: bool = flag(False, "positions start again after each end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend within their own document only")
     mask_prob: float = flag(0.15, "BERT: share of the tokens that have to be guessed, in (0, 1)")
     short_seq_prob: float = flag(0.1, "BERT: share of samples that are shorter than there is room, in [0, 1]", low=0)

@@ -80,8 +80,8 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "store norm weights as (weight - 1), so weight decay pulls them to 1")
     norm_placement: Literal["pre", "post"] = flag(
         "pre",
-        "pre: norms in front of attention and MLP, and one behind the last block (Megatron); post: behind them, on the residual stream, and"
-        " one behind the embedding (the original BERT, Hugging Face's BertModel); BERT only",
+        "pre: norms before attention and MLP, and one after the last block (Megatron); post: after them, on the residual stream, and"
+        " one after the embedding (the original BERT, Hugging Face's BertModel); BERT only",
     )
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     use_parallel_residual: bool = flag(

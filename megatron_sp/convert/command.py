@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
     for note in model.notes:
         _tell(f"note: {note}")
     if model.has_optimizer and options.optimizer and not target.holds_optimizer:
-        _tell(f"note: the optimizer's state stays behind: {target.name} has no place for it")
+        _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
     report = _report(args, source, model)
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:

@@ -78,7 +78,7 @@ class View:
         """Return the tensor's own shape, given the shape of the region."""
         if self.stored is not None:
             return self.stored
-        assert self.shape is None and not self.index, f"{self.name}: its own shape is not said"
+        assert self.shape is None and not self.index, f"{self.name}: its own shape is unknown"
         if self.order is None:
             return region
         return tuple(region[self.order.index(dim)] for dim in range(len(region)))

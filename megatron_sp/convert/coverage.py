@@ -60,7 +60,7 @@ def match_tensors(
         else:
             fates.append(Fate(shown.get(name, name), "", reason))
     if problems:
-        raise CheckpointError(f"{where} does not fit the model that it says it is:\n" + "\n".join(_lines(problems, shown)))
+        raise CheckpointError(f"{where} does not fit the model that it claims to be:\n" + "\n".join(_lines(problems, shown)))
     return Coverage(correspondence, fates)
 
 
@@ -77,5 +77,5 @@ def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Map
     if name in tied and tied[name] in store.tensors():
         if torch.equal(store.read(name), store.read(tied[name])):
             return f"the same as {tied[name]}"
-        raise CheckpointError(f"{name} must be the same as {tied[name]}, for config.json says that they are tied, and it is not")
+        raise CheckpointError(f"{name} must be the same as {tied[name]}, because config.json ties them, but it differs")
     return next((reason for pattern, reason in ignored.items() if re.fullmatch(pattern, name)), None)

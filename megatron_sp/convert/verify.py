@@ -181,7 +181,7 @@ def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[
     windows = [c.window_size for c in configs]
     beyond = max((window + 9 for window in windows if window), default=0)
     if beyond > min(_LONGEST, positions):
-        tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies behind the window of {beyond - 9} is not compared")
+        tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies after the window of {beyond - 9} is not compared")
         beyond = 0
     longest = min(positions, max(_LENGTHS[0], beyond))
     limits = _Limits(min(c.vocab_size or 1 for c in configs), positions, longest)

@@ -132,7 +132,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
     for path in options.inputs:
         check_input(path, options.input_format, options.part)
         if not is_json(path, options.input_format) and options.json_keys != ("text",):
-            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or say --input-format jsonl")
+            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl")
     make_folder(options.output_prefix)
     return build_tokenizer(options.data, options.vocab_size)
 

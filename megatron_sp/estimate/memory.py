@@ -106,5 +106,5 @@ def _reductions(form: RankForm, head: HeadMoments) -> list[Moment]:
         for held in zero.reducing(layer + 1):
             lines = (*gradient_lines(held), *kept, *stream, packed[layer + 1])
             made.append(Moment("backward", f"{place_of(layer, layers)} block, reduction", lines))
-    made += [Moment("backward", "reductions behind the backward pass", (*gradient_lines(held), packed[0])) for held in zero.reducing(0)]
+    made += [Moment("backward", "reductions after the backward pass", (*gradient_lines(held), packed[0])) for held in zero.reducing(0)]
     return made

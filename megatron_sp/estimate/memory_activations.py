@@ -42,11 +42,11 @@ class ActivationForm:
         """Activations that the MLP of a block saves."""
         shape = self.shape
         wide = 0 if shape.chunked else shape.sp_tokens * shape.ffn_in * shape.e
-        return [Line("residual stream", 0 if shape.parallel_residual else shape.stream), Line("MLP, in front of the activation", wide)]
+        return [Line("residual stream", 0 if shape.parallel_residual else shape.stream), Line("MLP, before the activation", wide)]
 
     @property
     def norm_behind(self) -> Line:
-        """Activations saved by the norm behind attention or MLP; 0 bytes without one."""
+        """Activations saved by the norm after attention or MLP; 0 bytes without one."""
         return Line("inputs of norms", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
 
     @property

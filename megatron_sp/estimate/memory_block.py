@@ -81,9 +81,9 @@ class BlockMoments:
         if shape.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
-            made = [Line("MLP, behind the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
+            made = [Line("MLP, after the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
         # a parallel residual does not save it: the MLP reads attention's input
-        made.append(Line("sum behind attention", shape.stream if shape.parallel_residual else 0))
+        made.append(Line("sum after attention", shape.stream if shape.parallel_residual else 0))
         return Moment(
             "forward", "last block",
             (
@@ -117,11 +117,11 @@ class BlockMoments:
         return [Line("gradient of the norm's input", self.shape.stream), Line("norm's temporaries", self.shape.norm_temporaries)]
 
     def _norm_behind_backward(self, layer: int) -> list[Moment]:
-        """Return the moment in the norm behind the MLP, with which the backward of a post-norm block begins; none without it."""
+        """Return the moment in the norm after the MLP, with which the backward of a post-norm block begins; none without it."""
         if not self.shape.post:
             return []
         lines = (*self.activations.block_keeps, *self._local_gradients(), *self._norm_backward())
-        return [self._moment(layer, "norm behind the MLP", *lines)]
+        return [self._moment(layer, "norm after the MLP", *lines)]
 
     def _mlp_backward(self, layer: int) -> Moment:
         """Return the moment in the MLP's second linear layer: activation recomputed, and its gradient. Chunked: in the whole MLP."""
@@ -151,7 +151,7 @@ class BlockMoments:
         return [self._moment(layer, "first linear layer", *kept, *stream, wide, *more) for more in (product, norm)]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
-        """Return the moments from the attention's output to the norm in front of it."""
+        """Return the moments from the attention's output to the norm before it."""
         attention = self.attention
         moments = [*self._core_backward(layer), *self._qkv_backward(layer)]
         if attention.uses_reference and (self.shape.recomputed or self.kernels.recompute_granularity):
@@ -204,7 +204,7 @@ class BlockMoments:
         ]  # fmt: skip
 
     def _qkv_backward(self, layer: int) -> list[Moment]:
-        """Return the moments in the QKV projection and in the norm in front of it, with the gradients of all chunks."""
+        """Return the moments in the QKV projection and in the norm before it, with the gradients of all chunks."""
         shape, attention = self.shape, self.attention
         kept = [line for line in self.activations.attention_keeps if line.name not in _ALL_ATTENTION]
         if not attention.joins:
@@ -222,7 +222,7 @@ class BlockMoments:
         scattered = Line("gradient of the norm's output, scattered", shape.stream if shape.parts > 1 else 0)
         return [
             self._moment(layer, "QKV projection", *product, norm_output, scattering),
-            self._moment(layer, "norm in front of QKV", *product, scattered, *self._norm_backward()),
+            self._moment(layer, "norm before QKV", *product, scattered, *self._norm_backward()),
         ]
 
     def _largest_piece(self) -> PieceForm:

@@ -26,7 +26,7 @@ class RankShape:
 
     Attributes:
         e, wide: bytes of an element of parameters and activations, and of gradients and sums.
-        h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank behind and in front of the
+        h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank after and before the
             activation.
         parts: number of ranks that shard the stream between the layers with tp_seq; 1 without it.
         length, padded: tokens of a sequence, and with the padding that makes it divisible.

@@ -235,7 +235,7 @@ def norm_gradients(
     norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
     params: tuple[Tensor | None, Tensor | None], main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Run backward of a norm in front of a linear layer.
+    """Run backward of a norm before a linear layer.
 
     Args:
         norm: the norm, with the values of its weights.

@@ -78,7 +78,7 @@ def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_di
     if refused:
         raise ConfigError(
             f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. Save before these lines, and add them in code"
-            " behind load()"
+            " after load()"
         )
     try:
         write_output(path, as_text(model, directives, seq_dim))
@@ -141,7 +141,7 @@ def _directive(line: Any, where: str, model: nn.Module) -> Directive:
     if not isinstance(on, str) or not isinstance(do, str):
         raise ConfigError(f"{where}: a line says `on`, a glob of modules, and `do`: it has {on!r} and {do!r}")
     if do not in _KEYS:
-        raise ConfigError(f"{where}: do {do!r} is not known{_near(do, _KEYS)}; a file can say {', '.join(_KEYS)}")
+        raise ConfigError(f"{where}: do {do!r} is not known{_near(do, _KEYS)}; a file can have {', '.join(_KEYS)}")
     _check_args(do, line, where)
     try:
         expand(model, on)

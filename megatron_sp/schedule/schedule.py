@@ -192,7 +192,9 @@ class Schedule:
             if said != self._verified or self._speaks_of_dp():
                 raise
             return Report(
-                warnings=[f"verify() has measured that these lines are right, so this is not an error: {error}"], dry=False, why_not=str(error)
+                warnings=[f"verify() has measured that these lines are right, so this is not an error: {error}"],
+                dry=False,
+                why_not=str(error),
             )
         self.directives = with_derived(said, report)
         self._checked = list(self.directives) if report.dry else None

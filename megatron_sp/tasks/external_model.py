@@ -35,7 +35,7 @@ class ExternalModel(nn.Module):
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self.model: nn.Module
-        self.__dict__["model"] = model  # not as a child, which would put a name in front of all others
+        self.__dict__["model"] = model  # not as a child, which would put a name before all others
         self.applied = applied
         self.blocks = find_blocks(model)
         if not self.blocks:

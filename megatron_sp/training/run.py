@@ -529,7 +529,7 @@ def build_step(context: RunContext, layout: RunLayout, parts: StepParts, kernel:
 def find_evaluated(context: RunContext, origin: Origin | None, step: int) -> list[str]:
     """Return what ``metrics.jsonl`` says was evaluated at this step, the same on every rank. Collective.
 
-    A kill between a save and the end of the validation behind it leaves the validation to be made up for.
+    A kill between a save and the end of the validation after it leaves the validation to be made up for.
     """
     own = origin is not None and origin.continues_own and not context.config.batch.skip_train
     done = evaluated(context.run_dir, step) if own and context.launch.rank == 0 else []

@@ -2,8 +2,8 @@
 
     python scripts/kubernetes/render.py trainjob NODES=2 IMAGE=registry/megatron_sp:1 CLAIM=corpus -- pretrain_gpt.py FLAGS
 
-``trainjob`` is for Kubeflow Trainer, ``pytorchjob`` for Training Operator. What stands behind ``--`` is what
-``scripts/launch.sh`` takes behind the number of processes. Values without a default must be given; names with
+``trainjob`` is for Kubeflow Trainer, ``pytorchjob`` for Training Operator. What stands after ``--`` is what
+``scripts/launch.sh`` takes after the number of processes. Values without a default must be given; names with
 lower-case or unknown letters are refused, except those that start with ENV_, which become environment variables of the
 container: ENV_NCCL_IB_HCA=mlx5.
 """
@@ -45,7 +45,7 @@ def values_from(words: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     for word in words:
         name, sign, value = word.partition("=")
         if not sign or not (name in DEFAULTS or re.fullmatch(r"ENV_\w+", name)):
-            raise Refusal(f"{word!r} is not NAME=VALUE with one of {', '.join(DEFAULTS)}, or ENV_...; the command comes behind --")
+            raise Refusal(f"{word!r} is not NAME=VALUE with one of {', '.join(DEFAULTS)}, or ENV_...; the command comes after --")
         (environment if name.startswith("ENV_") else given)[name.removeprefix("ENV_")] = value
     values = {name: given.get(name, default) for name, default in DEFAULTS.items()}
     missing = [name for name, value in values.items() if not value]
@@ -71,7 +71,7 @@ def render(kind: str, values: dict[str, str], environment: dict[str, str], comma
         Refusal: there is no command.
     """
     if not command:
-        raise Refusal("no command: behind -- comes what to train, such as: -- pretrain_gpt.py --preset gpt-1.3b ...")
+        raise Refusal("no command: after -- comes what to train, such as: -- pretrain_gpt.py --preset gpt-1.3b ...")
     script = command[0] if command[0].startswith(("-", "/")) else f"{values['ROOT']}/{command[0]}"
     environment = {
         "PYTHON": values["PYTHON"],

@@ -187,7 +187,7 @@ class LinearCore:
 
 
 def _linear_norm(patch: pytest.MonkeyPatch) -> None:
-    """The norm in front of the region is not linear: leave it out."""
+    """The norm before the region is not linear: leave it out."""
     patch.setattr(ulysses, "normed_by", lambda x, *_: (x, ()))
 
     def gradients(norm: Any, grad: Tensor, x: Tensor, stats: Any, need: Any, passed: Tensor | None, **_: Any) -> tuple[Tensor, None, None]:

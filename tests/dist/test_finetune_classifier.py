@@ -166,7 +166,7 @@ def test_the_command_line_of_the_run(files: Path, pretrained: Path) -> None:
 
 
 def commands(file: str, program: str) -> list[list[str]]:
-    """The words behind a program in every block of commands of a page."""
+    """The words after a program in every block of commands of a page."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if f"{program} " in line]
     return [shlex.split(line.split(f"{program} ")[1]) for line in lines]

@@ -335,7 +335,7 @@ def test_megatron_415_grouped_queries_and_tensor_parallelism_with_split_qkv(over
 
 @pytest.mark.parametrize(("mode", "chunks"), MODES)
 def test_leaf_and_frozen_inputs_go_through(mode: Any, chunks: int, tmp_path: Path) -> None:
-    """Backward hooks were put on the nodes behind q and k, which do not exist for leaves and for inputs without gradient: it crashed."""
+    """Backward hooks were put on the nodes after q and k, which do not exist for leaves and for inputs without gradient: it crashed."""
     run_ranks(_leaf_and_frozen, 2, tmp_path, mode, chunks)
 
 

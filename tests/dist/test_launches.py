@@ -27,7 +27,7 @@ class Count(TorchDispatchMode):
 
 
 def _products(case: Case, forward: int, backward: int) -> None:
-    """``forward`` and ``backward``: batched products of each layer in front of exchanges, with all destinations in one."""
+    """``forward`` and ``backward``: batched products of each layer before exchanges, with all destinations in one."""
     config = shape(**{"seq_length": case.seq, "num_layers": 2, "disable_bias_linear": True, **case.model})
     sharded = Sharded(case, make_model(config))
     batch = batch_of(case, config, 0)

@@ -62,7 +62,7 @@ def channels() -> None:
 
     def told_to_copy(sch: SlapoSchedule) -> None:
         sch.schedule["0"].column()
-        sch.schedule["1"].column(gather=True)  # there is nothing to sum in front of it
+        sch.schedule["1"].column(gather=True)  # there is nothing to sum before it
 
     compare(nn.Sequential(nn.Conv1d(4, FF, 1), nn.BatchNorm1d(FF)), x, told_to_copy)
     both = compare(nn.Sequential(nn.Linear(4, FF), nn.BatchNorm1d(FF)), data(5, 4), told_to_copy)
@@ -113,7 +113,7 @@ def tables() -> None:
     compare(nn.Sequential(nn.Embedding(10, H, scale_grad_by_freq=True)), ids, features)
 
     def hooks_then_sum(sch: SlapoSchedule) -> None:
-        """What a hook of the user's own leaves at zero is summed behind it, by name or by hand."""
+        """What a hook of the user's own leaves at zero is summed after it, by name or by hand."""
         first, kept = 5 * sch.rank, list[Tensor]()
         sch["0"].shard("weight", axis=0)
 

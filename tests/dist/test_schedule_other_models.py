@@ -260,7 +260,7 @@ def counted() -> None:
         before = calls["gathers"]
         torch.cat([t.flatten() for t in result["logits"]]).square().sum().backward()
         found[policy] = (calls["blocks"], before, calls["gathers"] - before)
-    # three blocks with two gathers each, and one where the region ends; backward gathers behind two reduce-scatters,
+    # three blocks with two gathers each, and one where the region ends; backward gathers after two reduce-scatters,
     # and where it begins
     assert found == {None: (1, 7, 7), "full": (2, 7, 13), "keep_gathered": (2, 7, 7)}
     s = schedule(Pictures(), mesh(), seq_dim=0)

@@ -107,7 +107,7 @@ def recipes() -> None:
         sch["linear1"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
 
     def reduce(sch: SlapoSchedule) -> None:
-        sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")  # in front of shard: the bias is added once all the same
+        sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")  # before shard: the bias is added once all the same
         sch["linear2"].shard("weight", axis=1)
         column(sch, "linear1")
 
@@ -357,7 +357,7 @@ def test_names_are_looked_up() -> None:
     ("write", "words"),
     [
         (lambda s: s.trace(), "nothing is traced here"),
-        (lambda s: s["linear1"].decompose(), "added behind the sum anyway"),
+        (lambda s: s["linear1"].decompose(), "added after the sum anyway"),
         (lambda s: s.fuse(None, compiler="TorchScript"), "torch.compile"),
         (lambda s: s.find("linear.*"), "no graph to search"),
         (lambda s: s["linear1"].cut_pipeline_stage(), "pipeline stages"),
@@ -367,7 +367,7 @@ def test_names_are_looked_up() -> None:
         (lambda s: s["linear1"].sync("fwd_post", "SR->RS", axis=1), "say which dims"),
         (lambda s: s["linear1"].sync("forward"), "write .shard() of its weight first"),
         (lambda s: (s["linear1"].shard("wieght", 0), s["linear1"].sync("forward")), "write .shard() of its weight first"),
-        (lambda s: s["linear1"].sync("fwd_post"), "say what to do at 'fwd_post'"),
+        (lambda s: s["linear1"].sync("fwd_post"), "name the op at 'fwd_post'"),
         (lambda s: s.fuse(None, name="fused"), "torch.compile"),
         (lambda s: s["linear1"].sync("fwd_post", "all_gather", dim=1), "does not know dim, only axis"),
         (lambda s: s["linear1"].sync("fwd_post", "all_reduce", tensor_parallel_output_grad=True), "not of all_reduce"),

@@ -120,11 +120,11 @@ def early_versions() -> None:
         sch["0"].sync("both")
 
     compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), packed)
-    with pytest.raises(PlacementError, match="say blocks=3"):
+    with pytest.raises(PlacementError, match="give blocks=3"):
         compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), lambda sch: packed(sch, None))
     sch = create_schedule(Mlp())
     sch["down"].shard("weight", axis=1)
-    with pytest.raises(ConfigError, match="say forward"):
+    with pytest.raises(ConfigError, match="use forward"):
         sch["down"].sync("both")
 
 
@@ -430,7 +430,7 @@ def every(names: list[str]) -> None:
 
 
 def test_the_rest_of_slapo_on_two_ranks(tmp_path: Path) -> None:
-    nn.Linear(1, 1, device="meta")  # what torch imports for that is imported once, in front of the fork
+    nn.Linear(1, 1, device="meta")  # what torch imports for that is imported once, before the fork
     run_ranks(every, 2, tmp_path, [case.__name__ for case in CASES])
 
 

@@ -144,7 +144,7 @@ def check_refused() -> None:
     refuse("has no separate projections of q, k and v", schedule(MODELS["gpt2"][0](), on).ulysses(overlap_qkv=True))
     refuse("is not a model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
     core = {"core": "blocks.*.core", "q": "query"}
-    refuse("say where the sequence of Toy is cut", schedule(Toy(), on).ulysses(**core), {"ids": torch.ones(B, 8).long()})
+    refuse("specify where the sequence of Toy is cut", schedule(Toy(), on).ulysses(**core), {"ids": torch.ones(B, 8).long()})
     refuse("layout must be one of", schedule(Toy(), on).ulysses(**{**core, "layout": "hsbd"}))
     refuse("enter= and leave= belong together", schedule(MODELS["bert"][0](), on).ulysses(enter="bert.encoder.layer.0"))
     idle = schedule(Toy(), on).ulysses(core="idle", q="input", k="input", v="input", inputs=["ids"])

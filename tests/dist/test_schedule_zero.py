@@ -1,4 +1,4 @@
-"""ZeRO behind schedules: gradients and weights after steps of one process, whatever is split and sharded."""
+"""ZeRO after schedules: gradients and weights after steps of one process, whatever is split and sharded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(name: str) -> Any:
 
 
 def plain_steps(name: str, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms of three steps of torch's own AdamW on the model as it is, and the weights behind them."""
+    """Norms of three steps of torch's own AdamW on the model as it is, and the weights after them."""
     model, norms = with_attention(make(name), "sdpa").double(), []
     apart = [[p for p in model.parameters() if (p.ndim >= 2) == decayed] for decayed in (True, False)]
     groups = [{"params": apart[0], "weight_decay": OPTIMIZER.weight_decay}, {"params": apart[1], "weight_decay": 0.0}]

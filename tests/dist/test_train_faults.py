@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_to_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     outcome = train(tmp_path, "--save", run, "--save-interval", 2, ranks=2, setup=lambda rank: limit_files(50_000))
     outcome.expect(6, "step 2 was not saved", "step 4 was not saved", "training goes on", "error: the last checkpoint could not be written")
-    assert outcome.texts[0].count("not saved") == 3 and outcome.texts[0].count("training goes on") == 2, "not behind the last step"
+    assert outcome.texts[0].count("not saved") == 3 and outcome.texts[0].count("training goes on") == 2, "not after the last step"
     assert (status(run)["status"], status(run)["exit_code"]) == ("failed", 6)
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6] and os.listdir(run / "checkpoints") == []
     assert [(r["step"], r["saved"]) for r in records(run, "save")] == [(2, False), (4, False), (6, False)]

@@ -31,7 +31,7 @@ LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-# sizes of whole vector registers: torch's fused AdamW rounds what is left over behind them otherwise, wherever that
+# sizes of whole vector registers: torch's fused AdamW rounds what is left over after them otherwise, wherever that
 # lies
 UNTIED = tiny.shape(untie_embeddings_and_output_weights=True, hidden_size=32, kv_channels=8, ffn_hidden_size=48, vocab_size=48)
 FULL = {"recompute_granularity": "full"}
@@ -123,7 +123,7 @@ def test_all_units_are_sharded_again_after_the_step(tmp_path: Path) -> None:
 
 
 def _poisoned(fetch: str) -> None:
-    """Buffers full of NaN in front of every fetch: padding and tails come from the ranks, not from what lay there (DeepSpeed #5420)."""
+    """Buffers full of NaN before every fetch: padding and tails come from the ranks, not from what lay there (DeepSpeed #5420)."""
     sharded = _sharded(3, fetch=fetch)
     want = {n: t.clone() for n, t in sharded.params().items()}
     weights = sharded.weights

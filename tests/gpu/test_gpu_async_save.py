@@ -31,7 +31,7 @@ def items_of(tensors: dict[str, GlobalTensor]) -> list[NamedPiece]:
 
 
 def test_the_copy_is_of_the_values_that_were_there() -> None:
-    """What the current stream still has to compute comes before the copy, what it is given behind join() after it."""
+    """What the current stream still has to compute comes before the copy, what it is given after join() after it."""
     items = items_of(weights(0.0))
     copy = HostCopy(items)
     assert copy._memory.is_pinned()

@@ -28,7 +28,7 @@ class Work:
 
 
 def flight_of(exchange: int, compute: int) -> tuple[CollectiveTimes, float]:
-    """(a flight with so many cycles of computation in front of its wait, seconds of the step)."""
+    """(a flight with so many cycles of computation before its wait, seconds of the step)."""
     recorder = Recorder(CudaClock(torch.device("cuda", torch.cuda.current_device())), 1)
     recorder.start_step()
     flight = recorder.at("sp", 0).start("all_to_all", (1,), (1,), torch.float32, "qkv")

@@ -79,7 +79,7 @@ PRETRAINING = {
 
 
 def bert_tensors(of: dict[str, Tensor], post: bool, heads: dict[str, str]) -> dict[str, Tensor]:
-    """Weights, or gradients, of theirs by our names; ``heads``: names of what stands behind the pooler."""
+    """Weights, or gradients, of theirs by our names; ``heads``: names of what stands after the pooler."""
     embeddings = "bert.embeddings."
     found = {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in {**bert_names(post), **heads}.items() for kind in ("weight", "bias")}
     found |= {

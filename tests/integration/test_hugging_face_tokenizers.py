@@ -44,7 +44,7 @@ def train_gpt2(folder: Path) -> Path:
 
 
 def train_llama(folder: Path) -> Path:
-    """A tokenizer.json as Llama 2's: pieces with U+2581 for the space, what has no piece spelled in bytes, <s> in front of a text."""
+    """A tokenizer.json as Llama 2's: pieces with U+2581 for the space, what has no piece spelled in bytes, <s> before a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

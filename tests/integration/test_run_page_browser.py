@@ -129,7 +129,7 @@ def look(page: Path, driver: str = "", *, size: tuple[int, int] = (1200, 1500), 
     """Open a page from the disk.
 
     Args:
-        driver: a script of ours behind that of the page, which the page's policy is then told to allow.
+        driver: a script of ours after that of the page, which the page's policy is then told to allow.
     """
     text = page.read_text()
     if driver:

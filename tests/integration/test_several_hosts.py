@@ -36,7 +36,7 @@ class Host:
 
     Attributes:
         address: where the other host finds it.
-        inside: the words in front of a command that is to run there.
+        inside: the words before a command that is to run there.
     """
 
     def __init__(self, address: str, *inside: str) -> None:

@@ -123,7 +123,7 @@ def dealt_wrongly(case: Case, number: int, peer: Any, mine: Any) -> str:
     with BatchLoader(mine, micro_batch_size=micro, dp_rank=rank, dp_size=ranks) as loader:
         tokens = loader.step(consumed, 1)[0]["tokens"].numpy()
     expected = [peer[consumed + rank * micro + k]["tokens"].numpy() for k in range(micro)]
-    return "" if np.array_equal(tokens, expected) else f"batch behind {consumed} samples, rank {rank} of {ranks}"
+    return "" if np.array_equal(tokens, expected) else f"batch after {consumed} samples, rank {rank} of {ranks}"
 
 
 def check(number: int, folder: Path, counts: Counter[str]) -> bool:

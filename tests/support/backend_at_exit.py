@@ -2,7 +2,7 @@
 
     python backend_at_exit.py run_main|run_program CODE
 
-The thread is in a callback, behind a read that lets go of the interpreter. The interpreter's tear-down, if there is
+The thread is in a callback, after a read that lets go of the interpreter. The interpreter's tear-down, if there is
 one, wakes it.
 """
 

@@ -41,9 +41,9 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),
     # post-norm blocks
     ("post-norm: the residual branch gets no gradient", ULYSSES, "return add(add(passed, reduced.wait()), late), None", "return reduced.wait(), None"),
-    ("post-norm: no norm behind attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
-    ("post-norm: no norm behind the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
-    ("post-norm: a norm behind the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
+    ("post-norm: no norm after attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
+    ("post-norm: no norm after the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
+    ("post-norm: a norm after the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
     # the step
     ("context: causal", CONTEXT, "AttentionMask(causal, batch[", "AttentionMask(True, batch["),
     ("context: padding is seen", CONTEXT, 'if "length" in batch:', "if False:"),

@@ -305,7 +305,7 @@ def model_states(c: ModelConfig, master: Tensors, groups: list[list[str]], how: 
 
 
 def laid_out(tensors: Tensors, group: list[str], how: Save) -> tuple[Tensor, list[int], dict[str, tuple[int, int]]]:
-    """The flat vector without its end's padding, the paddings behind parameters, and (start, count) of each."""
+    """The flat vector without its end's padding, the paddings after parameters, and (start, count) of each."""
     pieces, paddings, places, at = [], [], {}, 0
     for i, name in enumerate(group):
         t = tensors[name].reshape(-1)

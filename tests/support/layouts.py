@@ -58,7 +58,7 @@ class Case:
     kernels: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     mask: float = 0.7
-    bert: bool = False  # masked tokens and sentence order, each sequence with padding behind it unless packed
+    bert: bool = False  # masked tokens and sentence order, each sequence with padding after it unless packed
     classes: int = 0  # with ``bert``: a classifier instead
     packed: bool = False  # several documents in a sequence, which do not see each other
     padding: bool = False  # bidirectional, with padding at the end of each sequence but the last

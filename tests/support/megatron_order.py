@@ -71,7 +71,7 @@ def _documents(random: np.random.Generator) -> Documents:
 
 
 def _words(random: np.random.Generator, prefixes: list[str]) -> tuple[str, ...]:
-    """What stands behind --data-path."""
+    """What stands after --data-path."""
     count, kind = len(prefixes), int(random.integers(0, 6))
     if kind == 0:
         return tuple(prefixes)

@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant("parallel residual: the MLP reads what attention made", MODEL, "return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto=y)", "return self.mlp(y, norm, dropout, ctx.mlp_chunks, onto=y)"),
     Mutant("parallel residual: attention's branch is left out", MODEL, "stream = x if onto is None else onto", "stream = x"),
     Mutant("MLP in pieces: the other stream gets no gradient", PIECES, "self.grad if self.need.onto else None", "None"),
-    Mutant("window: lost behind the exchange", MODEL, "mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])", "mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])"),
+    Mutant("window: lost after the exchange", MODEL, "mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])", "mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])"),
     Mutant("attention: gradient of x from the last message only", ULYSSES, "take(w_qkv, rows), beta=0.0 if first else 1.0", "take(w_qkv, rows), beta=0.0"),
     Mutant("attention: followers' key gradients are dropped", ULYSSES, "d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]", "d_shared.pop(group)"),
     Mutant("attention: only the last follower's key gradients", ULYSSES, "if group in d_shared else d_kv", "if False else d_kv"),

@@ -1,7 +1,7 @@
 """The steps of a documentation page: its files are written and its commands run in order, in one folder, and what they print is compared.
 
 Of the fenced blocks of a page, ``python`` with ``title="name.py"`` is written to that file; ``bash`` is run, and stops
-at the first command that fails; ``text`` behind a bash block are lines that it prints, in this order, in which "..."
+at the first command that fails; ``text`` after a bash block are lines that it prints, in this order, in which "..."
 stands for anything. Others, such as ``console``, are for the reader only.
 """
 
@@ -75,7 +75,7 @@ def run_page(page: Path, folder: Path, variables: dict[str, str]) -> list[str]:
 
 
 def first_missing(expected: list[str], output: str) -> str | None:
-    """Return the first of the expected lines that is not in the output behind the one before it; None if all are.
+    """Return the first of the expected lines that is not in the output after the one before it; None if all are.
 
     There may be others between them, which a page shows by a line "...".
     """

@@ -32,7 +32,7 @@ def _changes(line: Directive, elsewhere: str, conv: bool) -> Iterator[tuple[str,
     yield "moved", [replace(line, on=elsewhere, args={k: v for k, v in line.args.items() if k != "arg"})]
     if line.do == "sync":
         op = line.args["op"]
-        yield "behind", [replace(line, args={"mode": "fwd_post", "op": op})]
+        yield "after", [replace(line, args={"mode": "fwd_post", "op": op})]
         yield "other op", but(op={"copy": "all_gather", "all_gather": "copy"}[op])
         yield "never summed", but(op="scatter")
         if op == "all_gather":

@@ -18,7 +18,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("unit: stage 3 keeps the whole", FLAT, "            layout.unbind()\n            return None, mine", "            return None, mine"),
     ("unit: stages 1 and 2 keep the beginning", FLAT, "return whole, whole[layout.shard.start : layout.shard.stop]", "return whole, whole[: len(layout.shard)]"),
     ("unit: padding between gradients is not cleared", FLAT, "            flat[at : slot.start].zero_()\n", ""),
-    ("unit: padding behind gradients is not cleared", FLAT, "        flat[at:].zero_()\n", ""),
+    ("unit: padding after gradients is not cleared", FLAT, "        flat[at:].zero_()\n", ""),
     ("unit: frozen parameters stay outside at stage 3", FLAT, "if zero.stage == 3 and len(trainable) < len(held):", "if False:"),
     ("unit: the second micro-batch overwrites the range", FLAT, "self._grad_shard.add_(reduced)", "self._grad_shard = reduced"),
     ("unit: whole gradients stay after their reduction", FLAT, "        self._grads = None\n        if self._grad_shard is None:", "        if self._grad_shard is None:"),

@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_sp"
-CONTINUES = re.compile(r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|After|Around|Behind|So that|Is|Has|Does|Can) ")
+CONTINUES = re.compile(r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|Behind|Around|After|So that|Is|Has|Does|Can) ")
 LONG_LINE, MANY_PARAMETERS = 120, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

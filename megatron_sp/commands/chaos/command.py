@@ -18,7 +18,7 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     """
     command = words[1:] if words[:1] == ["--"] else words
     if command and command[0].startswith("-"):
-        raise ConfigError(f"unrecognized argument: {command[0]} (the training's command stands behind --)")
+        raise ConfigError(f"unrecognized argument: {command[0]} (the training's command stands after --)")
     for name, low, high in (("faults", 1, 10**6), ("ranks", 1, 64), ("minutes", 0, 10**5), ("patience", 1, 10**5)):
         if not low <= getattr(args, name) <= high:  # not NaN either
             raise ConfigError(f"--{name} ({getattr(args, name)}) must be from {low} to {high}")

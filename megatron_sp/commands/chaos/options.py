@@ -7,7 +7,7 @@ from pathlib import Path
 
 USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
 EPILOG = (
-    "Behind -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
+    "After -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
     " current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs --save-interval, and a --train-iters that takes a"
     " minute or two. Without a command a tiny model is trained on made-up data. docs/how-to/chaos.md says what is done to it."
 )

@@ -55,7 +55,7 @@ def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add ``megatron-sp schedule train`` with its own flags; all others are those of a training."""
     text = "train a transformers model from a local folder; start it with torchrun -m megatron_sp; other flags: those of pretrain_gpt.py"
     parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-    plan = "plan.yaml; `auto`: the preset of the model's family; MODULE:FUNCTION of yours, which gets (schedule, seq)"
+    plan = "plan.yaml; `auto`: the preset of the model's family; your own MODULE:FUNCTION, which gets (schedule, seq)"
     parser.add_argument("plan", metavar="PLAN", help=plan)
     parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")
     parser.add_argument("--task", choices=("next", "masked"), default="next", help="predict the next token, or masked ones (default: next)")

@@ -57,7 +57,7 @@ class Writer:
         if re.fullmatch(r"[\w.]+:\w+", self.plan):
             self._function = _import(self.plan)
         elif self.plan != "auto" and not Path(self.plan).is_file():
-            raise ConfigError(f"{self.plan} is not a file: give a plan.yaml, `auto`, or MODULE:FUNCTION of yours")
+            raise ConfigError(f"{self.plan} is not a file: give a plan.yaml, `auto`, or your own MODULE:FUNCTION")
 
     def __call__(self, s: Schedule, seq: bool) -> None:
         if self.plan == "auto":

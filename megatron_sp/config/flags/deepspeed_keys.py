@@ -378,7 +378,7 @@ def _optimizer(reader: _Reader, place: str, value: Any) -> None:
         reader.refuse(
             f"{place}.params.adam_w_mode",
             False,
-            'weight decay is decoupled (AdamW): remove it, or use "type": "AdamW" and say weight_decay',
+            'weight decay is decoupled (AdamW): remove it, or use "type": "AdamW" and give weight_decay',
         )
     reader.block(params, f"{place}.params", _SGD if word == "sgd" else _ADAM)
     for key, (target, default) in (_SGD_DEFAULTS if word == "sgd" else _ADAM_DEFAULTS).items():

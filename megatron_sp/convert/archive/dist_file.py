@@ -162,7 +162,7 @@ class DistFolder:
     def _sort_out(self, described: Any, stored: Any) -> None:
         """Fill ``tensors`` and ``objects`` from the two tables: the descriptions and the byte ranges."""
         if not (isinstance(described, dict) and isinstance(stored, dict)):
-            raise self._damaged("it does not say what is stored where")
+            raise self._damaged("it does not tell what is stored where")
         places = self._places(stored)
         for name, entry in described.items():
             if not isinstance(name, str) or not isinstance(entry, Object):

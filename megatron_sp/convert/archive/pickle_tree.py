@@ -145,7 +145,7 @@ class PickleReader:
         """Read like ``read``, and also return the storages and devices of the pickle."""
         pickles = self.read_several(data, 1, where, max_bytes, max_cost)
         if pickles.end != len(data):
-            raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes behind the end of its pickle: it is damaged")
+            raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes after the end of its pickle: it is damaged")
         return pickles
 
     def read_several(self, data: bytes, count: int, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Pickles:

@@ -92,7 +92,7 @@ def read_directory(window: Window) -> dict[str, Entry]:
         entries.append(entry)
         at += length
     if at != size:
-        raise _damaged(window, "its directory has bytes behind its last entry")
+        raise _damaged(window, "its directory has bytes after its last entry")
     _check_places(window, entries, position)
     return {entry.name: entry for entry in entries}
 
@@ -174,11 +174,11 @@ def _check_places(window: Window, entries: list[Entry], end: int) -> None:
     ordered = sorted(entries, key=lambda e: e.header)
     for entry, limit in zip(ordered, [*(e.header for e in ordered[1:]), end], strict=True):
         if entry.header + _LOCAL.size + len(entry.name.encode("utf-8")) + entry.size > limit:
-            raise _damaged(window, f"{entry.name[:200]!r} of {entry.size:,} bytes at byte {entry.header:,} overlaps what is behind it")
+            raise _damaged(window, f"{entry.name[:200]!r} of {entry.size:,} bytes at byte {entry.header:,} overlaps what comes after it")
 
 
 def data_start(window: Window, entry: Entry) -> int:
-    """Return the position of an entry's contents; the local header in front of them must belong to this entry."""
+    """Return the position of an entry's contents; the local header before them must belong to this entry."""
     fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name = window.read(entry.header + _LOCAL.size, fields[9])
     start = entry.header + _LOCAL.size + fields[9] + fields[10]

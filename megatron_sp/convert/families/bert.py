@@ -69,7 +69,7 @@ class Bert:
             said = str(settings.document.get("architectures"))[:100]
             raise CheckpointError(
                 f"{settings.where}: architectures is {said}, and the files have neither the head for masked tokens (cls.predictions) nor a"
-                f" classifier behind the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the"
+                f" classifier after the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the"
                 " missing head, and save that"
             )
         if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
@@ -143,6 +143,6 @@ class Bert:
 
 
 class MegatronBert(Bert):
-    """transformers' MegatronBert: BERT with norms in front of the layers."""
+    """transformers' MegatronBert: BERT with norms before the layers."""
 
     model_type, placement, name = "megatron-bert", "pre", "MegatronBert"

@@ -93,7 +93,9 @@ class _Reading:
             return facts_of(first, first, tp=self.ranks.tp, num_layers=len({n.split(".")[2] for n in first if ".layers." in n}))
         except KeyError as error:
             has = ", ".join(name[:80] for name in list(first)[:5])
-            raise CheckpointError(f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT") from None
+            raise CheckpointError(
+                f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT"
+            ) from None
 
     def _vocab_size(self) -> int:
         options = self.options
@@ -160,7 +162,7 @@ class _Reading:
         if self.options.optimizer and self.ranks.states.settings.get("optimizer") and not self.ranks.kept:
             notes.append("the optimizer's state of ZeRO stage 0 has no names of parameters and is left behind; the weights are all there")
         if not self.settings.document:
-            notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")
+            notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
         return notes
 
 

@@ -154,14 +154,14 @@ def _newest(path: Path, folders: dict[str, Path]) -> str:
             text = read_small_file(path / mark, 4096).decode("utf-8", "replace").strip()
             name = pattern.format(text)
             if not _PLAIN_NAME.fullmatch(name):
-                raise CheckpointError(f"{path / mark} names {name[:100]!r}, which is not a plain name of a folder: say --step N")
+                raise CheckpointError(f"{path / mark} names {name[:100]!r}, which is not a plain name of a folder: give --step N")
             if name not in folders:
                 raise CheckpointError(
-                    f"{path / mark} names {name}, which is not there: there are {', '.join(folders) or 'none'}; say --step N"
+                    f"{path / mark} names {name}, which is not there: there are {', '.join(folders) or 'none'}; give --step N"
                 )
             return name
     if len(folders) != 1:
-        raise CheckpointError(f"{path} has no file named latest, and {', '.join(folders) or 'no step folder'}: say --step N")
+        raise CheckpointError(f"{path} has no file named latest, and {', '.join(folders) or 'no step folder'}: give --step N")
     return next(iter(folders))
 
 

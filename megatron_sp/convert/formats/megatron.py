@@ -93,7 +93,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
         fates += [Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks]
     fitted = match_tensors(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
     if settings.document == {}:
-        notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")
+        notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
     iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
     return Model(
         config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
@@ -142,7 +142,7 @@ def _order_of_version(opened: Opened, notes: list[str]) -> QkvOrder:
         if not opened.is_legacy:
             raise ConfigError(f"{where} has no checkpoint_version: give --qkv-layout interleaved (since 2021), or v0 or v1 of older files")
         notes.append(
-            "no checkpoint_version: taken as version 0, whose rows of q, k and v lie one behind the other; --qkv-layout says otherwise"
+            "no checkpoint_version: taken as version 0, whose rows of q, k and v lie one after the other; --qkv-layout says otherwise"
         )
         return "v0"
     if isinstance(version, bool) or not isinstance(version, (int, float)) or float(version) not in _ORDERS:

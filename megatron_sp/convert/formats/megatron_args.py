@@ -24,7 +24,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_model_parallel_size": ((None, 1), "is a mixture of experts"),
     "multi_latent_attention": ((None, False), "has multi-latent attention"),
     "attention_output_gate": ((None, False), "gates the output of attention"),
-    "apply_residual_connection_post_layernorm": ((None, False), "takes the residual from behind the norm"),
+    "apply_residual_connection_post_layernorm": ((None, False), "takes the residual from after the norm"),
     "mtp_num_layers": ((None, 0), "has heads for further tokens"),
     "heterogeneous_layers_config_path": ((None, ""), "has layers of different kinds"),
     "is_hybrid_model": ((None, False), "is a hybrid of attention and state-space layers"),
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_hyper_connections": ((None, False), "has hyper-connections"),
     "use_mup": ((None, False), "scales activations (muP)"),
     "spec": ((None, "", []), "has layers of a specification of its own"),
-    "embed_layernorm": ((None, False), "has a norm behind the embedding"),
+    "embed_layernorm": ((None, False), "has a norm after the embedding"),
 }  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
     openai = legacy and needs_openai_gelu(c)
     problems = {
         "a classifier": num_classes > 0,
-        "norms behind attention and MLP": c.norm_placement != "pre",
+        "norms after attention and MLP": c.norm_placement != "pre",
         "parallel residuals": c.use_parallel_residual,
         "a gated GELU": c.geglu,
         "a ReLU": c.relu,

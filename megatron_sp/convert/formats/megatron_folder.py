@@ -44,7 +44,7 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
     wanted = step if step is not None else _noted(path, found)
     if wanted not in found:
         has = ", ".join(child.name for _, child in sorted(found.items())[-5:])
-        raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; say which with --step")
+        raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; give one with --step")
     require_inside(found[wanted], path)
     return found[wanted]
 

@@ -26,4 +26,4 @@ def detect(path: Path) -> Format:
     if len(found) == 1:
         return found[0]
     what = "looks like " + " and ".join(format.name for format in found) if found else "holds no checkpoint that is known here"
-    raise CheckpointError(f"{path} {what}: say with --from which of {', '.join(FORMATS)} it is")
+    raise CheckpointError(f"{path} {what}: give --from with one of {', '.join(FORMATS)}")

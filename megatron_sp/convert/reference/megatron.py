@@ -242,14 +242,14 @@ class Megatron:
             if layer < part.layers():
                 return part, layer
             layer -= part.layers()
-        raise AssertionError(f"layer {layer} is behind the last")
+        raise AssertionError(f"layer {layer} is after the last")
 
     def _find(self, part: Part | DistPart, layer: int, which: str, kind: str) -> Tensor | None:
         joint = "_" if which in ("first", "second") else "."
         names = []
         for stack in _STACKS:
             for name in _NAMES[which]:
-                folded = name.endswith(".layer_norm")  # Transformer Engine keeps the norm in the linear layer behind it
+                folded = name.endswith(".layer_norm")  # Transformer Engine keeps the norm in the linear layer after it
                 names.append(f"{stack}layers.{layer}.{name}{joint if folded else '.'}{kind}")
         return part.get_if(*names)
 

@@ -87,7 +87,9 @@ class HuggingFaceTokenizer(_Wrapped):
         try:
             tokenizer = Tokenizer.from_str(contents.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception; a file that is not UTF-8 is not JSON either
-            raise DataError(f"{file}: is not a tokenizer.json ({_short(error)}): give the file that the tokenizers library writes") from None
+            raise DataError(
+                f"{file}: is not a tokenizer.json ({_short(error)}): give the file that the tokenizers library writes"
+            ) from None
         super().__init__(tokenizer, _named_beside(file.parent), str(file), contents)
 
 

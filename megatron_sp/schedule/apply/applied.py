@@ -184,7 +184,7 @@ class Applied:
         save = original(self.model, "save_pretrained")
         if save is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no save_pretrained: it is not a model of transformers; save full_state_dict() as you like"
+                f"{type(self.model).__name__} has no save_pretrained: it is not a model of transformers; save full_state_dict() instead"
             )
         state = self.full_state_dict()
         if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:

@@ -24,7 +24,10 @@ def replace_modules(job: ApplyJob) -> None:
 
 
 def set_attributes(job: ApplyJob) -> None:
-    """Set or divide attributes, for ``set`` lines. Raises ConfigError if one does not exist, is not a setting, or cannot be divided evenly."""
+    """Set or divide attributes, for ``set`` lines.
+
+    Raises ConfigError if one does not exist, is not a setting, or cannot be divided evenly.
+    """
     for directive, path, module in job.each("set"):
         attribute, where = directive.args["attribute"], directive.where
         if not hasattr(module, attribute):

@@ -96,7 +96,7 @@ def _split_by_inputs(job: ApplyJob, layer: _Layer) -> set[str]:
     _set_size(layer, kind.in_attribute, kind.in_dims[kind.main])
     reduce, axis = _reduction(job, layer)
     if reduce is None:
-        return set()  # a partial sum, which a sync behind it completes
+        return set()  # a partial sum, which a sync after it completes
     if reduce not in ("all_reduce", "reduce_scatter"):
         raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
     has_bias = module._parameters.get("bias") is not None
@@ -109,7 +109,7 @@ def _split_by_inputs(job: ApplyJob, layer: _Layer) -> set[str]:
 
 
 def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
-    """Return (how a layer split by rows sums, along which axis) from its line, or from a sync right behind it; None: it does not.
+    """Return (how a layer split by rows sums, along which axis) from its line, or from a sync right after it; None: it does not.
 
     Raises:
         ConfigError: it does not, and has a bias, which each rank would add (E3).
@@ -123,7 +123,7 @@ def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
         return sync.args["op"], sync.args.get("axis")
     if layer.module._parameters.get("bias") is not None:
         raise ConfigError(
-            f"{layer.path} is split along its inputs, so each of the tp ({job.tp_size}) ranks would add its bias: say where the sum is"
+            f"{layer.path} is split along its inputs, so each of the tp ({job.tp_size}) ranks would add its bias: name where the sum is"
             f" made, with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({layer.split.where}, E3)"
         )
     return None, axis

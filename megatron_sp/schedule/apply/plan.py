@@ -87,10 +87,10 @@ def plan_splits(job: ApplyJob) -> SplitPlan:
 
 
 def sync_args(job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a sync; behind an embedding split by words, which has summed already, reduce_scatter becomes scatter.
+    """Return the arguments of a sync; after an embedding split by words, which has summed already, reduce_scatter becomes scatter.
 
     Raises:
-        ConfigError: an all_gather behind such an embedding (E5).
+        ConfigError: an all_gather after such an embedding (E5).
     """
     args = line.args
     if args["mode"] != "fwd_post" or not isinstance(module, nn.Embedding) or job.tp_size == 1 or not plan.sums_itself(path, module):

@@ -3,7 +3,7 @@
 A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank
 into it, computes with generators seeded that way, and restores them. There is no state beside torch's own, so whatever
 restores that (a recomputation, a resumed run) restores everything. Inside such a module another can be made the same on
-all ranks again: dropout behind a row layer's sum.
+all ranks again: dropout after a row layer's sum.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Where the sequence is cut:
 
     root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids, labels, token types; it
              gets global position ids, and the mask is made for the whole sequence. Transformers models, and others with ``inputs=``.
-    region   ``enter=`` and ``leave=``: hidden states are cut in front of the first block and gathered behind the last: everything else
+    region   ``enter=`` and ``leave=``: hidden states are cut before the first block and gathered after the last: everything else
              is computed as before, on every rank (classifiers, poolers).
 
 Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``),
 or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp as over dp; nothing
-is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those behind it 1/sp of
+is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those after it 1/sp of
 theirs, which adds up to the same.
 
 A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are
@@ -94,7 +94,7 @@ class Ulysses:
                 self._early = early.EarlyExchanges(self.model, self.group, self.where, only_looks=bool(args.get("only_looks")))
         else:
             raise ConfigError(
-                f"{type(self.model).__name__} is not a model of transformers, so say where its attention is: core=, the modules that"
+                f"{type(self.model).__name__} is not a model of transformers, so specify where its attention is: core=, the modules that"
                 f' get q, k and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({self.where})'
             )
 
@@ -183,9 +183,7 @@ class Ulysses:
 
     def _current(self, name: str = "attention") -> Cut:
         if self.cut is None and self._is_region:
-            raise ConfigError(
-                f"{name} runs in front of the module where sequences are cut: enter= must be the first block ({self.where}, E10)"
-            )
+            raise ConfigError(f"{name} runs before the module where sequences are cut: enter= must be the first block ({self.where}, E10)")
         if self.cut is None:
             raise RuntimeError(f"{name} ran outside of the model's forward pass: call the model itself")
         return self.cut
@@ -196,8 +194,7 @@ class Ulysses:
         if "enter" not in args or "leave" not in args:
             said = next(f"{name}={args[name]!r}" for name in ("enter", "leave") if name in args)
             raise ConfigError(
-                f"enter= and leave= belong together: the first block, and the norm behind the last; there is only {said}"
-                f" ({self.where}, E13)"
+                f"enter= and leave= belong together: the first block, and the norm after the last; there is only {said} ({self.where}, E13)"
             )
         dim = self.seq_dim
 
@@ -219,7 +216,7 @@ class Ulysses:
         self._refuse_neighbours(blocks)
         for block in blocks:
             self.model.get_submodule(block).register_forward_pre_hook(self._cut_inputs_of_block, with_kwargs=True)
-        # behind the other hook: this one says how long the sequence is, and so has to run first
+        # after the other hook: this one says how long the sequence is, and so has to run first
         change_input(self.model.get_submodule(first), first, args.get("arg"), enter, self.where, first=True)
         change_output(self.model.get_submodule(last), last, None, leave, self.where)
         if self._hugging_face:
@@ -260,9 +257,9 @@ class Ulysses:
             self.model.register_forward_pre_hook(self._begin_inputs, with_kwargs=True)
         else:
             raise ConfigError(
-                f"say where the sequence of {type(self.model).__name__} is cut: inputs=, names of the model's inputs that have positions"
-                " (and positions=, where it takes"
-                f" their numbers), or enter= and leave=, the modules between which hidden states are cut ({self.where})"
+                f"specify where the sequence of {type(self.model).__name__} is cut: inputs=, names of the model's inputs that have"
+                " positions (and positions=, where it takes their numbers), or enter= and leave=, the modules between which hidden states"
+                f" are cut ({self.where})"
             )
         self.model.register_forward_hook(self._end_root, with_kwargs=True, always_call=True)
 
@@ -274,7 +271,7 @@ class Ulysses:
         if found is not None and "TokenClassification" not in type(self.model).__name__:
             raise ConfigError(
                 f"{found} of {type(self.model).__name__} works on whole sequences, and each rank would have a part: cut them inside, with"
-                f" enter= (the first block) and leave= (the norm or block behind which they are whole again) ({self.where})"
+                f" enter= (the first block) and leave= (the norm or block after which they are whole again) ({self.where})"
             )
 
     def _begin_hugging_face(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -322,8 +319,8 @@ class Ulysses:
             self._weight = share_of_labels(labels, self._current())
         else:
             raise ConfigError(
-                f"it is not known how {type(self.model).__name__} makes a loss of labels: say loss='next_token' or loss='per_token' (a mean"
-                f" over labelled positions), or cut sequences inside the model, with enter= and leave= ({self.where})"
+                f"it is not known how {type(self.model).__name__} makes a loss of labels: give loss='next_token' or loss='per_token' (a"
+                f" mean over labelled positions), or cut sequences inside the model, with enter= and leave= ({self.where})"
             )
 
     def _begin_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

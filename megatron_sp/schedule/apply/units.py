@@ -4,7 +4,7 @@ Unit 0 is everything outside of the blocks (embeddings, last norm, head, and wha
 ... are the blocks: the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their
 order, and unit 0 again; its backward goes through the blocks in reverse.
 
-A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes
+A block's hooks are two identities in the autograd graph, after its output and before its input: backward passes
 the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
 of a parameter that autograd saves for backward (a transpose, say) would point into a buffer that belongs to another
 block by then; it is saved as a place in its unit.
@@ -97,7 +97,7 @@ class UnitHooks:
             self.events.before_use(0)
 
     def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
-        """Report unit 0 when backward begins, with what is behind the blocks."""
+        """Report unit 0 when backward begins, with what is after the blocks."""
         return None if self.events is None else _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(0)))
 
     def _before(self, index: int) -> Callable[..., Any]:

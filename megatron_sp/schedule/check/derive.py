@@ -142,7 +142,7 @@ def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
             continue
         if mesh.group(d.args.get("over", "tp")).size() > 1:
             yield (
-                f"all_gather at {d.on or 'the model'} ({d.where}): say grad='reduce_scatter' if the ranks use the result differently (a"
+                f"all_gather at {d.on or 'the model'} ({d.where}): give grad='reduce_scatter' if the ranks use the result differently (a"
                 " split layer), or grad='slice' if alike"
             )
 
@@ -152,6 +152,6 @@ def open_dropout(model: nn.Module, directives: list[Directive], mesh: Mesh) -> I
     cut = any(d.do == "ulysses" or d.args.get("over") == "sp" for d in directives)
     for path in dropping(model):
         if mesh.tp.size() > 1 and not says_random(model, directives, path, "tp"):
-            yield f"dropout at {path or 'the model'}: say .rng('tp') if it works on what is split there, else .rng('same')"
+            yield f"dropout at {path or 'the model'}: use .rng('tp') if it works on what is split there, else .rng('same')"
         if cut and mesh.sp.size() > 1 and not says_random(model, directives, path, "sp"):
-            yield f"dropout at {path or 'the model'}: say .rng('sp'), for each rank has other positions there"
+            yield f"dropout at {path or 'the model'}: use .rng('sp'), for each rank has other positions there"

@@ -65,7 +65,10 @@ def _not_partial(step: Step, x: Operand, op: str) -> NoReturn:
     if x.kind == "S":
         conflict(step, [x], f"{op}{_here(step)} sums partial sums, and this is a share; all_gather makes it whole")
     _double(
-        step, x, f"it is not a partial sum (any more), so {op}{_here(step)} makes it", "leave it out, or split a layer in front of it by rows"
+        step,
+        x,
+        f"it is not a partial sum, or no longer one, so {op}{_here(step)} makes it",
+        "leave it out, or split a layer before it by rows",
     )
 
 
@@ -135,7 +138,7 @@ def share_of_gradient(step: Step) -> Placement:
     if x.kind == "S" and step.arg(2, "may_be_cut", False):
         return x.placement
     if x.kind in "SP":
-        conflict(step, [x], f"behind the region{_here(step)} all ranks of {step.axis} are to have all positions")
+        conflict(step, [x], f"after the region{_here(step)} all ranks of {step.axis} are to have all positions")
     if x.kind == "?" and x.placement.choice is not None:
         x.placement.choice.decide("R", step.place)
     if x.kind == "I" and not x.neutral:
@@ -217,9 +220,8 @@ def parse(step: Step) -> tuple[Placement, Placement]:
     found = [re.fullmatch(r"([IRP])|S\((-?\d+)\)", side.strip()) for side in text.split("->")]
     if len(found) != 2 or not found[0] or not found[1]:
         step.fail(
-            f"sync with a function{_here(step)}: what it does to placements is not known, layouts={text or None!r}; say it, as"
-            " layouts='S(1)->R'"
-            " or 'P->I' (letters: megatron_sp/schedule/core/placements.py)",
+            f"sync with a function{_here(step)}: what it does to placements is not known, layouts={text or None!r};"
+            " give it as layouts='S(1)->R' or 'P->I' (letters: megatron_sp/schedule/core/placements.py)",
             "unknown",
         )
     first, second = (Placement(m[1]) if m[1] else Placement("S", int(m[2])) for m in found if m)

@@ -68,7 +68,7 @@ class Lines:
 
     @cached_property
     def sums_elsewhere(self) -> bool:
-        """True if some sync sums in front of a split part, not around it (at a norm, say); only a dry run shows what it reaches."""
+        """True if some sync sums before a split part, not around it (at a norm, say); only a dry run shows what it reaches."""
         for directive, path, _ in self.of("sync"):
             inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
             if is_sync(directive) and not inside and _sums(directive.args):
@@ -172,7 +172,7 @@ def doubled_inputs(lines: Lines) -> Problem:
             column, at = copies[0]
             yield (
                 f"the gradient of the input of {at} is summed in the layer itself (column at {column.where}) and again at {path}"
-                f" ({directive.args['op']} at {directive.where}): it would be {lines.size} times too large; say .column(input='prepared'),"
+                f" ({directive.args['op']} at {directive.where}): it would be {lines.size} times too large; use .column(input='prepared'),"
                 " or leave the sync out (E5)"
             )
 
@@ -236,7 +236,7 @@ def packed(lines: Lines) -> Problem:
             yield (
                 f"{path} has {out} outputs of {into} inputs, as a packed projection has: cut in one piece, rank 0 would get"
                 " its first part and"
-                f" no share of the others; say blocks={parts} (or the parts' sizes), or blocks=1 if it is not packed"
+                f" no share of the others; give blocks={parts} (or the parts' sizes), or blocks=1 if it is not packed"
                 f" ({directive.where}, E8)"
             )
 
@@ -296,7 +296,7 @@ def regions(lines: Lines) -> Problem:
                 and not _any_column_outside(lines, path)
             ):
                 yield (
-                    f"all_gather at the input of {path} ({d.where}), and no line cuts anything in front of it: add"
+                    f"all_gather at the input of {path} ({d.where}), and no line cuts anything before it: add"
                     " .sequence(), or use copy (E10)"
                 )
     for ends, what in (([d.on for d in sequence], "enters"), ([d.args["leave"] for d in sequence], "leaves")):
@@ -349,7 +349,7 @@ def of_the_model(lines: Lines) -> Problem:
     """E10: a line about the whole model is written on a part of it."""
     for d in lines.directives:
         if d.do in ("ulysses", "zero") and d.on:
-            yield f"{d.do} is about {_called(lines)} as a whole, and stands on {d.on!r}: say on: '' ({d.where}, E10)"
+            yield f"{d.do} is about {_called(lines)} as a whole, but is written on {d.on!r}: give on: '' ({d.where}, E10)"
 
 
 def cut_over(lines: Lines) -> Problem:

@@ -73,12 +73,12 @@ def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
     way = "split it by its outputs, or leave it whole"
     if not computes_as_known(module):
         raise ConfigError(
-            f"{path} is a {name} with a forward of its own, and what that adds must come behind the sum over the ranks: {way};"
+            f"{path} is a {name} with a forward of its own, and what that adds must come after the sum over the ranks: {way};"
             f" if it adds nothing, register_shardable({name}, Kind(..., product=...)) ({where})"
         )
     if extra:
         more = ", ".join(extra)
-        raise ConfigError(f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place behind the sum: {way} ({where})")
+        raise ConfigError(f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place after the sum: {way} ({where})")
 
 
 def require_axis(change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str) -> Callable[[Tensor], Tensor]:

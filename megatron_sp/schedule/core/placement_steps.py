@@ -189,7 +189,7 @@ def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
     step.fail(
         f"{complete.called} is whole and used alike by all ranks{since}, and meets {other.called}, which is"
         f" {other.placement.describe()}: its gradient"
-        f" would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy'{step.over}) on the module around (all_gather"
+        f" would stay a part on each rank. Specify where it is summed: .sync('fwd_pre', 'copy'{step.over}) on the module around (all_gather"
         " where it is cut), or .column(input='copy'); or where the other is made whole",
         "E6",
     )
@@ -205,7 +205,7 @@ def refuse_partial(step: Step, operand: Operand) -> NoReturn:
         )
     step.fail(
         f"{operand.called} is {operand.placement.describe()}, and the whole is expected here, or a share: complete it first, with"
-        f" .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce'{step.over}) behind it",
+        f" .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce'{step.over}) after it",
         "E3",
     )
 

@@ -47,6 +47,6 @@ def require_named(result: Any, is_share: Callable[[Tensor], bool]) -> None:
         found = next((t for t in value if isinstance(t, Tensor) and is_share(t)), None)
         if found is not None:
             raise ConfigError(
-                f"result {place} is a plain tuple of records, of which this rank has shares ({list(found.shape)}), and there is no name to"
-                " say what they are: call the model with return_dict=True, or without output_hidden_states and output_attentions"
+                f"result {place} is a plain tuple of records, of which this rank has shares ({list(found.shape)}), and no name"
+                " tells what they are: call the model with return_dict=True, or without output_hidden_states and output_attentions"
             )

@@ -22,5 +22,5 @@ def bert(s: Schedule, seq: bool) -> Blocks:
     s[f"{blocks}.output.dense"].row(leave)
 
     differ(s, blocks, f"{blocks}.attention.self", seq=seq)
-    # there is no norm behind the last layer: it is the layer's own
+    # there is no norm after the last layer: it is the layer's own
     return Blocks(blocks, f"{layers}.0", f"{layers}.{config.num_hidden_layers - 1}")

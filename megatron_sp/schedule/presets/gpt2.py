@@ -22,5 +22,5 @@ def gpt2(s: Schedule, seq: bool) -> Blocks:
 
     differ(s, blocks, f"{blocks}.attn", seq=seq)
     if drops(config) and not seq:
-        s[f"{blocks}.attn.resid_dropout"].rng("same")  # behind the sum, inside of the module that differs
+        s[f"{blocks}.attn.resid_dropout"].rng("same")  # after the sum, inside of the module that differs
     return Blocks(blocks, f"{base_of(s)}h.0", f"{base_of(s)}ln_f")

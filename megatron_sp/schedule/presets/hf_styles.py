@@ -97,7 +97,7 @@ def _experts(plan: Plan, path: str) -> None:
     for name, has in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
         if getattr(module, has, False):
             raise ConfigError(
-                f"{path} ({type(module).__name__}) has {name} behind the product of each expert, whose sum over the ranks comes later:"
+                f"{path} ({type(module).__name__}) has {name} after the product of each expert, whose sum over the ranks comes later:"
                 " leave the experts whole, with lines of schedule(model, mesh) for everything else"
             )
     names = parameter_names(module)

@@ -22,5 +22,5 @@ def modernbert(s: Schedule, seq: bool) -> Blocks:
 
     differ(s, blocks, f"{blocks}.attn", f"{blocks}.mlp", seq=seq)
     if drops(config) and not seq:
-        s[f"{blocks}.attn.out_drop"].rng("same")  # behind the sum, inside of the module that differs
+        s[f"{blocks}.attn.out_drop"].rng("same")  # after the sum, inside of the module that differs
     return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}final_norm")

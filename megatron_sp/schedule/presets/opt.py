@@ -26,5 +26,5 @@ def opt(s: Schedule, seq: bool) -> Blocks:
 
     differ(s, blocks, f"{blocks}.self_attn", seq=seq)
     norm, last = f"{decoder}.final_layer_norm", f"{decoder}.layers.{config.num_hidden_layers - 1}"
-    # where norms stand behind their layers, none stands behind the last
+    # where norms stand after their layers, none stands after the last
     return Blocks(blocks, f"{decoder}.layers.0", last if module_or_none(s, norm) is None else norm)

@@ -83,7 +83,7 @@ def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
 def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
     """Make dropout differ over sp, but not around the whole model: layerdrop must skip the same blocks on all ranks."""
     inside = tuple(f"{path}." for path in s[blocks.glob])
-    s[blocks.glob].rng("sp")  # behind the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
+    s[blocks.glob].rng("sp")  # after the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
     for path, module in s.model.named_modules() if everywhere else ():
         if isinstance(module, nn.Dropout) and not path.startswith(inside):
             s[path].rng("sp")

@@ -115,7 +115,7 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
     found, model = survey(schedule), without_numbers(schedule.model)
     for d in unapplied(schedule.directives):
         if d.do == "replace":
-            raise ConfigError(f"cost() cannot tell the sizes behind {d}: make the schedule of a model in which it is replaced already")
+            raise ConfigError(f"cost() cannot tell the sizes after {d}: make the schedule of a model in which it is replaced already")
     edges = [(node.path, edge) for node in found.root.walk() for edge in node.edges]
     try:
         sizes, activations = _sizes(model, edges, _inputs(batch, seq), nullcontext())

@@ -304,9 +304,9 @@ def _part(
 _WHY = {
     "copy": "every rank uses all of the input for its own share of the work, so each has a part of the input's gradient, and their sum is"
     " the whole",
-    "row": "every rank has a share of the inputs, so its result is a part of a sum; the bias is added behind it, once",
+    "row": "every rank has a share of the inputs, so its result is a part of a sum; the bias is added after it, once",
     "row_scatter": "every rank has a share of the inputs, so its result is a part of a sum, of which each rank goes on with a share of the"
-    " positions; the bias is added behind it, and its gradient is summed over tp",
+    " positions; the bias is added after it, and its gradient is summed over tp",
     "gather": "what follows wants all outputs, and every rank goes on alike, so each takes its own slice of the gradient",
     "words": "every rank looks up the words that it has and leaves zeros for the others: the sum is the whole lookup",
     "logits": "every rank has the logits of its words, and what follows looks at all of them, on all ranks alike, so each takes its slice"

@@ -53,7 +53,7 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
     if target is not None or kwargs:
         what = f"target={target!r}" if target is not None else ", ".join(kwargs)
         raise ConfigError(
-            f"build() knows no {what}: train the model it returns in a loop of yours, or in the project's (docs/how-to/schedule.md)"
+            f"build() knows no {what}: train the model it returns in your own loop, or in the project's (docs/how-to/schedule.md)"
         )
     if sch.path:
         raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")

@@ -42,7 +42,7 @@ def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator
     where = f"sync on {sch.path or 'the model'}"
     if mode not in ("forward", "backward", "both") or kwargs:
         raise ConfigError(
-            f"{where}: say what to do at {mode!r}, such as sync('fwd_post', 'all_reduce'); only forward, backward and both of early"
+            f"{where}: name the op at {mode!r}, such as sync('fwd_post', 'all_reduce'); only forward, backward and both of early"
             f" versions say it by themselves, and take nothing else{', not ' + ', '.join(kwargs) if kwargs else ''}"
         )
     kind, axis = _result(sch)
@@ -53,7 +53,7 @@ def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator
     if kind == "partial":
         if mode != "forward":
             raise ConfigError(
-                f"{where}: it is split by its inputs, so it has a sum to make of its result, and none of a gradient: say forward"
+                f"{where}: it is split by its inputs, so it has a sum to make of its result, and none of a gradient: use forward"
             )
         yield "fwd_post", "all_reduce", {}
         return

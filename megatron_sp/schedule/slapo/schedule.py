@@ -27,7 +27,7 @@ _REFUSED = {
     "find_node": "there is no graph to search: name modules by path",
     "find_subgraph": "there is no graph to search: name modules by path",
     "fuse": "put the operations into a module of your own and .replace() theirs with it, or leave them to torch.compile",
-    "decompose": "a bias is added behind the sum anyway: leave the line out",
+    "decompose": "a bias is added after the sum anyway: leave the line out",
     "cut_pipeline_stage": "pipeline stages are not supported: split by tp, sp and ZeRO",
     "hook": ".sync(mode, fn) takes hooks",
 }

@@ -83,7 +83,7 @@ class Verify:
         if kind is not None or not self.enable:
             return
         if self.sch.schedule.applied is not None:
-            raise ConfigError("build() was called inside of Verify: call it behind the block, whose end compares with the whole model")
+            raise ConfigError("build() was called inside of Verify: call it after the block, whose end compares with the whole model")
         now = self._settled(self.sch.mod)
         _take_over(now, self.whole)
         owner, lines = self.sch.schedule, without_empty_sums(self.sch)

@@ -379,7 +379,7 @@ def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:
 
 
 def test_every_number_has_a_largest_value_and_the_next_higher_is_refused() -> None:
-    """Far above what anybody trains; nothing behind the rules has to be afraid of overflow, or of taking for ever."""
+    """Far above what anybody trains; nothing after the rules has to be afraid of overflow, or of taking for ever."""
     for group, cls in GROUPS.items():
         for name, kind in field_kinds(cls).items():
             if kind.base in ("int", "float") and not kind.many:

@@ -483,7 +483,7 @@ def test_which_step(tmp_path: Path, zero_1: Path) -> None:
     assert READER.read(root / "global_step7", how).step == READER.read(root, replace(how, step=7)).step == 7
     with pytest.raises(CheckpointError, match="has no global_step8: there are global_step7"):
         READER.read(root, replace(how, step=8))
-    for text, message in (("../x", "no plain name"), ("global_step9", "which is not there")):
+    for text, message in (("../x", "not a plain name"), ("global_step9", "which is not there")):
         (root / "latest").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             READER.read(root, how)
@@ -521,7 +521,7 @@ def test_layouts_that_cannot_be_written(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             READER.size(model, Options(**more))
-    with pytest.raises(CheckpointError, match="norms behind attention and MLP, which Megatron-DeepSpeed has not"):
+    with pytest.raises(CheckpointError, match="norms after attention and MLP, which Megatron-DeepSpeed has not"):
         READER.size(random_model("bert"), Options())
 
 

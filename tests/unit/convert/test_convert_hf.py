@@ -130,7 +130,7 @@ def test_names_of_a_bare_model_and_of_older_files(tmp_path: Path) -> None:
 def test_the_optimizer_stays_behind_and_the_message_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = random_model("llama", torch.bfloat16, optimizer=True)
     to_hf(write_run(model, tmp_path / "run"), tmp_path / "hf")
-    assert "note: the optimizer's state stays behind: hf has no place for it" in capsys.readouterr().err
+    assert "note: the optimizer's state is left out: hf cannot hold it" in capsys.readouterr().err
     to_native(tmp_path / "run", tmp_path / "same")
     assert_equal(stored(tmp_path / "same"), contents(model))
     to_native(tmp_path / "run", tmp_path / "weights", "--no-optimizer")
@@ -220,7 +220,7 @@ def test_what_has_changed_is_said_where_it_is_heard(tmp_path: Path, llama: Path)
     ("named", "keep", "extra", "words"),
     [
         ("BertModel", "bert.", {}, ["architectures is ['BertModel']", "neither the head for masked tokens", "BertForMaskedLM"]),
-        ("BertForTokenClassification", "bert.e", {"classifier.weight": [5, 24]}, ["['BertForTokenClassification']", "behind the pooler"]),
+        ("BertForTokenClassification", "bert.e", {"classifier.weight": [5, 24]}, ["['BertForTokenClassification']", "after the pooler"]),
         ("BertForNextSentencePrediction", "bert.", {"cls.seq_relationship.weight": [2, 24]}, ["neither the head for masked tokens"]),
     ],
 )  # fmt: skip
@@ -446,4 +446,4 @@ def test_a_model_that_no_class_of_theirs_computes(
 def test_a_folder_of_nothing_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert run("--input", tmp_path / "empty", "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
-    assert "say with --from which of megatron_sp, hf" in capsys.readouterr().err
+    assert "give --from, one of megatron_sp, hf" in capsys.readouterr().err

@@ -355,7 +355,7 @@ def test_a_release_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("shape", "more", "words", "message"),
     [
-        ("bert", {"norm_placement": "post"}, [], "norms behind attention and MLP"),
+        ("bert", {"norm_placement": "post"}, [], "norms after attention and MLP"),
         (
             "bert",
             {"bert_head_activation": "gelu_tanh"},

@@ -184,7 +184,7 @@ WIDE = b"]" + b"q\x00" + b"]" + b"".join(b"(" + b"h%c" % n * 200 + b"tq%c" % (n 
         (b"K\x01)R.", "not a name"),
         (b"cargparse\nNamespace\nK\x01R.", "not a tuple"),
         (b"\xfe.", "should be"),
-        (b"K\x01.K\x02.", "3 bytes behind the end"),
+        (b"K\x01.K\x02.", "3 bytes after the end"),
         (b"}]K\x01s.", "cannot be one"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n)R.", "arguments that it does not take"),
         (tensor(offset=b"J\xff\xff\xff\xff"), "arguments that it does not take"),

@@ -310,7 +310,7 @@ def test_overlapping_entries_are_refused(good: Path, reader: PickleReader) -> No
     second = data.index(b"PK\x01\x02", directory + 4)
     data[second + 42 : second + 46] = data[directory + 42 : directory + 46]  # where its local header is
     good.write_bytes(data)
-    with pytest.raises(CheckpointError, match="overlaps what is behind it"):
+    with pytest.raises(CheckpointError, match="overlaps what comes after it"):
         TorchFile(good, reader)
 
 

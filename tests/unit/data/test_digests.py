@@ -117,7 +117,7 @@ def test_ranks_share_the_reading_and_give_one_answer(monkeypatch: pytest.MonkeyP
             answer = kept.first_difference(data, "single", 1, group)  # type: ignore[arg-type]
             read[rank] = seen
             assert told is None or answer == "of rank 0"
-    assert read == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7, 9]}, "and none behind the first difference of its own"
+    assert read == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7, 9]}, "and none after the first difference of its own"
     assert [value[0] for value in found.values()] == [6, 9]  # type: ignore[index]
 
 

@@ -94,7 +94,7 @@ def test_a_trained_model_is_lossless(text: str, trained: SentencePieceTokenizer)
 def test_pieces_do_not_depend_on_what_is_before_the_line(trained: SentencePieceTokenizer) -> None:
     (newline,) = trained.encode("\n")
     line = trained.encode("alpha beta")
-    assert trained.encode("alpha beta\nalpha beta\n") == [*line, newline, *line, newline]  # no space is put in front of a text
+    assert trained.encode("alpha beta\nalpha beta\n") == [*line, newline, *line, newline]  # no space is put before a text
     assert trained._processor.IdToPiece(newline) == "\n"  # a piece of its own, not the byte
 
 

@@ -48,7 +48,7 @@ def call(capsys: pytest.CaptureFixture[str], run: Path, *words: object) -> dict[
 
 
 def logprobs(model: GPTModel, tokens: list[int]) -> torch.Tensor:
-    """[s, v] behind each token, one sequence at a time."""
+    """[s, v] after each token, one sequence at a time."""
     with torch.no_grad():
         return model.logits(model.hidden(torch.tensor([tokens]), ForwardContext(AttentionMask())))[:, 0].double().log_softmax(-1)
 

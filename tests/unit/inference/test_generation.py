@@ -164,7 +164,7 @@ def test_a_stop_sequence_does_not_reach_into_the_prompt() -> None:
 def test_ends_at_the_last_position(name: str, use_cache: bool) -> None:
     model = build(name)  # 20 positions
     tokens = list(generate(model, [[1] * 15], max_new_tokens=100, use_cache=use_cache))
-    # positions 15 to 19 can be read again; one more token is predicted behind the last one
+    # positions 15 to 19 can be read again; one more token is predicted after the last one
     assert [t.position for t in tokens] == [15, 16, 17, 18, 19, 20]
     assert tokens[-1].finish == "context"
     full = list(generate(model, [[1] * 20], max_new_tokens=100, use_cache=use_cache))

@@ -241,7 +241,7 @@ def test_split_is_views_and_packs_gradients_once() -> None:
 @pytest.mark.parametrize("ours", [True, False], ids=["packed by the kernel", "three gradients"])
 @pytest.mark.parametrize("b_in_tables", [False, True])
 def test_split_turns_what_it_splits(b_in_tables: bool, ours: bool) -> None:
-    """As ``apply_rotary`` in front of it does; the gradient that a kernel has packed is turned where it lies."""
+    """As ``apply_rotary`` before it does; the gradient that a kernel has packed is turned where it lies."""
     s, b, g, r, d = 5, 3, 2, 3, 6
     positions = torch.arange(s) if not b_in_tables else torch.arange(s * b).view(s, b)
     tables = rotary_tables(positions, d, 100.0, torch.float64)

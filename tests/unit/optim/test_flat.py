@@ -211,7 +211,7 @@ def test_units_are_reduced_from_the_callback_on_the_last_micro_batch_only() -> N
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_2_and_3_reduce_in_every_micro_batch_from_the_callback(stage: int) -> None:
-    """Under the rest of the backward pass, and not behind it."""
+    """Under the rest of the backward pass, and not after it."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     units = [FlatUnit(str(i), layer.named_parameters(), zero=Zero(stage)) for i, layer in enumerate(module)]
     gradients = FlatGradients(units, SINGLE_RANK)

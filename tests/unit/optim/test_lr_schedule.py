@@ -165,7 +165,7 @@ def test_steps_are_those_of_the_run_also_while_the_batch_grows(style: str) -> No
     flags = {"lr_warmup_iters": 2, "lr_wsd_decay_iters": 5, "start_weight_decay": 0.0, "end_weight_decay": 1.0}
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, weight_decay_incr_style="linear", **flags)  # type: ignore[arg-type]
     s = LRSchedule.from_config(config, batch, plan.samples_after)
-    lr = {steps: s.lr(plan.samples_after(steps)) for steps in range(22)}  # of the step behind so many others
+    lr = {steps: s.lr(plan.samples_after(steps)) for steps in range(22)}  # of the step after so many others
     assert lr[0] == 0.0 and lr[1] == 0.5 and lr[2] == 1.0 and lr[20] == pytest.approx(0.1) and lr[21] == 0.1
     assert s.weight_decay(plan.samples_after(20)) == 1.0 > s.weight_decay(plan.samples_after(19))
     if style == "WSD":

@@ -95,7 +95,7 @@ def test_adamw_is_the_papers_formula() -> None:
 def test_sgd_is_torchs(momentum: float) -> None:
     got, _ = ours(OptimizerConfig(optimizer="sgd", clip_grad=0.0, sgd_momentum=momentum))
     for g, w in zip(got, torchs(torch.optim.SGD, fused=True, momentum=momentum), strict=True):
-        # the kernel rounds differently in its vector loop and behind it, and elements lie elsewhere in a flat buffer
+        # the kernel rounds differently in its vector loop and after it, and elements lie elsewhere in a flat buffer
         assert law_error(g, w) <= 1e-6
 
 

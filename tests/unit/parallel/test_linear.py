@@ -1,4 +1,4 @@
-"""The linear op: values, all gradients, the activation in front, the residual behind, and the main_grad."""
+"""The linear op: values, all gradients, the activation before, the residual after, and the main_grad."""
 
 from __future__ import annotations
 

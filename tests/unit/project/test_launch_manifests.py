@@ -186,7 +186,7 @@ def test_values_that_cannot_work_are_refused(words: list[str], message: str) -> 
 
 
 def test_a_command_is_needed() -> None:
-    assert "no command: behind -- comes what to train" in rendered("trainjob", *GIVEN, expect=2, command=[])
+    assert "no command: after -- comes what to train" in rendered("trainjob", *GIVEN, expect=2, command=[])
 
 
 def test_every_value_is_in_the_documentation() -> None:

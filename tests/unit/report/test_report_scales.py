@@ -27,7 +27,7 @@ NAN = math.nan
 
 
 def evaluate(expression: str, data: object, tmp_path: Path) -> Any:
-    """The value of a JavaScript expression of ``data``, behind scales.js."""
+    """The value of a JavaScript expression of ``data``, after scales.js."""
     source = f"{SCALES.read_text()}\nconst data = {json.dumps(data)};\nconst answer = JSON.stringify({expression});\n"
     if NODE is not None:
         command = [NODE, "-"]

@@ -219,7 +219,7 @@ def test_where_the_time_went(resumed: Path) -> None:
 
 
 def test_a_save_in_the_background_is_where_training_stood_still() -> None:
-    """Its record comes when it has ended, behind the steps that were taken meanwhile; only the copy took time."""
+    """Its record comes when it has ended, after the steps that were taken meanwhile; only the copy took time."""
     steps = [{"kind": "train", "step": n, "time": 100.0 + n + (n > 2), "step_s": 1.0} for n in (1, 2, 3, 4)]
     save = {"kind": "save", "step": 2, "time": 103.0, "seconds": 1.0, "background_s": 1.5}
     start = {"kind": "start", "step": 0, "time": 100.0}

@@ -38,7 +38,7 @@ def forwards(model: nn.Module) -> list[str]:
 
 
 def hooked(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Number of hooks in front of and behind each module that has any."""
+    """Number of hooks before and after each module that has any."""
     found = {path: (len(m._forward_pre_hooks), len(m._forward_hooks)) for path, m in model.named_modules()}
     return {path: counts for path, counts in found.items() if any(counts)}
 
@@ -186,7 +186,7 @@ def test_only_layers_split_by_a_line_of_their_own_get_other_forwards(seq: bool) 
     _, partial = converted(s)
     block = "blocks.0"
     assert forwards(s.model) == [f"{block}.attention.{n}" for n in "qkvo"] + [f"{block}.mlp.up", f"{block}.mlp.down"]
-    # behind a reduce_scatter each rank adds the bias to its own positions
+    # after a reduce_scatter each rank adds the bias to its own positions
     assert partial == ({f"{block}.attention.o.bias", f"{block}.mlp.down.bias"} if seq else set())
     up: Any = s.model.get_submodule(f"{block}.mlp.up")
     assert (up.in_features, up.out_features) == (H, 10)
@@ -203,7 +203,7 @@ def test_a_row_without_a_line_of_its_own_sums_as_the_sync_behind_it_says() -> No
     plan, partial = converted(s)
     assert forwards(s.model) == ["0"] and partial == {"0.bias"}
     register_syncs(job_of(s), plan)
-    assert not hooked(s.model)  # the layer sums in front of its bias, so no hook sums again
+    assert not hooked(s.model)  # the layer sums before its bias, so no hook sums again
 
 
 def test_a_sync_over_another_axis_is_not_the_sum_of_a_row() -> None:

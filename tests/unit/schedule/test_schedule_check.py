@@ -154,7 +154,7 @@ DOUBLE: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "copied at the norm": (lambda s: s["blocks.0.mlp.up"].sync("fwd_pre", "copy"), "the gradient that is summed in copy_to ("),
     "row and sync": (lambda s: s["blocks.0.mlp.down"].sync("fwd_post", "all_reduce"), "sums over the ranks itself (row at"),
-    "reduced around": (lambda s: s["blocks.0.mlp"].sync("fwd_post", "all_reduce"), "it is not a partial sum (any more), so all_reduce"),
+    "reduced around": (lambda s: s["blocks.0.mlp"].sync("fwd_post", "all_reduce"), "is not a partial sum, or no longer one, so all_reduce"),
     "summed where it is complete": (lambda s: s["norm"].sum_gradients(), "of norm.weight is summed over the ranks (sum_gradients at"),
     "the same twice": (lambda s: s["blocks.0.mlp"].sync("fwd_pre", "copy"), "blocks.0.mlp: copy is written twice, at"),
 }  # fmt: skip
@@ -175,7 +175,7 @@ def test_e6_nobody_sums_the_gradient_of_an_input() -> None:
 
 
 def test_e6_a_sync_elsewhere() -> None:
-    """A sync in front of something else: which tensor it reaches only the dry run sees."""
+    """A sync before something else: which tensor it reaches only the dry run sees."""
     s = without(toy(seq=False), "blocks.*.mlp", "sync")
     s["norm"].sync("fwd_pre", "copy")
     refused(
@@ -429,7 +429,7 @@ def test_apply_asks_the_lines_too() -> None:
 
 
 def test_adjoints_are_worked_out() -> None:
-    """Behind the first gather every rank does the same: its gradient is cut, not summed."""
+    """After the first gather every rank does the same: its gradient is cut, not summed."""
     s = schedule(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6)), Mesh.sizes(tp=2))
     s["0"].column()
     s["1"].sync("fwd_pre", "all_gather", axis=-1)
@@ -502,7 +502,7 @@ def test_functions_of_ones_own_say_what_they_do() -> None:
         return s
 
     data = {"input": torch.zeros(3, 8)}
-    refused(with_own(None), "1 (Linear): own_exchange: sync with a function", HERE, "say it, as layouts='S(1)->R'", data=data)
+    refused(with_own(None), "1 (Linear): own_exchange: sync with a function", HERE, "give it as layouts='S(1)->R'", data=data)
     refused(with_own("P->I"), "a tensor of placement P is expected", "cut along dim 1", HERE, data=data)
     refused(with_own("S(-1)->R"), "1.weight is whole on every rank", "E7", data=data)
     with_own("S(-1)->I").check(data)

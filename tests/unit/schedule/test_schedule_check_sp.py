@@ -51,7 +51,7 @@ def test_sequences_that_are_cut_at_the_inputs(sp: int) -> None:
 
 
 def test_sequences_that_are_cut_between_blocks() -> None:
-    """In front, and behind, all ranks compute the same, and have a part of each gradient."""
+    """Before and after it, all ranks compute the same, and have a part of each gradient."""
     found = over_sp(split(REGION, Toy(pools=True)))
     assert (found["words"], found["blocks.0"], found["norm"], found["head"], found[""]) == ("R", "S(1)", "R", "R", "I")
 
@@ -103,7 +103,7 @@ def test_lines_of_zero_that_cannot_be() -> None:
 
 
 def test_e6_a_gradient_that_nobody_sums() -> None:
-    """A sync that makes its result's gradient complete, in front of what is cut."""
+    """A sync that makes its result's gradient complete, before what is cut."""
     s = split(REGION)
     s["words"].sync("fwd_post", lambda x, group: x, layouts="R->I", over="sp")
     refused(s, "the model (Toy): add:", "used alike by all ranks", ".sync('fwd_pre', 'copy', over='sp')", HERE, "E6")
@@ -112,7 +112,7 @@ def test_e6_a_gradient_that_nobody_sums() -> None:
 
 
 def test_e10_regions_that_begin_late_or_end_early() -> None:
-    refused(split({**REGION, "enter": "blocks.1"}), "blocks.0 (Block) runs in front of", "enter=", HERE, "E10")
+    refused(split({**REGION, "enter": "blocks.1"}), "blocks.0 (Block) runs before", "enter=", HERE, "E10")
     refused(split({**REGION, "leave": "blocks.0"}), "blocks.1", "all_to_all", "which is to be cut over sp", HERE, "E10")
 
 

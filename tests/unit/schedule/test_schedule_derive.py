@@ -19,7 +19,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def open_toy(*, dropout: float = 0.1) -> Schedule:
-    """A region that is written out, whose last norm is behind an all_gather at its input: usual would be another adjoint."""
+    """A region that is written out, whose last norm is after an all_gather at its input: usual would be another adjoint."""
     s = write(toy(dropout=dropout), seq=True)
     s.directives = [d for d in s.directives if d.do != "sequence"]
     s["blocks.0"].sync("fwd_pre", "scatter")
@@ -63,8 +63,8 @@ def test_without_a_batch_it_is_refused_with_what_to_say() -> None:
     with pytest.raises(ConfigError) as error:
         s.apply()
     words = (
-        "it was given no batch", "all_gather at blocks.*.mlp (schedule_toys.py:", "say grad='reduce_scatter'",
-        "all_gather at norm (test_schedule_derive.py:", "dropout at blocks.0.attention: say .rng('tp')",
+        "it was given no batch", "all_gather at blocks.*.mlp (schedule_toys.py:", "give grad='reduce_scatter'",
+        "all_gather at norm (test_schedule_derive.py:", "dropout at blocks.0.attention: use .rng('tp')",
     )  # fmt: skip
     assert all(word in str(error.value) for word in words), error.value
     assert s.applied is None and "attention.q.weight" not in str(error.value)
@@ -201,7 +201,7 @@ def test_without_a_dry_run_apply_says_so() -> None:
 
 
 def test_what_was_measured_is_believed() -> None:
-    """Here the measure is another's; lines that change behind it have not been measured."""
+    """Here the measure is another's; lines that change after it have not been measured."""
     s = _cross("x")
     s._verified = list(s.directives)
     s["first"].annotate("weight", "noted", True)

@@ -28,7 +28,7 @@ class Counting(Toy):
 
 
 def test_heads_that_a_line_divides_are_counted_before_it_does() -> None:
-    """2 of 2 would be 1 of 2 behind it, and apply() refused what check() let pass (E2)."""
+    """2 of 2 would be 1 of 2 after it, and apply() refused what check() let pass (E2)."""
     for ask in ("check", "apply"):
         s = attention(schedule(Counting(2), Mesh.sizes(tp=2)))
         s["blocks.*.attention"].set("num_heads", divide="tp").set("num_attention_heads", divide="tp")

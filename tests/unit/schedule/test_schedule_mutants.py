@@ -35,7 +35,7 @@ ELSEWHERE = {
     "gpt2": "transformer.h.*.ln_1",
     "bert": "bert.encoder.layer.*.attention.output.LayerNorm",
 }
-RIGHT = {  # a table that is whole, a gather in front of a norm whose gradients the region sums, a region that ends with the only block, a
+RIGHT = {  # a table that is whole, a gather before a norm whose gradients the region sums, a region that ends with the only block, a
     # width that follows from the heads that another line says
     "leaves early: blocks.0: sequence(leave='norm')",
     "left out: model.embed_tokens: vocab_parallel()",
@@ -96,7 +96,7 @@ def test_no_mutant_passes(name: str, seq: bool) -> None:
 
 FED_BY_FIRST_NORM = {  # what reads the norm to which lines are moved, where it is not the attention of each block
     "clip": "text_model.encoder.layers.*.self_attn:",
-    "modernbert": "model.layers.*.mlp:",  # the first block has no norm in front of attention
+    "modernbert": "model.layers.*.mlp:",  # the first block has no norm before attention
     "whisper": "model.encoder.layers.*.self_attn:",
 }
 UNTIED = ("clip", "gpt_neox", "llama", "mistral", "qwen3")
@@ -116,7 +116,7 @@ def preset(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], 
 
 
 def is_right(name: str, what: str) -> bool:
-    """What a preset could say as well: a table that is whole, a gather in front of the norm, a sum that is said twice and made once."""
+    """What a preset could say as well: a table that is whole, a gather before the norm, a sum that is said twice and made once."""
     line = what.partition(": ")[2]
     norm_first = name not in ("bert", "roberta")
     gathers = "op='all_gather'" in line and (

@@ -79,7 +79,7 @@ LINEAR = nn.Linear(4, 4)
         (patched, lambda s: s["0"].row(), "is a Linear with a forward of its own"),
         (lambda: Activated(4, 4), lambda s: s["0"].vocab_parallel(), "is a Activated with a forward of its own"),
         (lambda: nn.Conv1d(4, 4, 1), lambda s: s["0"].vocab_parallel(), "vocab_parallel is for an embedding, or the layer over the vocab"),
-        (Scaled, lambda s: s["0"].row(), "is a Scaled with scale beside weight and bias, which has no place behind the sum"),
+        (Scaled, lambda s: s["0"].row(), "is a Scaled with scale beside weight and bias, which has no place after the sum"),
         (lambda: nn.LazyLinear(4), lambda s: s["0"].column(), "0.weight has no shape before the model has run"),
         (
             lambda: parametrizations.weight_norm(nn.Linear(4, 4)),

@@ -1,4 +1,4 @@
-"""Rules of functions on [b, c, ...]: convolutions, pooling, norms by channel. Nothing may be cut along the dims behind the channels."""
+"""Rules of functions on [b, c, ...]: convolutions, pooling, norms by channel. Nothing may be cut along the dims after the channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def convolution(step: Step) -> Placement:
             conflict(step, [o], "a kernel reaches over the ends of a share")
     if groups == 1:
         space = "uvw"[: x.tensor.ndim - 2]
-        inner = space.upper()  # positions before and behind a kernel are not the same dim
+        inner = space.upper()  # positions before and after a kernel are not the same dim
         product = contract(step, [(x, "bc" + space), (weight, ("co" if transposed else "oc") + inner)], "bo" + space)
     else:
         product = _by_groups(step, x, weight, groups)
@@ -38,7 +38,7 @@ def _with_bias(step: Step, x: Operand, product: Placement, bias: Operand | None)
     if product.kind not in "SP":
         return join(step, [Operand(step.result, product), bias])
     if product.kind == "P":
-        step.fail(f"each rank would add {bias.called} to its partial sum: split the layer with .row(), which adds it behind the sum", "E3")
+        step.fail(f"each rank would add {bias.called} to its partial sum: split the layer with .row(), which adds it after the sum", "E3")
     if product.dim == 1 and not bias.is_cut:
         step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.describe()}: split it along", "E4")
     return broadcast(step, [Operand(step.result, product), _by_channel(bias, x)], x.tensor.ndim)

@@ -43,7 +43,7 @@ def biased(step: Step, product: Placement, bias: Operand | None) -> Placement:
         return product
     if product.kind == "P":
         step.fail(
-            f"each rank would add {bias.called} to its partial sum, so it counts {step.size} times: the sum must be made in front of the"
+            f"each rank would add {bias.called} to its partial sum, so it counts {step.size} times: the sum must be made before the"
             " bias, with .row() or .sync('fwd_post', ...) on the layer itself",
             "E3",
         )
