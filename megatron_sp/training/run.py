@@ -21,7 +21,6 @@ and everywhere 7 if another rank is lost. Resuming is checked in ``training/resu
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -48,8 +47,8 @@ from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training.announcement import announce
 from megatron_sp.training.console import Console
-from megatron_sp.training.environment import environment
 from megatron_sp.training.fused import use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
@@ -69,7 +68,6 @@ from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.faults import FaultPlan
-from megatron_sp.utils.format import format_count
 from megatron_sp.utils.run_log import evaluated
 
 
@@ -544,42 +542,6 @@ def open_metrics(context: RunContext, closing: ExitStack) -> MetricsLog:
     closing.callback(metrics.close)
     context.status.lost = metrics.lost
     return metrics
-
-
-def announce(run: Run) -> None:
-    """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
-    context, plan, kernel, progress = run.context, run.plan, run.kernel, run.state.progress
-    config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
-    num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
-    context.console.line(
-        f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
-        f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
-        f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
-        f" run folder {context.run_dir}"
-    )
-    if run.fused.chosen:
-        context.console.line(f"fused kernels: {run.fused.describe()}")
-    run.metrics.write(
-        "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
-        world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
-        train_iters=plan.train_iters, config=config.to_dict(),
-        environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
-    )  # fmt: skip
-    context.status.write(
-        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids
-    )
-
-
-def _layout_words(run: Run) -> str:
-    groups, layout, words = run.context.groups, run.layout.parallel, ""
-    tp_seq = run.context.config.parallel.sequence_parallel
-    if groups.sp.size() > 1:
-        chunks = f" in {layout.num_chunks} chunks" if layout.mode == "chunked" else ""
-        overlap = "overlapped" if layout.sp.overlap else "not overlapped"
-        words += f", sp {groups.sp.size()}: {layout.mode}{chunks}, {overlap}"
-    if groups.tp.size() > 1:
-        words += f", tp {groups.tp.size()}{' with sequence parallel' if tp_seq else ''}"
-    return words
 
 
 def _useless_offloads(config: Config, device_type: str) -> Iterator[str]:

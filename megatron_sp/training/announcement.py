@@ -1,0 +1,49 @@
+"""What a run reports when it is ready to start: to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from megatron_sp.training.environment import environment
+from megatron_sp.utils.format import format_count
+
+if TYPE_CHECKING:
+    from megatron_sp.training.run import Run
+
+
+def announce(run: Run) -> None:
+    """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
+    context, plan, kernel, progress = run.context, run.plan, run.kernel, run.state.progress
+    config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
+    num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
+    context.console.line(
+        f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
+        f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
+        f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
+        f" run folder {context.run_dir}"
+    )
+    if run.fused.chosen:
+        context.console.line(f"fused kernels: {run.fused.describe()}")
+    run.metrics.write(
+        "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
+        world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
+        train_iters=plan.train_iters, config=config.to_dict(),
+        environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
+    )  # fmt: skip
+    context.status.write(
+        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids
+    )
+
+
+def _layout_words(run: Run) -> str:
+    groups, layout, words = run.context.groups, run.layout.parallel, ""
+    tp_seq = run.context.config.parallel.sequence_parallel
+    if groups.sp.size() > 1:
+        chunks = f" in {layout.num_chunks} chunks" if layout.mode == "chunked" else ""
+        overlap = "overlapped" if layout.sp.overlap else "not overlapped"
+        words += f", sp {groups.sp.size()}: {layout.mode}{chunks}, {overlap}"
+    if groups.tp.size() > 1:
+        words += f", tp {groups.tp.size()}{' with sequence parallel' if tp_seq else ''}"
+    return words
