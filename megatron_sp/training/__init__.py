@@ -17,6 +17,7 @@ Before the first step:
     fused.py            --fused-kernels: which kernels of AdamW and the norms run
     probe.py            --sp-overlap-mode auto measures
     memory_estimate.py  predicted memory against what there is
+    announcement.py     what the run says at its start
     verify.py           --verify-parallelism: one step against one process
 
 While it runs:

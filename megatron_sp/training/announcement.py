@@ -1,4 +1,4 @@
-"""What a run reports when it is ready to start: to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
+"""The report of a run's start, to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
 
 from __future__ import annotations
 

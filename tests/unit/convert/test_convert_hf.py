@@ -378,7 +378,7 @@ def test_files_of_torch_save(tmp_path: Path, number: int, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({"model": {"a": torch.ones(2)}}, ["'model' is no tensor", "state_dict() alone"]),
+        ({"model": {"a": torch.ones(2)}}, ["'model' is not a tensor", "state_dict() alone"]),
         ([torch.ones(2)], ["holds a list", "state_dict()"]),
     ],
 )  # fmt: skip
@@ -446,4 +446,4 @@ def test_a_model_that_no_class_of_theirs_computes(
 def test_a_folder_of_nothing_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert run("--input", tmp_path / "empty", "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
-    assert "give --from, one of megatron_sp, hf" in capsys.readouterr().err
+    assert "give --from with one of megatron_sp, hf" in capsys.readouterr().err

@@ -247,7 +247,7 @@ def test_other_kinds_of_folders_are_refused_by_name(tmp_path: Path, reader: Pick
     with pytest.raises(CheckpointError, match="use_collectives=False"):
         DistFolder(tmp_path / "b", reader)
     (tmp_path / "b" / ".metadata").write_bytes(b"\x80\x02N.")
-    with pytest.raises(CheckpointError, match="no description of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not a description of a checkpoint"):
         DistFolder(tmp_path / "b", reader)
     folder = theirs(tmp_path / "c", {"w": torch.ones(3)}, serialization_format=SerializationFormat.SAFETENSORS)
     with DistFolder(folder, reader) as opened, pytest.raises(CheckpointError, match="safetensors"):
