@@ -115,7 +115,7 @@ def test_what_a_dry_run_does_not_know_is_refused_only_where_something_is_open() 
     s = schedule(Unknown(), Mesh.sizes(tp=2))
     s["up"].column()
     s["down"].row()
-    with pytest.raises(ConfigError, match=r"not known what this does to shares.*\n  dropout at drop: say"):
+    with pytest.raises(ConfigError, match=r"not known what this does to shares.*\n  dropout at drop: use"):
         s.apply(data)
     s["drop"].rng("tp")
     s.apply(data)
