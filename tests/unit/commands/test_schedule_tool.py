@@ -134,7 +134,7 @@ LINE = "schema: 1\nlines:\n  - {%s}\n"
         ("on: '0', do: set, attribute: in_features, value: 3, divide: tp", "wants a value, or divide=, and not both"),
         ("on: '0', do: sum_gradients, names: [nope]", "0 has no parameter 'nope'"),
         ("on: '0', do: annotate, parameter: weight, key: data, value: 3", "every tensor has an attribute 'data'"),
-        ("on: '0', do: ulysses, axis: sp", "ulysses is about the model (Sequential) as a whole, and stands on '0'"),
+        ("on: '0', do: ulysses, axis: sp", "ulysses is about the model (Sequential) as a whole, but is written on '0'"),
         ("on: '', do: zero, stage: 1, optimizer: {lr: fast}", "lr of the optimizer must be a number from 0 on, not 'fast'"),
         ("on: '', do: zero, stage: 1, optimizer: {lr: .nan}", "lr of the optimizer must be a number from 0 on, not nan"),
         ("on: '', do: zero, stage: 1, micro_batches: 0", "micro_batches must be a positive number, not 0"),
