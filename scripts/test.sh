@@ -17,8 +17,8 @@ mypy=$!
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$beside/site" >"$beside/docs" 2>&1 & # 20 seconds of one core
 docs=$!
 step "codespell" "$python" -m codespell_lib
-# at least three workers: half of the tests wait for their own processes or a disk; more only where there are cores for them
-workers="$("$python" -c 'import os; print(max(3, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
+# at least four workers: half of the tests wait for their own processes or a disk; more only where there are cores for them
+workers="$("$python" -c 'import os; print(max(4, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
 step "pytest" "$python" -m pytest -q --durations=10 -n "$workers" --dist worksteal "$@"
 wait "$mypy" || { printf '== mypy\n'; cat "$beside/mypy"; exit 1; }
 step "mypy" cat "$beside/mypy"

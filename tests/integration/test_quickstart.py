@@ -68,7 +68,7 @@ def test_quickstart_bert_from_text_to_summary(tmp_path: Path) -> None:
     """With a tenth of the text, a small vocabulary and few steps; that it learns is not to be seen here."""
     python = shlex.quote(str(ROOT / ".venv/bin/python"))
     corpus, vocab = (shlex.quote(str(tmp_path / name)) for name in ("corpus.jsonl", "vocab.txt"))
-    run(f"{python} tools/make_corpus.py --output {corpus}", ROOT)
+    run(f"{python} tools/make_corpus.py --output {corpus} --max-bytes 1500000", ROOT)
     lines = (tmp_path / "corpus.jsonl").read_text().splitlines(keepends=True)
     small = [line for line in lines if len(line) < 30_000]
     (tmp_path / "corpus.jsonl").write_text("".join(small[:150]))
