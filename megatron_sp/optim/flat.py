@@ -218,7 +218,11 @@ class FlatUnit:
         self._grads: Tensor | None = None
         self._grad_shard: Tensor | None = None
         if offload:
-            self.master = host_empty(self.local_params.shape, wide, self.device).copy_(self.local_params)
+            # in 16 bits what travels is the rounded copy (optim/offload.py), and pinned memory is scarce
+            shape, host = self.local_params.shape, torch.device("cpu")
+            pinned = not self.is_16_bit
+            self.master = host_empty(shape, wide, self.device) if pinned else empty(shape, dtype=wide, device=host)
+            self.master.copy_(self.local_params)
         else:
             self.master = self.local_params.to(wide) if self.is_16_bit else self.local_params
 

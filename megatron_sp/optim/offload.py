@@ -63,13 +63,13 @@ class HostCopies:
         # rounded on the host: half the bytes on the way
         self._rounded = [host_empty(u.local_params.shape, u.dtype, u.device) if u.is_16_bit else u.master for u in units]
         self._arriving: dict[int, torch.cuda.Event | None] = {}
-        self._leaving: dict[int, torch.cuda.Event] = {}
 
     def start_step(self) -> None:
         """Start a step: forget fetched gradients that were not used (of a skipped step), so that their device memory can be reused."""
-        if self._copies is not None:
+        if self._arriving:  # else the host has waited for all copies to it, and the current stream for all copies from it
+            assert self._copies is not None
             self._copies.join()
-        self._arriving.clear()
+            self._arriving.clear()
 
     def fetch(self, index: int) -> None:
         """Start copying this rank's range of the reduced gradients of unit ``index`` to the host."""
@@ -89,16 +89,11 @@ class HostCopies:
         assert grads is not None
         return grads
 
-    def start_update(self, index: int) -> None:
-        """Wait until the last copy of unit ``index`` to the device is complete, as the host is about to overwrite its master weights."""
-        left = self._leaving.pop(index, None)
-        if left is not None:
-            left.synchronize()
-
     def send(self, index: int) -> None:
         """Round the updated master weights of unit ``index`` and start copying them to this rank's range of the parameters.
 
-        Later work on the current stream waits for the copy.
+        Later work on the current stream waits for the copy. The host need not: it overwrites what is being copied in the next step at
+        the earliest, after it has read that step's losses from the current stream.
         """
         assert self._copies is not None
         unit, rounded = self.units[index], self._rounded[index]
@@ -106,5 +101,4 @@ class HostCopies:
             rounded.copy_(unit.master)
         left = self._copies.copy(rounded, unit.local_params)
         if left is not None:
-            self._leaving[index] = left
             torch.cuda.current_stream(unit.device).wait_event(left)

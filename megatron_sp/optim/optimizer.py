@@ -102,10 +102,7 @@ class FlatOptimizer:
 
     def _grads(self, index: int) -> Tensor:
         """Return this rank's range of a unit's gradients, on the device of the master weights."""
-        if self.host is None:
-            return self.units[index].grad_shard
-        self.host.start_update(index)
-        return self.host.grads(index)
+        return self.units[index].grad_shard if self.host is None else self.host.grads(index)
 
     def _parts(self, unit: FlatUnit, weight_decay: float) -> Iterator[tuple[slice, float]]:
         for elements, decay in ((range(unit.num_decayed), weight_decay), (range(unit.num_decayed, unit.numel), 0.0)):

@@ -1,0 +1,54 @@
+"""The trainings that are run on the fake device."""
+
+from __future__ import annotations
+
+from fake_gpu.jobs import Job
+
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+LLAMA = (
+    f"--bf16 {NO_DROPOUT} --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --num-query-groups 2"
+)
+CHUNKED = "--sp-overlap-mode chunked --sp-overlap-comm --attention-dropout 0"
+SPLIT = "--sp-overlap-mode split-qkv --sp-overlap-comm --attention-dropout 0"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+TP, TP_SEQ, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel-size 2"
+
+JOBS = {
+    "bf16": Job("--bf16"), "fp16": Job("--fp16"), "fp32": Job(""), "llama": Job(LLAMA), "SGD": Job("--bf16 --optimizer sgd"),
+    "tp": Job(f"--bf16 {TP}", 2), "tp_seq, dp": Job(f"--bf16 {TP_SEQ}", 4),
+    "sp, no overlap": Job(f"--bf16 {SP}", 2), "sp, split": Job(f"--bf16 --sequence-parallel-size 4 {SPLIT}", 4),
+    "sp, chunked": Job(f"--bf16 {SP} {CHUNKED}", 2), "sp, chunked, fp32": Job(f"{SP} {CHUNKED}", 2),
+    "sp, uneven": Job(f"--bf16 --sequence-parallel-size 3 {CHUNKED} --num-query-groups 2", 3),
+    "tp_seq, sp, dp, stage 1": Job(f"--bf16 {TP_SEQ} {SP} {CHUNKED} --zero-stage 1", 8),
+    "dp": Job("--bf16", 4), "stage 1": Job("--bf16 --zero-stage 1", 4), "stage 2": Job("--bf16 --zero-stage 2", 4),
+    "stage 3": Job("--bf16 --zero-stage 3", 4), "stage 3, fp32": Job("--zero-stage 3", 4),
+    "stage 3, fetch by all_reduce": Job("--bf16 --zero-stage 3 --zero3-fetch all_reduce", 4),
+    "stage 3, untied": Job("--bf16 --zero-stage 3 --untie-embeddings-and-output-weights", 4),
+    "stage 3, keeps a unit": Job("--bf16 --zero-stage 3 --zero3-keep-units 1", 4),
+    "stage 2, bf16 reduction": Job("--bf16 --zero-stage 2 --grad-reduce-in-bf16", 4),
+    "dp, bf16 reduction": Job("--bf16 --grad-reduce-in-bf16", 4),
+    "optimizer on the host": Job("--bf16 --offload-optimizer"),
+    "optimizer on the host, stage 1": Job("--bf16 --zero-stage 1 --offload-optimizer", 4),
+    "optimizer on the host, stage 3": Job("--bf16 --zero-stage 3 --offload-optimizer", 4),
+    "optimizer on the host, stage 2, fp32": Job("--zero-stage 2 --offload-optimizer", 4),
+    "optimizer on the host, a skipped step": Job("--fp16 --zero-stage 1 --offload-optimizer", 4, skips_first=True),
+    "activations on the host": Job("--bf16 --attention-dropout 0 --offload-activations"),
+    "activations on the host, full recomputation": Job(f"--bf16 --attention-dropout 0 --offload-activations {FULL}"),
+    "activations on the host, sp, stage 3": Job(f"--bf16 --offload-activations {SP} {CHUNKED} --zero-stage 3", 2),
+    "activations on the host, tp_seq": Job(f"--bf16 --attention-dropout 0 --offload-activations {TP_SEQ}", 2),
+    "full recomputation": Job(f"--bf16 {FULL}"), "selective recomputation": Job("--bf16 --recompute-granularity selective"),
+    "full recomputation, stage 3": Job(f"--bf16 --zero-stage 3 {FULL}", 4),
+    "MLP in chunks": Job(f"--bf16 --mlp-chunks 4 {TP_SEQ}", 2), "unfused attention": Job("--bf16 --attention-backend unfused"),
+    "window": Job("--bf16 --attention-dropout 0 --window-size 8"), "window, fp32": Job("--attention-dropout 0 --window-size 8"),
+    "documents": Job(f"--bf16 --attention-dropout 0 {DOCUMENTS}"), "documents, sp": Job(f"--bf16 {SP} {SPLIT} {DOCUMENTS}", 2),
+    "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
+    "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2), "saves": Job("--bf16 --save run --save-interval 1"),
+    "saves, not asynchronous": Job("--bf16 --save run --save-interval 1 --no-async-save"),
+    "BERT": Job("--bf16", family="bert"), "BERT, tp, sp": Job(f"--bf16 --attention-dropout 0 {TP} {SP}", 4, "bert"),
+    "BERT, stage 2, fp32": Job("--zero-stage 2", 2, "bert"),
+    "QK norm, rope, 1p, GEGLU, sp": Job(
+        f"--bf16 --qk-layernorm --position-embedding-type rope --apply-layernorm-1p --geglu {SP} {CHUNKED}", 2
+    ),
+}  # fmt: skip

@@ -1,0 +1,130 @@
+"""Cases for the fake device, run by a process that has imported everything once: torch in this process knows no such device."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fake_gpu.calls import Call, disagreements
+
+TESTS = Path(__file__).parents[1]
+BASE = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 60 --mock-data --train-iters 2
+    --micro-batch-size 2 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training on the fake device.
+
+    Attributes:
+        flags: beside ``BASE``.
+        world_size: number of ranks.
+        family: gpt or bert.
+        micro_batches: of each rank in a step.
+        skips_first: the first step is skipped (``program.Case``).
+        drop: a wait to be left out (``program.Case``).
+    """
+
+    flags: str
+    world_size: int = 1
+    family: str = "gpt"
+    micro_batches: int = 2
+    skips_first: bool = False
+    drop: str = ""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """True if the master weights are in host memory."""
+        return "--offload-optimizer" in self.flags
+
+    @property
+    def reports_overlap(self) -> bool:
+        """True if the run measures its collectives."""
+        return "--report-overlap" in self.flags
+
+    def skips(self, step: int) -> bool:
+        """True if a step, from 0, does not update the weights."""
+        return self.skips_first and step == 0
+
+    def case(self, rank: int) -> dict[str, Any]:
+        """Return the case of one rank (``program.Case``)."""
+        words = self.flags.split()
+        sizes = [
+            int(words[words.index(flag) + 1]) for flag in ("--tensor-model-parallel-size", "--sequence-parallel-size") if flag in words
+        ]
+        replicas = self.world_size
+        for size in sizes:
+            replicas //= size
+        batch = ["--global-batch-size", str(2 * self.micro_batches * replicas)]
+        return {
+            "flags": [*BASE.split(), *batch, *words],
+            "world_size": self.world_size,
+            "rank": rank,
+            "family": self.family,
+            "skips_first": self.skips_first,
+            "drop": self.drop,
+        }
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Return the process that runs cases; it ends with this one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "fake_gpu.program"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(server.kill)
+    return server
+
+
+@cache
+def run_rank(job: Job, rank: int = 0) -> dict[str, Any]:
+    """Run one rank of a job; return its ``program.Outcome`` as a dict."""
+    case = job.case(rank)
+    if rank > 0:
+        case["broadcasts"] = run_rank(job)["broadcasts"]
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(case) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the fake device's process has ended: its message is above"
+    outcome: dict[str, Any] = json.loads(answer)
+    return outcome
+
+
+def require_sound(outcome: dict[str, Any]) -> None:
+    """Fail unless the program ran to its end and the checker found nothing."""
+    assert not outcome["error"], f"{outcome['error']}\n{outcome['output'][-3000:]}"
+    assert not outcome["problems"], "\n".join(outcome["problems"])
+
+
+def require_agreement(outcomes: Sequence[dict[str, Any]]) -> None:
+    """Fail if the ranks of a job would wait for each other for ever."""
+    calls = [[_call(call) for call in outcome["calls"]] for outcome in outcomes]
+    communicators = [[tuple(ranks) for ranks in outcome["communicators"]] for outcome in outcomes]
+    lines = disagreements(calls, communicators)
+    assert not lines, "\n".join(lines)
+
+
+def _call(fields: dict[str, Any]) -> Call:
+    after = tuple((tuple(ranks), count) for ranks, count in fields["after"])
+    return Call(
+        **{
+            **fields,
+            "ranks": tuple(fields["ranks"]),
+            "sizes": tuple(fields["sizes"]),
+            "received": tuple(fields["received"]),
+            "after": after,
+        }
+    )

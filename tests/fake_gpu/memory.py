@@ -1,0 +1,159 @@
+"""Memory of the fake device: who reads and writes which bytes when, when it is freed, and how much there is of it.
+
+The rules are those of CUDA and of torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp):
+
+- two accesses to the same bytes, one of them a write, must be ordered by streams, events or the host;
+- a block belongs to the stream that was current when it was allocated. It may be one that was freed a moment ago, while
+  work that the stream was given before is still using it: work on another stream must come after what was queued at the
+  allocation. Once freed it may be handed out again at once for work on its stream: work on any *other* stream that
+  still uses it must be complete before what its own stream does next, or ``record_stream`` must have told the allocator
+  of it, which then waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fake_gpu.clocks import HOST, Clocks
+
+_ROUND = 512  # the allocator's smallest block
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mistake that a run on a real device may or may not show.
+
+    Attributes:
+        kind: "race" or "freed".
+        what: the later work, or what was freed, with its stream and place in the code.
+        other: the earlier work.
+    """
+
+    kind: str
+    what: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}; {self.other}"
+
+
+@dataclass(frozen=True)
+class _Access:
+    start: int
+    end: int
+    stream: int
+    number: int
+    writes: bool
+    op: str
+    where: str
+
+
+@dataclass
+class _Block:
+    """A storage: on the device, or pinned host memory."""
+
+    num_bytes: int
+    stream: int
+    where: str
+    pinned: bool
+    accesses: list[_Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes ``start`` to ``end`` of the storage ``key``."""
+
+    key: int
+    start: int
+    end: int
+
+
+class Memory:
+    """All storages of the fake device, and the host memory that its copies use.
+
+    Args:
+        clocks: order of all work.
+        name_of: name of a stream, for messages.
+    """
+
+    def __init__(self, clocks: Clocks, name_of: Callable[[int], str]) -> None:
+        self._clocks, self._name_of = clocks, name_of
+        self._blocks: dict[int, _Block] = {}
+        self.problems: dict[Problem, int] = {}
+        self.num_accesses = 0
+        self.num_bytes = 0  # allocated on the device now, rounded as the allocator does
+        self.peak = 0
+
+    def knows(self, key: int) -> bool:
+        """True if the storage has been allocated and not freed."""
+        return key in self._blocks
+
+    def allocate(self, key: int, num_bytes: int, stream: int, where: str, *, pinned: bool = False) -> None:
+        """Take note of a new storage; ``pinned``: of the host."""
+        assert key not in self._blocks, "a storage is allocated once"
+        block = self._blocks[key] = _Block(num_bytes, stream, where, pinned)
+        if not pinned:
+            number = self._clocks.start(stream)
+            block.accesses.append(_Access(0, num_bytes, stream, number, writes=True, op="earlier work", where=where))
+            self.num_bytes += _rounded(num_bytes)
+            self.peak = max(self.peak, self.num_bytes)
+
+    def free(self, key: int) -> None:
+        """Take note that a storage has been freed; host memory is kept until copies that use it are complete, as torch does."""
+        block = self._blocks.pop(key, None)
+        if block is None or block.pinned:
+            return
+        self.num_bytes -= _rounded(block.num_bytes)
+        for access in block.accesses:
+            if access.stream in block.recorded or self._clocks.is_before(access.stream, access.number, block.stream):
+                continue
+            self._report(
+                "freed", f"memory of stream {self._name_of(block.stream)}, allocated at {block.where}",
+                f"{access.op} on {self._name_of(access.stream)} at {access.where} may still use it",
+            )  # fmt: skip
+
+    def record_stream(self, key: int, stream: int) -> None:
+        """Take note that the allocator knows that ``stream`` uses the storage."""
+        self._blocks[key].recorded.add(stream)
+
+    def access(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], op: str, where: str) -> None:
+        """Run ``op`` on a stream (``HOST``: by the host), which reads and writes bytes."""
+        number = self._clocks.start(stream)
+        for ranges, is_write in ((reads, False), (writes, True)):
+            for touched in ranges:
+                if touched.end > touched.start:
+                    self._touch(touched, _Access(touched.start, touched.end, stream, number, is_write, op, where))
+
+    def _touch(self, touched: Range, new: _Access) -> None:
+        self.num_accesses += 1
+        block, kept = self._blocks[touched.key], []
+        for old in block.accesses:
+            meets = old.start < new.end and new.start < old.end
+            ordered = old.stream == new.stream or self._clocks.is_before(old.stream, old.number, new.stream)
+            if meets and (old.writes or new.writes) and not ordered:
+                verb = "writes" if new.writes else "reads"
+                self._report(
+                    "race", f"{new.op} on {self._name_of(new.stream)} at {new.where} {verb} what",
+                    f"{old.op} on {self._name_of(old.stream)} at {old.where} may still be {'writing' if old.writes else 'reading'}"
+                    f" (memory of {block.where})",
+                )  # fmt: skip
+            # what the new access covers on its own stream need not be kept: whoever is ordered after the new one is
+            # after the old one
+            covered = old.stream == new.stream and new.start <= old.start and old.end <= new.end and (new.writes or not old.writes)
+            if not covered:
+                kept.append(old)
+        kept.append(new)
+        block.accesses = kept
+
+    def _report(self, kind: str, what: str, other: str) -> None:
+        problem = Problem(kind, what, other)
+        self.problems[problem] = self.problems.get(problem, 0) + 1
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _ROUND) * _ROUND
+
+
+__all__ = ["HOST", "Memory", "Problem", "Range"]

@@ -1,0 +1,214 @@
+"""The real training program on the fake device, as one rank of a job, and what the checker found.
+
+``python -m fake_gpu.program`` (with tests/ on the path) reads cases from standard input, one JSON object a line, and
+answers each with a line of JSON; a process is forked for every case, after everything has been imported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fake_gpu.build import load
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fake_gpu.device import Device, Tally
+
+LIBRARY = load()  # before torch
+
+
+@dataclass
+class Case:
+    """One rank of a job.
+
+    Attributes:
+        flags: of the training program.
+        world_size, rank: which rank of how many.
+        family: gpt or bert.
+        broadcasts: what the host of rank 0 has broadcast (``Outcome.broadcasts``); for other ranks.
+        skips_first: the norm of the first step's gradients is NaN, so it is skipped.
+        drop: one of ``Outcome.sites``, which this run leaves out.
+    """
+
+    flags: list[str]
+    world_size: int = 1
+    rank: int = 0
+    family: str = "gpt"
+    broadcasts: list[list[int]] = field(default_factory=list)
+    skips_first: bool = False
+    drop: str = ""
+
+
+@dataclass
+class Outcome:
+    """What one rank did.
+
+    Attributes:
+        error: traceback, if the program failed.
+        output: what it said.
+        problems: of the checker (``memory.Problem``), as text, with their numbers.
+        steps: of each training step: launches, bytes by operator, and the places where the host waited.
+        calls, communicators: of NCCL (``nccl.Nccl``).
+        broadcasts: contents of what its host has broadcast, in order.
+        sites: where the package waits for something, or pins host memory, and how often.
+        peak: bytes on the device at most.
+    """
+
+    error: str = ""
+    output: str = ""
+    problems: dict[str, int] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    communicators: list[Any] = field(default_factory=list)
+    broadcasts: list[list[int]] = field(default_factory=list)
+    sites: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    num_accesses: int = 0
+
+
+def run(case: Case) -> Outcome:
+    """Run a case in this process, which is of no other use afterwards."""
+    from fake_gpu import modules, nccl, stand_ins
+    from fake_gpu.device import Device
+
+    os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    outcome = Outcome()
+    device = Device(LIBRARY, _values_of(case, outcome))
+    stand_ins.install(device)
+    calls = nccl.install(device, case.broadcasts)
+    modules.install(device)
+    _watch_steps(device, outcome)
+    device.dropped = case.drop
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            with device:
+                code = _train(case)
+            if code:
+                outcome.error = f"exit code {code}"
+        except BaseException:
+            outcome.error = traceback.format_exc()
+    device.is_watching = False
+    outcome.output = said.getvalue()
+    outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
+    outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
+    outcome.sites = device.sites
+    outcome.broadcasts = calls.broadcasts
+    outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
+    return outcome
+
+
+def _train(case: Case) -> int:
+    from megatron_sp.comm.groups import Launch
+    from megatron_sp.commands.pretrain import parse_config
+    from megatron_sp.tasks.bert import bert_task
+    from megatron_sp.tasks.gpt import GPT
+    from megatron_sp.training.loop import _pretrain
+    from megatron_sp.training.setup import RunStatus
+
+    config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        launch = Launch.from_env()
+        return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
+
+
+def _values_of(case: Case, outcome: Outcome) -> Callable[[Tensor], Tensor]:
+    """Return what the host reads: ones, and of a step that no rank wants to stop."""
+    import torch
+
+    from fake_gpu.device import place
+
+    num_terms = {"gpt": 1, "bert": 2}[case.family]
+
+    def values(tensor: Tensor) -> Tensor:
+        ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+        if tensor.dtype == torch.float64 and tensor.dim() == 1 and place(1).startswith("training/step.py"):
+            # TrainStep.run: [norm of the gradients, sum of each term, count of each term, ranks that want to stop,
+            # digests of samples]
+            ones[1 + 2 * num_terms] = 0.0
+            if case.skips_first and not outcome.steps:
+                ones[0] = float("nan")
+        return ones
+
+    return values
+
+
+def _watch_steps(device: Device, outcome: Outcome) -> None:
+    """Note what each training step does."""
+    from fake_gpu.device import Tally
+    from megatron_sp.training.step import TrainStep
+
+    original = TrainStep.run
+
+    def run_step(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+        if not outcome.steps:
+            device.tally = Tally()  # what came before the first step is not of a step
+        result = original(self, *args, **kwargs)
+        outcome.steps.append(_summary(device.tally))
+        device.tally = Tally()  # the next one begins with its batches
+        return result
+
+    TrainStep.run = run_step  # type: ignore[method-assign]
+
+
+def _summary(tally: Tally) -> dict[str, Any]:
+    return {
+        "launches": dict(tally.launches), "bytes": dict(tally.num_bytes), 
+        "host_waits": {f"{w} at {at}": n for (w, at), n in tally.host_waits.items()},
+        "files": [(file, op, count, tally.by_file[file, op]) for (file, op), count in tally.launches_by_file.items()],
+    }  # fmt: skip
+
+
+def _import_everything() -> None:
+    """Import what every case needs, before the forks; nothing of it may start a thread."""
+    import torch
+    import torch._meta_registrations
+    import torch._prims
+    import torch._refs
+    import torch.distributed.device_mesh
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+def answer(line: str) -> str:
+    """Run the case of a line in a child process and return the line that answers it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        signal.alarm(300)
+        text = json.dumps(asdict(run(Case(**json.loads(line)))))
+        with os.fdopen(writing, "w") as out:
+            out.write(text)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        text = answers.read()
+    _, status = os.waitpid(child, 0)
+    return text or json.dumps(asdict(Outcome(error=f"the process ended with status {status}")))
+
+
+def main() -> None:
+    """Answer cases until there are no more."""
+    _import_everything()
+    for line in sys.stdin:
+        print(answer(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

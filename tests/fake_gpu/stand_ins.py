@@ -1,0 +1,170 @@
+"""``torch.cuda`` for the fake device: streams, events, pinned memory, SDPA, and what reads a tensor's address.
+
+``install(device)`` replaces functions of torch in this process for good: the process is for the fake device alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fake_gpu.clocks import HOST
+from fake_gpu.device import CUDA, Device, is_on_device, place
+
+MEMORY = 80 << 30
+CAPABILITY = (9, 0)
+NAME = "a fake device"
+
+
+def install(device: Device) -> None:
+    """Make ``torch.cuda`` that of the fake device."""
+
+    class Event:
+        """An event; times between events are 1 ms."""
+
+        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+            self.number = device.new_event()
+
+        def record(self, stream: Stream | None = None) -> None:
+            device.record(self.number, None if stream is None else stream.stream_id)
+
+        def wait(self, stream: Stream | None = None) -> None:
+            device.wait(self.number, None if stream is None else stream.stream_id)
+
+        def synchronize(self) -> None:
+            device.tally.host_waits["event.synchronize", place(1)] += 1
+            if not device.drops("event.synchronize"):
+                device.wait(self.number, HOST)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1.0
+
+        def query(self) -> bool:
+            return True
+
+    class Stream:
+        """A stream; ``Stream()`` makes a new one, named after the place that made it."""
+
+        def __init__(self, device_: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
+            self.stream_id = device.new_stream(f"the stream of {place(1)}") if stream_id is None else stream_id
+            self.device = CUDA
+
+        def wait_event(self, event: Event) -> None:
+            if not device.drops("wait_event"):
+                event.wait(self)
+
+        def wait_stream(self, other: Stream) -> None:
+            if not device.drops("wait_stream"):
+                event = Event()
+                event.record(other)
+                event.wait(self)
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self) -> None:
+            device.host_waits("stream.synchronize", self.stream_id)
+
+        def query(self) -> bool:
+            return True
+
+    @contextlib.contextmanager
+    def use(stream: Stream | None) -> Iterator[None]:
+        before = device.stream
+        if stream is not None:
+            device.stream = stream.stream_id
+        try:
+            yield
+        finally:
+            device.stream = before
+
+    def synchronize(*_: Any) -> None:
+        device.tally.host_waits["synchronize", place(1)] += 1
+        device.follow_engine()
+        device.clocks.host_waits_for_all()
+
+    stand_ins: dict[str, Any] = {
+        "Stream": Stream, "Event": Event, "stream": use, "synchronize": synchronize,
+        "current_stream": lambda _=None: Stream(stream_id=device.stream), "default_stream": lambda _=None: Stream(stream_id=0),
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
+        "set_device": lambda _: None, "get_device_capability": lambda _=None: CAPABILITY, "get_device_name": lambda _=None: NAME,
+        "mem_get_info": lambda _=None: (MEMORY, MEMORY), "memory_allocated": lambda _=None: device.memory.num_bytes,
+        "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
+        "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda _state, _device=None: None,
+        "is_bf16_supported": lambda *_: True, "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    torch.cuda.nccl.version = lambda: (2, 29, 3)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
+    _install_threads(device)
+    _install_addresses(device)
+    _install_attention(device)
+
+
+def _install_threads(device: Device) -> None:
+    """A dispatch mode is that of one thread: loaders and writers of checkpoints have their own."""
+    run = threading.Thread.run
+
+    def run_on_device(thread: threading.Thread) -> None:
+        with device:
+            run(thread)
+
+    threading.Thread.run = run_on_device  # type: ignore[method-assign]
+
+
+def _install_addresses(device: Device) -> None:
+    """Storages of the fake device have no memory: addresses are made of their identity, and resizing is noticed."""
+    tensor_ptr, storage_ptr, resize = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
+
+    def address(x: Tensor) -> int:
+        if not isinstance(x, FakeTensor):
+            return tensor_ptr(x)
+        return int(x.untyped_storage()._cdata * 4096 + x.storage_offset() * x.element_size())
+
+    def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+        if storage.device.type == "meta":
+            device.resized(storage, num_bytes)
+        return resize(storage, num_bytes)
+
+    def to_list(x: FakeTensor) -> Any:
+        device.follow_engine()
+        device.use(device.stream, [x], [], "tolist")
+        device.host_waits("tolist")
+        return device.values(x).tolist()
+
+    torch.Tensor.data_ptr = address  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = lambda s: s._cdata * 4096 if s.device.type == "meta" else storage_ptr(s)  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+    FakeTensor.tolist = to_list  # type: ignore[assignment]
+    FakeTensor.is_cuda = property(is_on_device)  # type: ignore[assignment]
+
+
+def _install_attention(device: Device) -> None:
+    """SDPA as a GPU computes it: the flash kernel where it can, else as torch's own code on the device."""
+    plain = F.scaled_dot_product_attention
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if not is_on_device(q):
+            return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.shape[-1] % 8 == 0:
+            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+            return out
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
