@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fake_gpu.build import build
 from fake_gpu.calls import Call, disagreements
 
 TESTS = Path(__file__).parents[1]
@@ -79,6 +80,7 @@ class Job:
 @cache
 def _server() -> subprocess.Popen[str]:
     """Return the process that runs cases; it ends with this one."""
+    build()  # here, so that a missing compiler is this test's message
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "fake_gpu.program"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -106,6 +108,7 @@ def run_rank(job: Job, rank: int = 0) -> dict[str, Any]:
 def require_sound(outcome: dict[str, Any]) -> None:
     """Fail unless the program ran to its end and the checker found nothing."""
     assert not outcome["error"], f"{outcome['error']}\n{outcome['output'][-3000:]}"
+    assert "wait() was never called" not in outcome["output"], outcome["output"]
     assert not outcome["problems"], "\n".join(outcome["problems"])
 
 

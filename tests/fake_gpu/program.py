@@ -166,7 +166,7 @@ def _watch_steps(device: Device, outcome: Outcome) -> None:
 
 def _summary(tally: Tally) -> dict[str, Any]:
     return {
-        "launches": dict(tally.launches), "bytes": dict(tally.num_bytes), 
+        "launches": dict(tally.launches), "bytes": dict(tally.num_bytes),
         "host_waits": {f"{w} at {at}": n for (w, at), n in tally.host_waits.items()},
         "files": [(file, op, count, tally.by_file[file, op]) for (file, op), count in tally.launches_by_file.items()],
     }  # fmt: skip
