@@ -18,7 +18,7 @@ from fake_gpu.calls import Call, disagreements
 
 TESTS = Path(__file__).parents[1]
 BASE = """
-    --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 60 --mock-data --train-iters 2
+    --num-layers 3 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 60 --mock-data --train-iters 2
     --micro-batch-size 2 --lr 1e-2 --lr-decay-style constant --log-interval 1 --eval-iters 0
 """
 
@@ -52,6 +52,11 @@ class Job:
     def reports_overlap(self) -> bool:
         """True if the run measures its collectives."""
         return "--report-overlap" in self.flags
+
+    @property
+    def saves(self) -> bool:
+        """True if the run writes checkpoints."""
+        return "--save " in self.flags
 
     def skips(self, step: int) -> bool:
         """True if a step, from 0, does not update the weights."""

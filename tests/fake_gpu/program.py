@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -172,13 +173,18 @@ def _summary(tally: Tally) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_MODULES = (
+    "torch._dynamo", "torch._inductor", "torch._meta_registrations", "torch._prims", "torch._refs", "torch.distributed.device_mesh",
+    "fake_gpu.modules", "fake_gpu.nccl", "fake_gpu.stand_ins", "megatron_sp.commands.pretrain", "megatron_sp.tasks.bert",
+    "megatron_sp.tasks.gpt", "megatron_sp.training.loop",
+)  # fmt: skip
+
+
 def _import_everything() -> None:
     """Import what every case needs, before the forks; nothing of it may start a thread."""
+    for name in _MODULES:
+        importlib.import_module(name)
     import torch
-    import torch._meta_registrations
-    import torch._prims
-    import torch._refs
-    import torch.distributed.device_mesh
 
     torch.set_num_threads(1)
     gc.collect()

@@ -14,9 +14,8 @@ from fake_gpu.grid import JOBS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank
 
 IN_EVERY_RUN = (
-    "bf16", "llama", "tp_seq, sp, dp, stage 1", "sp, uneven", "sp, split", "stage 3", "stage 2, bf16 reduction", "documents, sp",
-    "optimizer on the host, stage 1", "activations on the host, sp, stage 3", "full recomputation, stage 3", "MLP in chunks",
-    "BERT, tp, sp", "window, fp32",
+    "llama", "tp_seq, sp, dp, stage 1", "sp, uneven", "sp, split", "stage 2, bf16 reduction", "documents, sp",
+    "optimizer on the host, stage 1", "activations on the host, sp, stage 3", "full recomputation, stage 3", "BERT, tp, sp", "saves",
 )  # fmt: skip
 GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
 
@@ -36,12 +35,12 @@ def test_a_rank(name: str) -> None:
     job = JOBS[name]
     outcome = run_rank(job, rank=job.world_size - 1 if "uneven" in name else 0)
     require_sound(outcome)
-    assert len(outcome["steps"]) == 2 and outcome["num_accesses"] > 5000, outcome["output"]
+    assert len(outcome["steps"]) == 2 and outcome["num_accesses"] > 4000, outcome["output"]
     expected = {"tolist at training/step.py": 1}
-    num_units = 6
+    num_units = 5  # embedding, three layers, the last norm
     for number, step in enumerate(outcome["steps"]):
         of_units = {"event.synchronize at optim/offload.py": num_units} if job.offloads_optimizer and not job.skips(number) else {}
-        if not job.reports_overlap:  # which measures, and waits for that
+        if not (job.reports_overlap or job.saves):  # which wait for what they measure and write
             assert waits(step) == {**expected, **of_units}, step["host_waits"]
 
 
