@@ -203,7 +203,7 @@ if sys.argv[1] == "fork":
     if os.fork() == 0:
         leave(0)
     os.wait()
-run_program(lambda: print("main"))
+run_program(lambda: print("main\\n", end=""))  # one write: the thread writes at any time
 """
     for word in ("plain", "fork", "torch"):
         done = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, text=True, check=False)
