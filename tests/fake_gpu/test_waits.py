@@ -44,10 +44,8 @@ def is_noticed(job: Job, site: str) -> bool:
     ("name", "site"),
     [
         ("optimizer on the host, a skipped step", "wait_stream in optim/offload.py:join < optim/offload.py:start_step"),
-        ("optimizer on the host, a skipped step", "event.synchronize in optim/offload.py:grads < optim/optimizer.py:_grads"),
         ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:<dictcomp> < data/loader.py:_batch"),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
-        ("activations on the host, sp, stage 3", "wait_event in parallel/offload.py:_join < parallel/offload.py:finish_in"),
         ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
     ],
 )
