@@ -49,14 +49,9 @@ class Job:
         return "--offload-optimizer" in self.flags
 
     @property
-    def reports_overlap(self) -> bool:
-        """True if the run measures its collectives."""
-        return "--report-overlap" in self.flags
-
-    @property
-    def saves(self) -> bool:
-        """True if the run writes checkpoints."""
-        return "--save " in self.flags
+    def does_more(self) -> bool:
+        """True if the host has more to do than steps: it measures collectives, validates or writes checkpoints."""
+        return any(flag in self.flags for flag in ("--report-overlap ", "--eval-interval ", "--save "))
 
     def skips(self, step: int) -> bool:
         """True if a step, from 0, does not update the weights."""

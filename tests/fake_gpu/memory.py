@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fake_gpu.clocks import HOST, Clocks
+from fake_gpu.clocks import Clocks
 
 _ROUND = 512  # the allocator's smallest block
 
@@ -119,7 +119,7 @@ class Memory:
         self._blocks[key].recorded.add(stream)
 
     def access(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], op: str, where: str) -> None:
-        """Run ``op`` on a stream (``HOST``: by the host), which reads and writes bytes."""
+        """Run ``op`` on a stream (``clocks.HOST``: by the host), which reads and writes bytes."""
         number = self._clocks.start(stream)
         for ranges, is_write in ((reads, False), (writes, True)):
             for touched in ranges:
@@ -154,6 +154,3 @@ class Memory:
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _ROUND) * _ROUND
-
-
-__all__ = ["HOST", "Memory", "Problem", "Range"]

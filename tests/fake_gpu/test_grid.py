@@ -40,7 +40,7 @@ def test_a_rank(name: str) -> None:
     num_units = 5  # embedding, three layers, the last norm
     for number, step in enumerate(outcome["steps"]):
         of_units = {"event.synchronize at optim/offload.py": num_units} if job.offloads_optimizer and not job.skips(number) else {}
-        if not (job.reports_overlap or job.saves):  # which wait for what they measure and write
+        if not job.does_more:
             assert waits(step) == {**expected, **of_units}, step["host_waits"]
 
 
