@@ -107,6 +107,7 @@ class Device(TorchDispatchMode):
         self._lock = threading.RLock()  # loaders and writers of checkpoints have threads
         self.sites: dict[str, int] = {}  # places where something waits, or host memory is pinned, and how often they were passed
         self.dropped = ""  # the one of them that does not
+        self._threads = threading.local()
         self.is_watching = True  # off at the end of a run, when everything is freed in any order
 
     # streams and events
@@ -156,8 +157,19 @@ class Device(TorchDispatchMode):
                 else:
                     self.clocks.wait(HOST, event)
 
+    def enter_thread(self) -> None:
+        """Take note that the current thread is beside the program's own: what it waits for, the program has not waited for."""
+        self._threads.is_beside = True
+
+    @property
+    def is_beside(self) -> bool:
+        """True in a thread beside the program's own; autograd's engine is the program's own, which waits for it."""
+        return getattr(self._threads, "is_beside", False)
+
     def host_waits(self, why: str, stream: int | None = None) -> None:
         """The host waits for a stream, by default the current one; counted with its place in the package."""
+        if self.is_beside:
+            return
         self.tally.host_waits[why, place(1)] += 1
         self.clocks.host_waits_for(self.stream if stream is None else stream)
 

@@ -40,8 +40,11 @@ def install(device: Device) -> None:
             device.wait(self.number, None if stream is None else stream.stream_id)
 
         def synchronize(self) -> None:
+            is_dropped = device.drops("event.synchronize")
+            if device.is_beside:
+                return
             device.tally.host_waits["event.synchronize", place(1)] += 1
-            if not device.drops("event.synchronize"):
+            if not is_dropped:
                 device.wait(self.number, HOST)
 
         def elapsed_time(self, other: Event) -> float:
@@ -117,6 +120,7 @@ def _install_threads(device: Device) -> None:
     run = threading.Thread.run
 
     def run_on_device(thread: threading.Thread) -> None:
+        device.enter_thread()
         with device:
             run(thread)
 
