@@ -12,12 +12,16 @@ there.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ from fake_gpu.clocks import DEFAULT, HOST, Clocks
 from fake_gpu.memory import Memory, Range
 
 CUDA = torch.device("cuda", 0)
+_PACKAGE = f"{Path(__file__).parents[2] / 'megatron_sp'}{os.sep}"
 # operations on the device whose result's shape depends on values: the host waits for it
 _SYNCHRONIZE = {
     f"aten::{name}"
@@ -57,26 +62,27 @@ class Tally:
     host_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (what, place in the package)
 
 
-def place(depth: int = 3, *, package: str = "/megatron_sp/") -> str:
+def _frames() -> Iterator[tuple[str, FrameType]]:
+    """Yield (file of the package, frame) for each frame of the package on the stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            yield frame.f_code.co_filename.removeprefix(_PACKAGE), frame
+        frame = frame.f_back
+
+
+def place(depth: int = 3) -> str:
     """Return the innermost lines of the package on the stack, as ``file:line < file:line``."""
-    frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < depth:
-        _, inside, name = frame.f_code.co_filename.rpartition(package)
-        if inside:
-            found.append(f"{name}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(found) or "outside of the package"
+    return " < ".join(f"{file}:{frame.f_lineno}" for file, frame in islice(_frames(), depth)) or "outside of the package"
 
 
-def functions(depth: int = 2, *, package: str = "/megatron_sp/") -> str:
-    """Return the innermost functions of the package on the stack, as ``file:function < file:function``."""
-    frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < depth:
-        _, inside, name = frame.f_code.co_filename.rpartition(package)
-        if inside:
-            found.append(f"{name}:{frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(found)
+def functions(depth: int = 2) -> str:
+    """Return the innermost functions of the package on the stack, as ``file:function < file:function``.
+
+    Comprehensions are left out: they are functions in some versions of Python only.
+    """
+    named = ((file, frame.f_code.co_name) for file, frame in _frames() if not frame.f_code.co_name.startswith("<"))
+    return " < ".join(f"{file}:{name}" for file, name in islice(named, depth))
 
 
 def is_on_device(x: Any) -> bool:

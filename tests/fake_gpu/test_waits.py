@@ -45,7 +45,7 @@ def is_noticed(job: Job, site: str) -> bool:
     ("name", "site"),
     [
         ("optimizer on the host, a skipped step", "wait_stream in optim/offload.py:join < optim/offload.py:start_step"),
-        ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:<dictcomp> < data/loader.py:_batch"),
+        ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:_batch"),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
         ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
     ],
