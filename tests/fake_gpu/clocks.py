@@ -32,8 +32,6 @@ class Clocks:
     def start(self, stream: int) -> int:
         """Queue work on a stream; return its number there. What the host does itself is work on ``HOST``."""
         clock = self._of(stream)
-        if stream != HOST:
-            _merge(clock, self._streams[HOST])
         self._numbers[stream] += 1
         clock[stream] = self._numbers[stream]
         return clock[stream]
