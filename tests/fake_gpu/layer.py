@@ -115,9 +115,10 @@ def page() -> str:
     lines = [
         "# Launches and bytes of a layer on a GPU",
         "",
-        "Written by `python -m fake_gpu.layer --write` (with `tests` on the path), without a GPU: a training of three layers minus one of",
-        "two, forward and backward of one micro-batch, in bf16, on the [fake device](../design/009-fake-device.md). A launch is an operation",
-        "of torch's, which may be several kernels, or a kernel of ours. Bytes are what operations read and write, whatever a cache saves.",
+        "Written by `python -m fake_gpu.layer --write` (with `tests` on the path), without a GPU: a training of three layers minus one",
+        "of two, forward and backward of one micro-batch, in bf16, on the [fake device](../design/009-fake-device.md). A launch is an",
+        "operation of torch's, which may be several kernels, or a kernel of ours. Bytes are what operations read and write, whatever a",
+        "cache saves.",
         "Products, attention, collectives and the update are left out of the first columns. `tests/fake_gpu/test_layer.py` fails where",
         "a layer takes more than its budget.",
         "",
