@@ -21,7 +21,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megatron_sp.ops import availability
 
@@ -42,22 +41,55 @@ class AdamStep:
     weight_decay: float
 
 
+@dataclass(frozen=True)
+class UpdateScalars:
+    """What differs between steps, as tensors on the device of the weights: the host need not know it, and a graph can be captured.
+
+    Attributes:
+        lr: learning rate, a scalar; fp32 on a GPU, fp64 on the host, as torch's kernels read it.
+        count: number of the update, from 1, an fp32 scalar.
+        divisor: by which gradients are divided, an fp32 scalar; None: they are used as they are.
+        skip: 1 if nothing is to be updated, else 0, an fp32 scalar; None: 0.
+    """
+
+    lr: Tensor
+    count: Tensor
+    divisor: Tensor | None = None
+    skip: Tensor | None = None
+
+    @classmethod
+    def create(
+        cls, lr: float, count: int, device: torch.device, divisor: Tensor | None = None, skip: Tensor | None = None
+    ) -> UpdateScalars:  # fmt: skip
+        """Copy the numbers to the device, without waiting for it."""
+        if device.type == "cpu":
+            return cls(torch.tensor(lr, dtype=torch.float64), torch.tensor(float(count)), divisor, skip)
+        numbers = torch.zeros(2, dtype=torch.float32, pin_memory=device.type == "cuda")
+        numbers[0], numbers[1] = lr, count
+        on_device = numbers.to(device, non_blocking=True)
+        return cls(on_device[0], on_device[1], divisor, skip)
+
+
 @torch.no_grad()
 def adamw_(
-    params: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, kernel: Literal["torch", "apex"] = "torch"
-) -> None:
+    params: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, kernel: Literal["torch", "apex"] = "torch",
+    scalars: UpdateScalars | None = None,
+) -> None:  # fmt: skip
     """Update ``params`` and both moments in place; all four are contiguous and of one shape, [n], n > 0.
 
     Args:
         kernel: ``apex`` needs all four in fp32 on a GPU (``fused_kernels.choose_fused_kernels`` sees to it).
+        scalars: used instead of the step's rate and count; gradients that they scale are written back. For torch's
+            kernel only. None: the step's.
     """
     if kernel == "apex":
+        assert scalars is None, "apex takes numbers of the host"
         _apex_adamw_(params, grads, exp_avg, exp_avg_sq, step)
         return
-    counts = [torch.full((), step.count - 1.0, dtype=torch.float32, device=params.device)]  # the kernel adds 1 itself
-    adamw(
-        [params], [grads], [exp_avg], [exp_avg_sq], [], counts, fused=True, amsgrad=False, lr=step.lr,
-        beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps, maximize=False,
+    scalars = scalars or UpdateScalars.create(step.lr, step.count, params.device)
+    torch.ops.aten._fused_adamw_.tensor_lr(
+        [params], [grads], [exp_avg], [exp_avg_sq], [], [scalars.count], lr=scalars.lr, beta1=step.beta1, beta2=step.beta2,
+        weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False, grad_scale=scalars.divisor, found_inf=scalars.skip,
     )  # fmt: skip
 
 

@@ -32,16 +32,17 @@ class DropoutKeys:
     token_keys: Tensor
 
     @classmethod
-    def create(cls, seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
+    def create(cls, seed: int, step: int | Tensor, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
         """Compute the keys of a micro-batch.
 
         Args:
             seed: seed of the run.
-            step: optimizer step, from 0.
+            step: optimizer step, from 0; as an int64 scalar on the device it may change under a captured graph.
             sample_ids: int64 [b], the samples' global indices.
             positions: int64 [s], global positions of this rank's tokens.
         """
-        keys = _mix64(sample_ids + _mix64_int(_mix64_int(seed) + step))  # [b]
+        of_step = _mix64_int(_mix64_int(seed) + step) if isinstance(step, int) else (_mix64(_mix64_int(seed) + step) >> 2) & _LOW_62
+        keys = _mix64(sample_ids + of_step)  # [b]
         return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
 
     def row_keys(self, layer: int, site: int) -> Tensor:
@@ -124,6 +125,9 @@ def _mix64(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+_LOW_62 = (1 << 62) - 1
 
 
 def _mix64_int(x: int) -> int:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import blocks, empty
@@ -93,6 +94,9 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
 
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
         return y, (stats,)
+    if _is_for_torchs_rms_norm(x, spec):
+        y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), (x.shape[-1],), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
+        return y, (rstd,)
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -126,6 +130,14 @@ def norm_backward(
         from megatron_sp.ops.kernels import norms
 
         return norms.backward(grad, x, weight, stats[0], need, add, zero_centered=spec.zero_centered)
+    if _is_for_torchs_rms_norm(x, spec):
+        scale = _scale(weight, spec.zero_centered).to(x.dtype)
+        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+            grad.contiguous(), x.contiguous(), (x.shape[-1],), stats[0], scale, [need[0], need[1]]
+        )
+        if need[0] and add is not None:
+            grad_x.add_(add)
+        return grad_x if need[0] else None, grad_weight if need[1] else None, None
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
@@ -188,6 +200,16 @@ def _layer_norm_backward(
     if x2.shape[0] == 0:
         sums = [torch.zeros_like(p) if p is not None and n else None for p, n in zip((weight, bias), need[1:], strict=True)]
     return None if grad_x is None else grad_x.view(x.shape), sums[0], sums[1]
+
+
+def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
+    """Return whether torch's own kernel computes the RMSNorm of x: on a GPU, from torch 2.10 on.
+
+    It adds nothing to the gradient, and gives that of a 16-bit weight in 16 bits. A 16-bit 1 + weight would lose what the
+    weight learns: then several kernels of torch's compute the norm in fp32.
+    """
+    rounds = spec.zero_centered and x.dtype != torch.float32
+    return spec.kind == "RMSNorm" and x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
 
 def _is_for_apex(x: Tensor, spec: NormSpec) -> bool:

@@ -1,8 +1,11 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
 The update is a fused kernel, torch's or NVIDIA apex's (``ops/adamw.py``), called as a function on two slices of each
-unit (with and without weight decay), so that the state tensors are ours to save and to shard. ``step`` multiplies the
-gradients once, by clip coefficient / loss scale; there is no other scaling of gradients.
+unit (with and without weight decay), so that the state tensors are ours to save and to shard. Gradients are scaled once,
+by clip coefficient / loss scale.
+
+``step_on_device`` takes the norm as a tensor: torch's kernels clip, unscale, and leave out a step whose gradients are not
+finite, before the host knows. Where the update is the host's own, or apex's, the host decides (``step``).
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import OptimizerConfig
-from megatron_sp.ops.adamw import AdamStep, adamw_
+from megatron_sp.ops.adamw import AdamStep, UpdateScalars, adamw_
 from megatron_sp.optim.flat import FlatUnit, squared_norm, within
 from megatron_sp.optim.offload import HostCopies
 
@@ -82,23 +84,69 @@ class FlatOptimizer:
             grad_scale: factor by which the loss was multiplied.
             updated: called with the index of each unit when this rank's range of its parameters has been updated.
         """
-        multiplier = 1.0 / grad_scale
-        clip = self.config.clip_grad
-        if clip > 0 and grad_norm > clip:
-            multiplier *= clip / (grad_norm + 1e-6)
+        norm = torch.tensor(grad_norm, dtype=torch.float64)
+        self._step(lr, weight_decay, self._divisor(norm, grad_scale), None, updated)
+
+    @property
+    def updates_on_device(self) -> bool:
+        """True if ``step_on_device`` can be used: torch's kernels update, where the gradients are."""
+        return self.host is None and self.kernel == "torch" and bool(self.units)
+
+    def step_on_device(
+        self, lr: float, weight_decay: float, grad_norm: Tensor, grad_scale: float, skip: Tensor,
+        updated: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if it was left out.
+
+        Args:
+            lr, weight_decay, grad_scale, updated: as of ``step``; ``updated`` is called in any case.
+            grad_norm: norm of the unscaled gradients, an fp64 scalar on the device.
+            skip: bool scalar on the device, true if the step is to be left out.
+        """
+        divisor = torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))  # who looks for what is not finite finds it as it came
+        self._step(lr, weight_decay, divisor, skip.float(), updated)
+
+    def _divisor(self, grad_norm: Tensor, grad_scale: float) -> Tensor:
+        """Return what the gradients are to be divided by, an fp64 scalar, from the norm without the scale."""
+        clip, scale = self.config.clip_grad, torch.full_like(grad_norm, grad_scale)
+        return scale if clip <= 0 else scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)
+
+    def _step(
+        self, lr: float, weight_decay: float, divisor: Tensor, skip: Tensor | None, updated: Callable[[int], None] | None
+    ) -> None:  # fmt: skip
         self.num_updates += 1
-        for index, (unit, state) in enumerate(zip(self.units, self.states, strict=True)):
+        if not self.units:
+            return
+        master = self.units[0].master
+        # torch's kernels have the divisor in fp32, too little for fp64
+        by_kernel = self.kernel == "torch" and master.dtype == torch.float32
+        is_one = not divisor.is_cuda and float(divisor) == 1.0  # a GPU would have to be waited for
+        in_kernel = divisor.to(master.device, torch.float32) if by_kernel and not is_one else None
+        scalars = UpdateScalars.create(lr, self.num_updates, master.device, divisor=in_kernel, skip=skip)
+        for index in range(len(self.units)):
             grads = self._grads(index)
-            if multiplier != 1.0:
-                grads.mul_(multiplier)
-            for part, decay in self._parts(unit, weight_decay):
-                self._update(unit, state, grads, part, lr, decay)
-            if self.host is None:
-                unit.refresh_params()
-            else:
-                self.host.send(index)
-            if updated is not None:
-                updated(index)
+            if not by_kernel and not is_one:
+                grads.div_(divisor)
+            self._update(index, grads, scalars, lr, weight_decay, updated)
+
+    def take_back(self) -> None:
+        """Take note that the update queued last was left out."""
+        self.num_updates -= 1
+
+    def _update(
+        self, index: int, grads: Tensor, scalars: UpdateScalars, lr: float, weight_decay: float,
+        updated: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        """Update a unit's range of the master weights, and the parameters after it."""
+        unit, state = self.units[index], self.states[index]
+        for part, decay in self._parts(unit, weight_decay):
+            self._update_part(unit, state, grads, part, scalars, lr, decay)
+        if self.host is None:
+            unit.refresh_params()
+        else:
+            self.host.send(index)
+        if updated is not None:
+            updated(index)
 
     def _grads(self, index: int) -> Tensor:
         """Return this rank's range of a unit's gradients, on the device of the master weights."""
@@ -110,19 +158,22 @@ class FlatOptimizer:
             if part:
                 yield slice(part.start, part.stop), decay
 
-    def _update(self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, lr: float, weight_decay: float) -> None:
+    def _update_part(
+        self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, scalars: UpdateScalars, lr: float, weight_decay: float
+    ) -> None:
         config, params, grads, exp_avg = self.config, unit.master[part], shard[part], state.exp_avg[part]
         if state.exp_avg_sq is not None:
             numbers = AdamStep(
                 count=self.num_updates, lr=lr, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps,
                 weight_decay=weight_decay,
             )  # fmt: skip
-            adamw_(params, grads, exp_avg, state.exp_avg_sq[part], numbers, self.kernel)
+            adamw_(params, grads, exp_avg, state.exp_avg_sq[part], numbers, self.kernel, scalars if self.kernel == "torch" else None)
             return
         with torch.no_grad():
-            sgd(
-                [params], [grads], [exp_avg], fused=True, weight_decay=weight_decay, momentum=config.sgd_momentum, lr=lr,
-                dampening=0.0, nesterov=False, maximize=False, has_sparse_grad=False,
+            torch.ops.aten._fused_sgd_.tensor_lr(
+                [params], [grads], [exp_avg] if config.sgd_momentum else [], weight_decay=weight_decay, momentum=config.sgd_momentum,
+                lr=scalars.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=scalars.divisor,
+                found_inf=scalars.skip,
             )  # fmt: skip
 
 

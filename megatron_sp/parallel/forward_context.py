@@ -82,8 +82,10 @@ class ResidualDropout(NamedTuple):
     row_keys: Tensor
 
 
-def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
-    """Create the forward context of a micro-batch, with dropout if ``drops``.
+def micro_batch_context(
+    batch: MicroBatch, *, seed: int, step: int | Tensor, drops: bool, kernel: KernelName, causal: bool = True
+) -> ForwardContext:
+    """Create the forward context of a micro-batch, with dropout if ``drops``; ``step`` may be a scalar on the device.
 
     A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the
     ``length`` [b] of each sequence, after which there is padding.

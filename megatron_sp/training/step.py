@@ -3,11 +3,14 @@
     counts of loss tokens  --all_reduce-->  (under the first forward)
     for each micro-batch:  forward, loss sums / global counts, backward (gradients go into the flat buffers)
     each unit's gradients  --all_reduce(sum), or to shards-->  (under the rest of the last backward)
-    grad norm, finite?  ->  clip and unscale in one multiplication, AdamW
+    grad norm, finite?  ->  clip, unscale and AdamW in one pass, or nothing
     each unit's parameters  --all_gather from shards-->  (under the next forward; ZeRO stages 1 and 2)
 
 Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over
 micro-batches and ranks, and a rank without loss tokens is no special case.
+
+Norm and losses travel to the host while the update runs: whether it takes place is decided on the device, and again, by
+the same numbers, on the host. Where the host updates (--offload-optimizer, apex), it decides first.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.ops.attention import KernelName
+from megatron_sp.ops.memory import host_empty
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
@@ -177,14 +181,20 @@ class TrainStep:
         if self.faults.poisons("grad", step):
             self.gradients.poison()
         self.gradients.finish_step()
-        norm = self.optimizer.grad_norm() / self.scaler.scale
-        # the only point of the step where the host waits for the device
-        values = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), totals]).tolist()
-        grad_norm, num_terms = values[0], len(self.loss.names)
+        norm, num_terms = self.optimizer.grad_norm() / self.scaler.scale, len(self.loss.names)
+        known = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), totals])
+        reading, is_queued = _Reading(known), self.optimizer.updates_on_device
+        self.faults.at("optim.step", step)
+        if is_queued:
+            skip = ~_are_finite(known, num_terms)
+            self.before_update()
+            self.optimizer.step_on_device(lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh)
+        values = reading.wait()  # the only point of the step where the host waits for the device
+        grad_norm = values[0]
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
         stops, *of_samples = values[1 + 2 * num_terms :]
         losses = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
-        result = self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=stops > 0, num_loss_tokens=counts[0])
+        result = self._decide(losses, grad_norm, lr, weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0])
         result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()
@@ -222,11 +232,12 @@ class TrainStep:
         """
         sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=totals.device)
         inverse_counts: Tensor | None = None
+        key = _on_device(step, totals.device) if self.options.drops else step
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
             context = micro_batch_context(
-                batch, seed=self.options.seed, step=step, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal
+                batch, seed=self.options.seed, step=key, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal
             )
             terms = self.loss.sums(self.model, batch, context, self.events)
             if self.faults.poisons("loss", step):
@@ -249,27 +260,55 @@ class TrainStep:
             self.recorder.enter("update")
         return sums
 
-    def _update(
-        self,
-        step: int,
-        losses: list[float],
-        grad_norm: float,
-        lr: float,
-        weight_decay: float,
-        *,
-        stop_requested: bool,
+    def _decide(
+        self, losses: list[float], grad_norm: float, lr: float, weight_decay: float, is_queued: bool, *, stop_requested: bool,
         num_loss_tokens: float,
-    ) -> StepResult:
+    ) -> StepResult:  # fmt: skip
+        """Return the step's result; update the weights unless the device has been told to (``is_queued``)."""
         finite_loss, finite_grad = is_finite(*losses), is_finite(grad_norm)
         scale = self.scaler.scale
         ordinary = self.scaler.update(overflow=not finite_grad) and finite_loss
         updated = finite_loss and finite_grad
-        self.faults.at("optim.step", step)
-        if updated:
+        if is_queued and not updated:
+            self.optimizer.take_back()
+        if updated and not is_queued:
             self.before_update()
             self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh)
         self.weights.forget()
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
+
+
+def _on_device(step: int, device: torch.device) -> int | Tensor:
+    """Return a number for kernels of a GPU, where it would be part of a captured graph otherwise; on the CPU as it is."""
+    if device.type != "cuda":
+        return step
+    number = torch.zeros((), dtype=torch.int64, pin_memory=True)
+    number.fill_(step)
+    return number.to(device, non_blocking=True)
+
+
+class _Reading:
+    """Values of a tensor on their way to the host; what is queued after them runs meanwhile."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            self._values = host_empty(values.shape, values.dtype, values.device)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def wait(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+
+def _are_finite(known: Tensor, num_terms: int) -> Tensor:
+    """Return whether the norm and all losses are finite, a bool scalar, given [norm, sum of each term, count of each term, ...]."""
+    norm, sums, counts, _ = known.split([1, num_terms, num_terms, len(known) - 1 - 2 * num_terms])
+    losses = torch.where(counts > 0, sums / counts, 0.0)
+    return norm.isfinite().all() & losses.isfinite().all()
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -54,7 +54,7 @@ _NEW = {"aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::zeros_like
 _COPY_FIRST = {"aten::addmm", "aten::baddbmm", "aten::addmv"}
 
 # in place, without an implementation for tensors without contents: nothing to be found out but what they read and write
-_NO_META = {"aten::_fused_sgd_"}
+_NO_META = {"aten::_fused_sgd_", "aten::_fused_adamw_"}
 
 
 @dataclass

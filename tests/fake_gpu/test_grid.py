@@ -36,7 +36,7 @@ def test_a_rank(name: str) -> None:
     outcome = run_rank(job, rank=job.world_size - 1 if "uneven" in name else 0)
     require_sound(outcome)
     assert len(outcome["steps"]) == 2 and outcome["num_accesses"] > 4000, outcome["output"]
-    expected = {"tolist at training/step.py": 1}
+    expected = {"event.synchronize at training/step.py": 1}
     num_units = 5  # embedding, three layers, the last norm
     for number, step in enumerate(outcome["steps"]):
         of_units = {"event.synchronize at optim/offload.py": num_units} if job.offloads_optimizer and not job.skips(number) else {}

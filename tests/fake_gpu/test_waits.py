@@ -16,7 +16,6 @@ from fake_gpu.jobs import Job, require_sound, run_rank
 WAIT, COPY = "Work.wait in comm/collectives.py:wait < ", "wait_stream in optim/offload.py:copy < "
 EXPLAINED = {
     f"{WAIT}optim/weights.py:settle": "nothing reads the parameters after the last step, unless something is saved or evaluated",
-    "wait_stream in checkpoint/host_copy.py:take < checkpoint/background.py:start": "the host has just waited for the stream",
     "event.synchronize in checkpoint/host_copy.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
     f"{COPY}optim/offload.py:send": "nothing is queued since the host has read the losses; the same line is needed by fetch",
     "Work.wait in comm/recorder.py:when_done < comm/recorder.py:watch": "only the recorded time depends on it",
@@ -47,6 +46,7 @@ def is_noticed(job: Job, site: str) -> bool:
         ("optimizer on the host, a skipped step", "wait_stream in optim/offload.py:join < optim/offload.py:start_step"),
         ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:_batch"),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
+        ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
         ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
     ],
 )

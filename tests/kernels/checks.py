@@ -1,4 +1,4 @@
-"""Triton's kernels against their plain forms, under the interpreter; called by ``test_interpreted.py`` through ``interpreter.py``.
+"""Triton's kernels against their plain forms: under the interpreter (``test_interpreted.py``), or on a GPU (``tests/gpu``).
 
 The interpreter cuts bf16 results off where a GPU rounds them, so bf16 may differ by a unit in the last place. Each check
 launches at most some 200 programs.
@@ -29,7 +29,8 @@ _TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.1e-3, torch.bfloat16: 1.6e-2
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return normal numbers, always the same."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(launch.DEVICE, dtype)
 
 
 def require_close(got: Sequence[Tensor | None], want: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -70,8 +71,9 @@ def norm(kind: str, dtype_name: str, rows: int, width: int, zero_centered: bool,
         with using_triton(yes):
             names = count_launches()
             y, stats = norm_forward(x, weight, bias, spec)
-            back = norm_backward(grad, x, weight, bias, stats, spec, need, add if has_add else None)
-            results.append([y, *back])
+            grad_x, *of_params = norm_backward(grad, x, weight, bias, stats, spec, need, add if has_add else None)
+            # torch's RMSNorm on a GPU gives the gradient of a 16-bit weight in 16 bits
+            results.append([y, grad_x, *(None if g is None else g.float() for g in of_params)])
             assert bool(names) == yes
     require_close(*results, dtype)
 
@@ -87,7 +89,9 @@ def norm_of_strided(dtype_name: str) -> None:
     for yes in (True, False):
         with using_triton(yes):
             y, stats = norm_forward(x, weight, None, spec)
-            results.append([y, *norm_backward(grad, x, weight, None, stats, spec, (True, True, False))])
+            grad_x, of_weight, _ = norm_backward(grad, x, weight, None, stats, spec, (True, True, False))
+            assert of_weight is not None
+            results.append([y, grad_x, of_weight.float()])
     require_close(*results, dtype)
 
 
@@ -236,7 +240,7 @@ def cross_entropy(dtype_name: str, tokens: int, rows: int, vocab_size: int, chun
     """Compare the LM head's loss and gradients; some tokens do not count, one of them has a label of no meaning."""
     dtype = DTYPES[dtype_name]
     x, weight = randn(tokens, 1, 16, dtype=dtype), randn(rows, 16, seed=1, dtype=dtype)
-    labels = torch.randint(0, vocab_size, (tokens, 1), generator=torch.Generator().manual_seed(5))
+    labels = torch.randint(0, vocab_size, (tokens, 1), generator=torch.Generator().manual_seed(5), device="cpu").to(launch.DEVICE)
     mask = torch.ones(tokens, 1)
     mask[0], labels[0] = 0.0, -100
     results = []

@@ -29,6 +29,14 @@ def rows(seed: int = 1234, step: int = 0, layer: int = 0, site: int = 0, first_s
     return keys.row_keys(layer, site)
 
 
+@pytest.mark.parametrize("seed", [0, 1234, 2**62])
+@pytest.mark.parametrize("step", [0, 1, 10**9])
+def test_the_step_may_be_a_tensor(seed: int, step: int) -> None:
+    ids, positions = torch.tensor([0, 7, 2**33]), torch.arange(4)
+    number, tensor = (DropoutKeys.create(seed, s, ids, positions).token_keys for s in (step, torch.tensor(step)))
+    assert torch.equal(number, tensor)
+
+
 def correlation(a: Tensor, b: Tensor, rate: float) -> float:
     """In standard deviations of independent masks."""
     kept = 1 - rate

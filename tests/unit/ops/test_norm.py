@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,8 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.norm import NormSpec, norm
+from megatron_sp.ops import norm as norm_module
+from megatron_sp.ops.norm import NormSpec, norm, norm_backward, norm_forward
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -134,3 +138,52 @@ def test_zeros_huge_values_and_no_tokens(kind: str) -> None:
     got = gradients(lambda i: ours(i, False, main_grad), empty, torch.empty(0, 3, 5, dtype=torch.float64))
     assert got["out"].shape == got["x"].shape == (0, 3, 5)  # type: ignore[union-attr]
     assert all(not main_grad.of(v).any() for k, v in empty.items() if k != "x")
+
+
+# ------------------------------------------------------------------------------------------- torch's own RMSNorm on a GPU
+
+
+@pytest.fixture
+def torchs_rms_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel as it is used on a GPU; its backward, which the CPU does not have, is played with its signature and dtypes."""
+
+    def backward(grad: Tensor, x: Tensor, shape: tuple[int, ...], rstd: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Any, Any]:
+        assert grad.is_contiguous() and x.is_contiguous() and shape == (x.shape[-1],) and rstd.shape == (*x.shape[:-1], 1)
+        normed, g = x.float() * rstd, grad.float() * weight.float()
+        grad_x = (rstd * (g - normed * (g * normed).mean(-1, keepdim=True))).to(x.dtype)
+        return (grad_x if mask[0] else None), ((grad.float() * normed).flatten(0, -2).sum(0).to(weight.dtype) if mask[1] else None)
+
+    original = norm_module._is_for_torchs_rms_norm
+    assert not original(torch.ones(2, 3), NormSpec("RMSNorm", 1e-5)), "on the CPU ours is faster"
+
+    def on_gpu(x: Tensor, spec: NormSpec) -> bool:
+        return original(cast(Tensor, SimpleNamespace(is_cuda=True, dtype=x.dtype, numel=x.numel)), spec)
+
+    monkeypatch.setattr(norm_module, "_is_for_torchs_rms_norm", on_gpu)
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", backward)
+
+
+@pytest.mark.parametrize("needs", [(True, True, False), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_torchs_rms_norm_and_the_residuals_gradient(torchs_rms_norm: None, dtype: torch.dtype, rtol: float, needs: Any) -> None:
+    x, grad, add = (randn(5, 3, 32, seed=i).to(dtype) for i in range(3))
+    weight, spec = randn(32, seed=4).to(dtype), NormSpec("RMSNorm", 1e-5)
+    y, stats = norm_forward(x, weight, None, spec)
+    got = [y, *norm_backward(grad, x, weight, None, stats, spec, needs, add)]
+    wide = [t.double() for t in (x, weight, grad, add)]
+    y, stats = norm_forward(wide[0], wide[1], None, spec)
+    want = [y, *norm_backward(wide[2], wide[0], wide[1], None, stats, spec, needs, wide[3])]
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        if g is not None and w is not None:
+            assert g.dtype == dtype
+            torch.testing.assert_close(g.double(), w, rtol=rtol, atol=rtol * float(w.abs().max()))
+
+
+def test_torchs_rms_norm_does_not_round_1_plus_the_weight(torchs_rms_norm: None) -> None:
+    """A zero-centered weight of 1e-3 would be lost in bf16."""
+    x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.full((64,), 3e-3, dtype=torch.bfloat16)
+    spec = NormSpec("RMSNorm", 0.0, zero_centered=True)
+    assert not norm_module._is_for_torchs_rms_norm(x, spec) and norm_module._is_for_torchs_rms_norm(x.float(), spec)
+    y, _ = norm_forward(x.float(), weight.float(), None, spec)
+    torch.testing.assert_close(y, torch.full_like(y, 1.003), rtol=1e-4, atol=0)

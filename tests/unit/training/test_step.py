@@ -89,7 +89,15 @@ def test_a_step_is_one_update_by_the_mean_over_all_loss_tokens(clip: float) -> N
         torch.testing.assert_close(got, weights[name], rtol=0, atol=1e-9, msg=name)  # clipping adds 1e-6 to the norm, as torch's does
 
 
-def test_what_happens_in_which_order() -> None:
+@pytest.fixture(params=[True, False], ids=["update on the device", "update by the host"])
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the update is queued before the host knows that it takes place."""
+    if not request.param:
+        monkeypatch.setattr(FlatOptimizer, "updates_on_device", False)
+    return bool(request.param)
+
+
+def test_what_happens_in_which_order(on_device: bool) -> None:
     """Counts before any forward; a unit may be reduced under the last backward only; nobody reads weights while they are updated."""
     step, log = make_step(), list[str]()
 
@@ -112,32 +120,34 @@ def test_what_happens_in_which_order() -> None:
     spy(step.optimizer, "grad_norm", "norm")
     spy(step.scaler, "update", "scaler")
     spy(step, "before_update", "before_update")
-    spy(step.optimizer, "step", "optimizer")
+    spy(step.optimizer, "step_on_device" if on_device else "step", "optimizer")
     run(step)
+    update = ["before_update", "optimizer", "scaler"] if on_device else ["scaler", "before_update", "optimizer"]
     assert log == [
         "count", "count",
         "gradients.start_step", "weights.start_step",
         "forward", "gradients.finish_micro_batch",
         "forward", "gradients.last_micro_batch", "gradients.finish_micro_batch",
-        "gradients.finish_step", "norm", "scaler", "before_update", "optimizer", "weights.forget",
+        "gradients.finish_step", "norm", *update, "weights.forget",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["loss", "grad"])
-def test_a_step_that_is_not_finite_changes_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(monkeypatch: pytest.MonkeyPatch, place: str, on_device: bool) -> None:
     step = make_step(faults=planned(monkeypatch, f"nan:at={place}:step=1"))
     before, copies = weights_of(step), list[int]()
     step.before_update = lambda: copies.append(1)
     result = run(step, 1)
-    assert not result.updated and not result.overflow and copies == [] and step.optimizer.num_updates == 0
+    assert not result.updated and not result.overflow and copies == [1] * on_device and step.optimizer.num_updates == 0
+    assert not any(t.any() for state in step.optimizer.states for t in (state.exp_avg, state.exp_avg_sq) if t is not None)
     assert result.grad_norm != result.grad_norm, "NaN is reported as it is"
     assert_equal(weights_of(step), before)
     again, fresh = run(step, 2), make_step()
-    assert again.updated and copies == [1] and again.losses == run(fresh, 2).losses
+    assert again.updated and copies == [1] * (1 + on_device) and again.losses == run(fresh, 2).losses
     assert_equal(weights_of(step), weights_of(fresh))
 
 
-def test_an_infinite_loss_is_skipped_even_if_its_gradients_are_finite() -> None:
+def test_an_infinite_loss_is_skipped_even_if_its_gradients_are_finite(on_device: bool) -> None:
     def sums(*given: Any) -> list[Tensor]:
         return [term + float("inf") for term in GPT.loss.sums(*given)]
 
@@ -150,14 +160,43 @@ def test_an_infinite_loss_is_skipped_even_if_its_gradients_are_finite() -> None:
 
 @pytest.mark.parametrize(("place", "is_ordinary"), [("grad", True), ("loss", False)])
 def test_an_overflow_of_fp16_lowers_the_scale_and_only_of_gradients_is_ordinary(
-    monkeypatch: pytest.MonkeyPatch, place: str, is_ordinary: bool
+    monkeypatch: pytest.MonkeyPatch, place: str, is_ordinary: bool, on_device: bool
 ) -> None:
     step = make_step(scaler=make_scaler(enabled=True), faults=planned(monkeypatch, f"nan:at={place}"))
     result = run(step)
     assert not result.updated and result.overflow is is_ordinary and step.scaler.scale == 4.0
 
 
-def test_the_loss_scale_cancels() -> None:
+def test_a_term_without_tokens_that_is_not_finite_does_not_count(on_device: bool) -> None:
+    """Its loss is 0 on the host; the device must not leave out a step that the host takes for updated."""
+
+    def counts(batch: Any) -> list[Tensor]:
+        return [*GPT.loss.counts(batch), torch.zeros((), dtype=torch.float64)]
+
+    def sums(*given: Any) -> list[Tensor]:
+        return [*GPT.loss.sums(*given), torch.full((), float("inf"), dtype=torch.float64)]
+
+    step = make_step()
+    step.loss, before = replace(GPT.loss, names=("loss", "none"), counts=counts, sums=sums), weights_of(step)
+    result = run(step)
+    assert result.losses[1] == 0.0 and result.updated == (result.grad_norm < float("inf"))
+    assert result.updated == any(not torch.equal(t, before[name]) for name, t in weights_of(step).items())
+
+
+def test_both_ways_of_an_update_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped or not, to the last bit."""
+    for clip in (0.0, 0.05, 1e6):
+        device, host = make_step(clip=clip), make_step(clip=clip)
+        monkeypatch.setattr(FlatOptimizer, "updates_on_device", True)
+        for number in (1, 2):
+            run(device, number)
+        monkeypatch.setattr(FlatOptimizer, "updates_on_device", False)
+        for number in (1, 2):
+            run(host, number)
+        assert_equal(weights_of(device), weights_of(host))
+
+
+def test_the_loss_scale_cancels(on_device: bool) -> None:
     """A power of two is exact: norm and update are those of scale 1, to the last bit."""
     scaled, plain = make_step(clip=0.05, scaler=make_scaler(enabled=True)), make_step(clip=0.05)
     a, b = run(scaled), run(plain)
