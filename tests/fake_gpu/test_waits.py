@@ -16,6 +16,7 @@ from fake_gpu.jobs import Job, require_sound, run_rank
 WAIT, COPY = "Work.wait in comm/collectives.py:wait < ", "wait_stream in optim/offload.py:copy < "
 EXPLAINED = {
     f"{WAIT}optim/weights.py:settle": "nothing reads the parameters after the last step, unless something is saved or evaluated",
+    "wait_stream in checkpoint/host_copy.py:take < checkpoint/background.py:start": "the host has just seen that weights are finite",
     "event.synchronize in checkpoint/host_copy.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
     f"{COPY}optim/offload.py:send": "nothing is queued since the host has read the losses; the same line is needed by fetch",
     "Work.wait in comm/recorder.py:when_done < comm/recorder.py:watch": "only the recorded time depends on it",

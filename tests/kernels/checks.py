@@ -7,10 +7,14 @@ launches at most some 200 programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from support import tiny
 from torch import Tensor
 
+from megatron_sp.config.schema import KernelConfig
+from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import split_qkv
 from megatron_sp.ops.backward import gradients_of
@@ -33,8 +37,11 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return made.to(launch.DEVICE, dtype)
 
 
-def require_close(got: Sequence[Tensor | None], want: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+def require_close(
+    got: Sequence[Tensor | None], want: Sequence[Tensor | None], dtype: torch.dtype, tolerance: float | None = None
+) -> None:  # fmt: skip
     """Compare results in shape, dtype and value."""
+    tolerance = tolerance or _TOLERANCE[dtype]
     assert len(got) == len(want)
     for index, (g, w) in enumerate(zip(got, want, strict=True)):
         assert (g is None) == (w is None), f"result {index}: {g} is not {w}"
@@ -42,7 +49,7 @@ def require_close(got: Sequence[Tensor | None], want: Sequence[Tensor | None], d
             continue
         assert g.shape == w.shape and g.dtype == w.dtype, f"result {index}: {g.dtype} {g.shape} is not {w.dtype} {w.shape}"
         difference = float((g.double() - w.double()).abs().max() / w.double().abs().max().clamp_min(1e-30))
-        assert difference <= _TOLERANCE[dtype], f"result {index} differs by {difference:.3g} of its largest value"
+        assert difference <= tolerance, f"result {index} differs by {difference:.3g} of its largest value"
 
 
 def count_launches() -> list[str]:
@@ -266,3 +273,36 @@ def cross_entropy_of_extremes() -> None:
     assert made[0].hits.tolist() == [False, True, False, True] and made[0].tokens[2].isnan()
     grads = [grad * factor for grad, factor in (chunk.grad_of_logits_(weight, torch.float32) for chunk in made)]
     assert torch.allclose(grads[0][:, :3], grads[1][:, :3], equal_nan=True) and not grads[0][:, 3].any()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "disable_bias_linear": True, "num_query_groups": 2,
+    },
+    "gpt, dropout": {"hidden_dropout": 0.2},
+    "llama, dropout, 1p, QK norm": {
+        "normalization": "RMSNorm", "apply_layernorm_1p": True, "qk_layernorm": True, "position_embedding_type": "rope",
+        "rotary_percent": 0.5, "hidden_dropout": 0.2, "geglu": True,
+    },
+    "parallel residual, squared ReLU": {"use_parallel_residual": True, "squared_relu": True, "hidden_dropout": 0.1},
+    "post-norm": {"norm_placement": "post", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+}  # fmt: skip
+
+
+def whole_model(name: str, dtype_name: str, mlp_chunks: int, granularity: str | None) -> None:
+    """Loss and every gradient of a model with Triton's kernels are those without."""
+    dtype = DTYPES[dtype_name]
+    config = tiny.shape(**MODELS[name])
+    kernels = KernelConfig(mlp_chunks=mlp_chunks, recompute_granularity=granularity)  # type: ignore[arg-type]
+    batch = {key: t.to(launch.DEVICE) for key, t in tiny.make_batch(config).items()}
+    results: list[list[Tensor | None]] = []
+    for yes in (True, False):
+        model = GPTModel(config, kernels, seed=5, dtype=dtype).to(launch.DEVICE)
+        with using_triton(yes):
+            names = count_launches()
+            loss = tiny.loss_of(model, batch, mlp_chunks=mlp_chunks)
+            loss.backward()
+        assert bool(names) == yes
+        assert not yes or {n.split("_")[0] for n in names} >= {"norm", "activation", "cross"}
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    require_close(*results, dtype, tolerance=4 * _TOLERANCE[dtype])

@@ -85,6 +85,11 @@ CHECKS: list[tuple[Any, ...]] = [
         ]
     ),
     ("cross_entropy_of_extremes",),
+    ("whole_model", "llama", "fp32", 1, None),
+    ("whole_model", "gpt, dropout", "fp32", 1, None),
+    ("whole_model", "llama, dropout, 1p, QK norm", "fp32", 3, "full"),
+    ("whole_model", "parallel residual, squared ReLU", "fp32", 1, "full"),
+    ("whole_model", "post-norm", "fp32", 2, "selective"),
 ]
 
 

@@ -172,7 +172,8 @@ def test_the_fused_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "f.json").read_text())["results"]
     norms = {f"{kind} {way}, 64 x 32" for kind in ("LayerNorm", "RMSNorm") for way in ("forward", "backward")}
-    assert set(found["kernels"]) == {"AdamW, 0.003906M elements", *norms}
+    elementwise = {f"{op}, 64 x 32" for op in ("dropout and residual", "SwiGLU forward", "SwiGLU backward", "rotary")}
+    assert set(found["kernels"]) == {"AdamW, 0.003906M elements", *norms, *elementwise}
     assert all(kernel["gb_per_s"] > 0 for kernels in found["kernels"].values() for kernel in kernels.values())
     if not torch.cuda.is_available():
         assert all("needs a GPU" in lack for lack in found["left_out"]) and "left out: --fused-kernels apex cannot be used" in done.stdout
