@@ -64,7 +64,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # the update
     ("update: the boundary of weight decay is the unit's", OPTIMIZER, "part = within(elements, unit.shard)", "part = elements"),
     ("update: the norm of one's own ranges", OPTIMIZER, "return all_reduce(mine, self.holders).sqrt()", "return all_reduce(mine, self.tp).sqrt()"),
-    ("update: nobody is told", OPTIMIZER, "                updated(index)\n", "                pass\n"),
+    ("update: nobody is told", OPTIMIZER, "            updated(index)\n", "            pass\n"),
     # the model tells
     ("model: a block does not say that it is used", GPT, "            events.before_use(layer + 1)\n", "            pass\n"),
     ("model: the embedding does not say that it is used", GPT, "            events.before_use(0)\n        mine", "            pass\n        mine"),
