@@ -85,6 +85,15 @@ def norm(kind: str, dtype_name: str, rows: int, width: int, zero_centered: bool,
     require_close(*results, dtype)
 
 
+def norm_of_few_programs(kind: str, rows: int, width: int) -> None:
+    """Each program has several rows, or tiles of rows."""
+    most, norms._MOST_PROGRAMS = norms._MOST_PROGRAMS, 3
+    try:
+        norm(kind, "fp32", rows, width, False, True, "xwb")
+    finally:
+        norms._MOST_PROGRAMS = most
+
+
 def norm_of_strided(dtype_name: str) -> None:
     """Norms of heads: views of the packed projection, and gradients that are not contiguous."""
     dtype = DTYPES[dtype_name]

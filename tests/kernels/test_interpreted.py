@@ -32,6 +32,9 @@ NORMS = [
 ]
 CHECKS: list[tuple[Any, ...]] = [
     *(("norm", *case) for case in NORMS),
+    ("norm_of_few_programs", "RMSNorm", 14, 9001),
+    ("norm_of_few_programs", "LayerNorm", 7, 8200),
+    ("norm_of_few_programs", "LayerNorm", 70, 96),
     ("norm_of_strided", "fp32"),
     ("norm_of_strided", "fp16"),
     ("norm_repeats",),
