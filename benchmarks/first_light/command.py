@@ -22,12 +22,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from common import git_revision
+
 from first_light.page import write_page
 from first_light.plan import PARTS, Part
 from first_light.probe import probe
 from first_light.report import NAME, PAGE, Report, open_report, read_report
 from first_light.runner import Machine, Runner
-
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, LockError
 from megatron_sp.utils.program import documented_parser
 

@@ -14,7 +14,8 @@ Made by `tools/dev/make_gpu_page.py` (`make docs`) from `docs/benchmarks/gpu.jso
 """
 _NONE = """
 **No GPU run has been recorded.** The CUDA branch has been executed on a device that is not there
-([design 009](../design/009-fake-device.md)) and computed on CPUs alone: nothing here says how fast it is, and no test of `tests/gpu/` has run.
+([design 009](../design/009-fake-device.md)) and computed on CPUs alone: nothing here says how fast it is, and no test of `tests/gpu/` has
+run.
 
 To record one, on a machine with a GPU:
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from first_light.records import NotThereError
 
+from first_light.records import NotThereError
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GPUS, LINKS, Gpu

@@ -24,7 +24,9 @@ def probe() -> dict[str, str]:
     try:
         run = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"torch did not say within {_PATIENCE_S:.0f} s what is here: look at nvidia-smi, and at `megatron-sp doctor`") from None
+        raise ConfigError(
+            f"torch did not say within {_PATIENCE_S:.0f} s what is here: look at nvidia-smi, and at `megatron-sp doctor`"
+        ) from None
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"torch cannot say what is here ({last[:300]}): see `megatron-sp doctor`")

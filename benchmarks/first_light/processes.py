@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 MARK = "FIRST_LIGHT_PART"
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def marked(mark: str) -> list[int]:
@@ -40,8 +39,8 @@ def end_marked(mark: str) -> None:
         time.sleep(0.01)
 
 
-def end(process: subprocess.Popen[bytes], mark: str, grace_s: float = GRACE_S) -> None:
-    """End a part's process, its group and everything else that it has started."""
+def end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
+    """End a part's process, its group and everything else that it has started; ``grace_s``: seconds between SIGTERM and SIGKILL."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             os.killpg(process.pid, kind)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from first_light.records import Record, record_of
-
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.files import atomic_replace, open_own
 

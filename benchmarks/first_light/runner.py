@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common import REPOSITORY, child_environment
+
 from first_light.plan import Part
 from first_light.processes import MARK, end, end_marked
 from first_light.records import Record, record_of
@@ -79,6 +80,7 @@ class Runner:
         budget_s: of all parts together.
         say: prints a line.
         again: repeat what has failed.
+        grace_s: that a process has between SIGTERM and SIGKILL.
         stopped: the signal that has asked for the end; 0: none.
     """
 
@@ -89,6 +91,7 @@ class Runner:
     clock: Clock = field(default_factory=WallClock)
     say: Callable[[str], None] = print
     again: bool = False
+    grace_s: float = 5.0
     stopped: int = 0
 
     def run(self, parts: Sequence[Part]) -> list[str]:
@@ -103,7 +106,9 @@ class Runner:
             while todo and not self.stopped:
                 part, left = todo[0], deadline - self.clock.now()
                 if left < part.least_s:
-                    self.say(f"{part.name} is left for the next call: {max(0.0, left):.0f} s are left, and it takes {part.least_s:.0f} or more")
+                    self.say(
+                        f"{part.name} is left for the next call: {max(0.0, left):.0f} s are left, and it takes {part.least_s:.0f} or more"
+                    )
                     break
                 self.say(f"{part.name}: {part.title} (at most {min(left, part.limit_s):.0f} s)")
                 result = self._run(part, left)
@@ -140,7 +145,7 @@ class Runner:
                     why = self._why_end(self.clock.now() - began, part.limit_s, left_s)
             finally:
                 if code is None:
-                    end(process, mark)
+                    end(process, mark, self.grace_s)
                 assert process.stdin is not None
                 process.stdin.close()
                 end_marked(mark)

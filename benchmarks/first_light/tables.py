@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from first_light.plan import PARTS
 from first_light.records import Record, Value
 from first_light.report import PartResult, Report
-
 from megatron_sp.utils.format import format_bytes
 
 _UNITS = {"_ms": " (ms)", "_s": " (s)", "_bytes": "", "_gbs": " (GB/s)", "_tflops": " (TFLOP/s)", "_share": ""}

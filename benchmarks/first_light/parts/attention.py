@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from first_light.records import Context
 from gpu import attention_kernels
 from gpu.attention_kernels import CHANNELS, KERNELS, SMOKE_KERNELS, TOKENS, Shape
+
+from first_light.records import Context
 
 _LENGTHS = (4096, 16384, 65536)
 

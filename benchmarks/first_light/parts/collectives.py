@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import REPOSITORY, Stats
-from first_light.records import Context, failure
 
+from first_light.records import Context, failure
 from megatron_sp.comm.collectives import all_gather_async, all_reduce_async, all_to_all_async, reduce_scatter_async
 
 _SIZES = (2**20, 2**24, 2**28)
@@ -65,7 +65,8 @@ def _verify(context: Context, ranks: int, flags: str) -> dict[str, Any]:
         replicas //= size
     words = f"{_MODEL} --global-batch-size {4 * replicas} --device {context.device} {flags}".split()
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatron_sp", "pretrain", "gpt",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        "-m", "megatron_sp", "pretrain", "gpt",
     ]  # fmt: skip
     run = subprocess.run([*command, *words], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     said = [line for line in run.stdout.splitlines() if line.startswith("verify:")]

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 
 from first_light.records import Context, Verdict
-
 from megatron_sp.commands.doctor import examine
 
 _VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "measured", "lack": "failed"}

@@ -10,6 +10,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 from common import REPOSITORY
+
 from first_light.records import Context
 
 _NOTHING_COLLECTED = 5

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from first_light.records import NotThereError
 from torch import Tensor
 
+from first_light.records import NotThereError
 from megatron_sp.ops import availability
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout, keep_mask
@@ -165,7 +165,8 @@ class Shape:
 def chains(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], Chain]]:
     """Yield what makes each chain; their operands exist one chain at a time."""
     makers: tuple[Callable[[Shape, _Draw], Chain], ...] = (
-        partial(_norm, "RMSNorm"), partial(_norm, "LayerNorm"), _dropout, partial(_gated, "swiglu"), partial(_gated, "geglu_tanh"), _rotary, _head,
+        partial(_norm, "RMSNorm"), partial(_norm, "LayerNorm"), _dropout, partial(_gated, "swiglu"), partial(_gated, "geglu_tanh"), _rotary,
+        _head,
     )  # fmt: skip
     for maker in makers:
         yield partial(maker, shape, _Draw(device, dtype))
@@ -235,7 +236,15 @@ def _dropout(shape: Shape, draw: _Draw) -> Chain:
         mask = keep_mask(keys, x.shape[-1], RATE)
         return (_wide(residual) + _wide(x) * mask * (1 / (1 - RATE))).to(x.dtype)
 
-    chain = Chain(f"dropout + residual, {shape.label}", plain, (x, residual), grad, (3 * _bytes(x), 2 * _bytes(x)), {}, dropped=~keep_mask(keys.cpu(), shape.hidden, RATE))
+    chain = Chain(
+        f"dropout + residual, {shape.label}",
+        plain,
+        (x, residual),
+        grad,
+        (3 * _bytes(x), 2 * _bytes(x)),
+        {},
+        dropped=~keep_mask(keys.cpu(), shape.hidden, RATE),
+    )
 
     def ours(kernel: str) -> Calls:
         function = ask(hash_dropout, kernel)

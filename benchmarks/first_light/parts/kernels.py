@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from first_light.measure import Stopwatch, error_of
 from first_light.parts.kernel_forms import OURS, Calls, Chain, Form, Shape, Tensors, chains, others
 from first_light.records import Context, NotThereError, Verdict, failure
-from torch import Tensor
-
 from megatron_sp.ops.adamw import AdamStep, adamw_
 from megatron_sp.ops.fused_kernels import FusedKernelName, KernelUse, choose_fused_kernels
 
@@ -96,8 +96,6 @@ def time_forms(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[
             context.record(f"how fast: {way}", f"{chain.name}: {name}", **values)
 
 
-
-
 def adamw(context: Context) -> None:
     """Record AdamW on a flat fp32 tensor: 28 bytes for each element."""
     device = torch.device(context.device)
@@ -119,7 +117,12 @@ def adamw(context: Context) -> None:
             error = error_of([small[0], small[2], small[3]], list(want))
             state = [torch.rand(count, device=device) for _ in range(4)]
             ms = watch.ms({name: lambda: adamw_(*state, step, name)})[name].median
-            return {"verdict": "ok" if error < 1e-5 else "wrong", "error": error, "median_ms": ms, "rate_gbs": 28 * count / max(ms, 1e-9) / 1e6}
+            return {
+                "verdict": "ok" if error < 1e-5 else "wrong",
+                "error": error,
+                "median_ms": ms,
+                "rate_gbs": 28 * count / max(ms, 1e-9) / 1e6,
+            }
 
         context.attempt("AdamW", f"{count:,} elements: {name}", measure)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import memory
+
 from first_light.records import Context
 
 BOUND = 0.05

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from common import Stats
+from gpu import ulysses_replay
+
 from first_light.prediction import against, config_of, machine_of, predict
 from first_light.records import Context
-from gpu import ulysses_replay
 
 
 def run_1b_64k(context: Context) -> None:

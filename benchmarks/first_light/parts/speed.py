@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from common import Stats
-from first_light.prediction import against, config_of, machine_of, predict
-from first_light.records import Context
 from gpu import step
 
+from first_light.prediction import against, config_of, machine_of, predict
+from first_light.records import Context
 from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
 from megatron_sp.estimate.memory import memory_plan
@@ -65,7 +65,9 @@ def _measured(context: Context, shape: dict[str, int], device: torch.device) -> 
     _empty(device)
     rate = step.matmul_rate(device, 64 if context.tiny else 8192, 3 if context.tiny else 15).median
     seconds = Stats.of(found["seconds"])
-    causal, full = (f * shape["batch"] * shape["seq_length"] / max(seconds.median, 1e-12) for f in step_flops_per_token(step.model_config(shape)))
+    causal, full = (
+        f * shape["batch"] * shape["seq_length"] / max(seconds.median, 1e-12) for f in step_flops_per_token(step.model_config(shape))
+    )
     peak, name = peak_tflops(None, device, torch.bfloat16)
     mfu = {"MFU causal_share": causal / (peak * 1e12), "MFU full_share": full / (peak * 1e12)} if peak else {}
     return {

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
 from first_light.records import Context, Verdict
 from first_light.steps_of import Steps, cosine, law_error, take_steps
-
 
 LLAMA = """--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
            --num-query-groups 2"""
 FAMILIES: dict[str, tuple[Literal["gpt", "bert"], str]] = {"GPT": ("gpt", ""), "Llama": ("gpt", LLAMA), "BERT": ("bert", "")}
 _TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 60 --micro-batch-size 2 --global-batch-size 4"
-_FULL = "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 4"
+_FULL = (
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 4"
+)
 _REST = """--mock-data --train-iters 2 --lr 1e-2 --lr-decay-style constant --optimizer sgd --eval-iters 0 --log-interval 1 --no-progress-bar
            --initial-loss-scale 1024"""
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -47,7 +49,8 @@ MODES = {
     "MLP in chunks": Mode(how="--bf16 --mlp-chunks 4"),
     "activations on the host": Mode(how="--bf16 --offload-activations"),
     "optimizer on the host": Mode(how="--bf16 --offload-optimizer"),
-    "window": Mode(f"{_NO_DROPOUT} --window-size 8", "--bf16", ("GPT", "Llama")), "window, fp32": Mode(f"{_NO_DROPOUT} --window-size 8", "", ("GPT",)),
+    "window": Mode(f"{_NO_DROPOUT} --window-size 8", "--bf16", ("GPT", "Llama")),
+    "window, fp32": Mode(f"{_NO_DROPOUT} --window-size 8", "", ("GPT",)),
     "documents": Mode(f"{_NO_DROPOUT} --reset-attention-mask --reset-position-ids", "--bf16", ("GPT", "Llama")),
     "ZeRO 1": Mode(how="--bf16 --zero-stage 1"), "ZeRO 2": Mode(how="--bf16 --zero-stage 2"), "ZeRO 3": Mode(how="--bf16 --zero-stage 3"),
     "ZeRO 3, fp32": Mode(how="--zero-stage 3", families=("GPT",)),
