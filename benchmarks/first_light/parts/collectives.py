@@ -6,6 +6,7 @@ A trial on a CPU has two ranks of gloo. Bandwidth is that of a rank's link: byte
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,16 +59,19 @@ def layouts(ranks: int) -> dict[str, str]:
     return found
 
 
-def _verify(context: Context, ranks: int, flags: str) -> dict[str, Any]:
+def words_of(flags: str, ranks: int, device: str) -> list[str]:
+    """Return the flags of a run that compares a layout with one process."""
     axes = [int(n) for word, n in zip(flags.split(), flags.split()[1:], strict=False) if word.endswith("-size")]
-    replicas = ranks
-    for size in axes:
-        replicas //= size
-    words = f"{_MODEL} --global-batch-size {4 * replicas} --device {context.device} {flags}".split()
+    replicas = ranks // math.prod(axes)
+    return f"{_MODEL} --global-batch-size {4 * replicas} --device {device} {flags}".split()
+
+
+def _verify(context: Context, ranks: int, flags: str) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
         "-m", "megatron_sp", "pretrain", "gpt",
     ]  # fmt: skip
+    words = words_of(flags, ranks, context.device)
     run = subprocess.run([*command, *words], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     said = [line for line in run.stdout.splitlines() if line.startswith("verify:")]
     return {"verdict": "ok" if run.returncode == 0 else "wrong", "message": said[-1] if said else f"ended with code {run.returncode}"}

@@ -45,7 +45,7 @@ def run(context: Context) -> None:
             continue
 
         def measure(mode: Any = mode) -> dict[str, Any]:
-            return line(_one_step(shape, device, mode), alone["exposed_ms"])
+            return line(one_step(shape, device, mode, 1 if context.tiny else 3), alone["exposed_ms"])
 
         found = context.attempt("streams", f"{label}, {shape['num_layers']} layers: {name}", measure)
         if found and name == "none":
@@ -54,10 +54,11 @@ def run(context: Context) -> None:
     _profile(context, shape, device)
 
 
-def _one_step(shape: dict[str, int], device: torch.device, mode: Any) -> StepTimes:
-    recorder = Recorder(CudaClock(device) if device.type == "cuda" else WallClock(), 3)
+def one_step(shape: dict[str, int], device: torch.device, mode: Any, count: int) -> StepTimes:
+    """Return the times of the last of some micro-batches."""
+    recorder = Recorder(CudaClock(device) if device.type == "cuda" else WallClock(), count)
     replay = Replay(shape, device, mode, recorder=recorder)
-    for _ in range(3):  # the first two are for warming up
+    for _ in range(count):
         replay.once()
     return recorder.steps[-1]
 

@@ -144,13 +144,13 @@ def test_the_budget_ends_the_part_that_runs_and_the_next_call_repeats_it_alone(t
     assert (result.status, result.message) == ("stopped", "stopped: the time is up") and not result.is_bad
     assert left == ["hangs_once", "also_good"] and calls(told) == ["good", "hangs"]
     assert "at most 600 s" in said[0]
-    report, left, _ = run(parts, report)
+    _, left, _ = run(parts, report)
     assert left == [] and calls(told) == ["good", "hangs", "hangs_once", "also_good"]
     assert report.parts["hangs_once"].status == "done"
 
 
 def test_a_part_that_the_rest_of_the_time_is_too_short_for_is_not_begun(told: Path) -> None:
-    report, left, said = run([part("good", least_s=60), part("also_good", least_s=60)], minutes=1.5, clock=TestClock(31))
+    _, left, said = run([part("good", least_s=60), part("also_good", least_s=60)], minutes=1.5, clock=TestClock(31))
     assert left == ["also_good"] and calls(told) == ["good"]
     assert said[-1] == "also_good is left for the next call: 59 s are left, and it takes 60 or more"
 
