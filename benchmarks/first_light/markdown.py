@@ -9,7 +9,7 @@ from first_light.tables import results, tables, undone, verdict_of
 
 _HEAD = """# Figures of a GPU
 
-Made by `tools/dev/make_gpu_page.py` (`make docs`) from `docs/benchmarks/gpu.json`, a `report.json` of
+Made by `tools/dev/make_gpu_page.py` (`make docs`) from the file gpu.json beside this page, which is the `report.json` of a
 [first light](../how-to/first_light.md) (`bash scripts/first_light.sh`); a test compares.
 """
 _NONE = """
