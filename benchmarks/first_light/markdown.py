@@ -14,8 +14,7 @@ Made by `tools/dev/make_gpu_page.py` (`make docs`) from the file gpu.json beside
 """
 _NONE = """
 **No GPU run has been recorded.** The CUDA branch has been executed on a device that is not there
-([design 009](../design/009-fake-device.md)) and computed on CPUs alone: nothing here says how fast it is, and no test of `tests/gpu/` has
-run.
+([design 009](../design/009-fake-device.md)), and its computations on CPUs: nothing here says how fast it is, or that its kernels are right.
 
 To record one, on a machine with a GPU:
 

@@ -39,14 +39,13 @@ def end_marked(mark: str) -> None:
         time.sleep(0.01)
 
 
-def end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
-    """End a part's process, its group and everything else that it has started; ``grace_s``: seconds between SIGTERM and SIGKILL."""
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a part's process and its group; ``grace_s``: seconds between SIGTERM and SIGKILL."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s if kind == signal.SIGTERM else None)
-    end_marked(mark)
 
 
 def end_with_parent(scratch: Path) -> None:

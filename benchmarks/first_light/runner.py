@@ -145,7 +145,7 @@ class Runner:
                     why = self._why_end(self.clock.now() - began, part.limit_s, left_s)
             finally:
                 if code is None:
-                    end(process, mark, self.grace_s)
+                    end(process, self.grace_s)
                 assert process.stdin is not None
                 process.stdin.close()
                 end_marked(mark)

@@ -68,6 +68,12 @@ def leaves(context: Context) -> None:
     os._exit(3)
 
 
+def leaves_a_child(context: Context) -> None:
+    """Ends well, but for a process that it has started in a session of its own."""
+    child = subprocess.Popen([sys.executable, "-c", _SLEEP], start_new_session=True)
+    (folder() / "child").write_text(str(child.pid))
+
+
 def hangs(context: Context) -> None:
     """Hangs beside processes of its own: one in its group, one that has left it, and a folder of temporary files."""
     context.record("a table", "before", "ok")

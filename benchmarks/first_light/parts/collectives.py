@@ -6,7 +6,6 @@ A trial on a CPU has two ranks of gloo. Bandwidth is that of a rank's link: byte
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -61,9 +60,7 @@ def layouts(ranks: int) -> dict[str, str]:
 
 def words_of(flags: str, ranks: int, device: str) -> list[str]:
     """Return the flags of a run that compares a layout with one process."""
-    axes = [int(n) for word, n in zip(flags.split(), flags.split()[1:], strict=False) if word.endswith("-size")]
-    replicas = ranks // math.prod(axes)
-    return f"{_MODEL} --global-batch-size {4 * replicas} --device {device} {flags}".split()
+    return f"{_MODEL} --global-batch-size {4 * ranks} --device {device} {flags}".split()
 
 
 def _verify(context: Context, ranks: int, flags: str) -> dict[str, Any]:

@@ -68,8 +68,7 @@ def line(step: StepTimes, exposed_alone_ms: float) -> dict[str, Any]:
     exposed = 1e3 * sum(flight.exposed for flight in step.flights)
     spans: list[tuple[str, str, float, float]] = []
     for window in windows(step):
-        of_stream = [span for span in window.spans if span.end > window.begin and span.begin < window.end]
-        for span in of_stream:
+        for span in window.spans:
             lane = f"{window.direction}: waits" if span.label == WAIT else f"{window.direction}: computes"
             spans.append((lane, span.label, 1e3 * (span.begin - window.begin), 1e3 * (span.end - window.begin)))
         for number, flight in in_lanes(window.flights):

@@ -157,8 +157,8 @@ def test_adamw_by_hand_is_torchs() -> None:
 def test_a_step_is_compared_with_the_cpus() -> None:
     context = Context("cpu", 0, True, lambda _: None)
     references: dict[tuple[str, str], steps_of.Steps] = {}
-    found = steps.compare(context, "Llama", steps.MODES["bf16"], references)
-    assert found["verdict"] == "ok" and 0 < found["gradient error"] < 0.06 and found["dtype"] == "bf16"
+    found = steps.compare(context, "Llama", steps.MODES["fp16"], references)
+    assert found["verdict"] == "ok" and 0 < found["gradient error"] < 0.01 and found["dtype"] == "fp16"
     (want,) = references.values()
     assert len(want.losses) == 2 and len(want.grads) > 10
     same = steps.errors(want, want, "fp32")
@@ -172,8 +172,9 @@ def test_a_step_is_compared_with_the_cpus() -> None:
         ("grads", {}),
     ):
         assert steps.errors(dataclasses.replace(want, **{field: value}), want, "fp32")["verdict"] == "wrong", field
-    turned = dataclasses.replace(want, grads={n: torch.randn_like(g) for n, g in want.grads.items()})
-    assert steps.errors(turned, want, "bf16")["verdict"] == "wrong"
+    noise = {n: g + 0.05 * g.abs().max() * torch.randn_like(g).sign() for n, g in want.grads.items()}
+    noisy = steps.errors(dataclasses.replace(want, grads=noise), want, "bf16")
+    assert noisy["verdict"] == "wrong" and noisy["gradient error"] < 0.06, "no element is far off, and yet they point elsewhere"
 
 
 def test_every_mode_is_a_run_that_is_accepted() -> None:
