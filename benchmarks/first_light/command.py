@@ -26,7 +26,7 @@ from common import git_revision
 from first_light.page import write_page
 from first_light.plan import PARTS, Part
 from first_light.probe import probe
-from first_light.report import NAME, PAGE, Report, open_report, read_report
+from first_light.report import LOGS, NAME, PAGE, Report, open_report, read_report
 from first_light.runner import Machine, Runner
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, LockError
 from megatron_sp.utils.program import documented_parser
@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
             report.write(folder)
             write_page(report, folder / PAGE)
 
-        runner = Runner(report, machine, keep, 60.0 * options.minutes, again=options.again, say=lambda line: print(line, flush=True))
+        runner = Runner(
+            report, machine, keep, 60.0 * options.minutes, folder / LOGS, again=options.again, say=lambda line: print(line, flush=True)
+        )
         left = runner.run([part for part in parts if machine.device == "cuda" or part.needs != "gpu"])
         keep()
     return _end(report, left, runner.stopped, folder)
@@ -80,7 +82,7 @@ def _end(report: Report, left: list[str], stopped: int, folder: Path) -> int:
             print(f"NOT WELL: {name}: {result.message or f'{bad} of {len(result.records)} records'}")
     if left:
         print(f"to be done: {', '.join(left)}; the same command goes on there")
-    print(f"see {folder / PAGE}")
+    print(f"see {folder / PAGE}" + (f", and {folder / LOGS} for what they printed" if report.is_bad else ""))
     if stopped == signal.SIGINT:
         return EXIT_INTERRUPTED
     if report.is_bad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO
@@ -112,6 +113,7 @@ class Context:
             self.record(table, row, "absent", str(lack))
             return None
         except Exception as error:  # a kernel may fail in any way it likes, and the others are still worth measuring
+            traceback.print_exc()  # into the part's log
             self.record(table, row, "failed", failure(error))
             return None
         self.record(table, row, **found)

@@ -13,7 +13,7 @@ from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.files import atomic_replace, open_own
 
 FORMAT = 1
-NAME, PAGE = "report.json", "report.html"
+NAME, PAGE, LOGS = "report.json", "report.html", "logs"
 _MOST_BYTES = 64 * 2**20
 Status = Literal["done", "failed", "stopped"]
 

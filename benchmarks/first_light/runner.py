@@ -26,9 +26,10 @@ from first_light.plan import Part
 from first_light.processes import MARK, end, end_marked
 from first_light.records import Record, record_of
 from first_light.report import PartResult, Report
+from megatron_sp.utils.files import atomic_replace
 
 _BENCHMARKS = Path(__file__).resolve().parent.parent
-_POLL_S = 0.1
+_POLL_S, _LOG_BYTES = 0.1, 2**18
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,6 +78,7 @@ class Runner:
     Attributes:
         report: is completed.
         keep: called after each part; writes the report.
+        logs: folder that keeps the end of what a part has printed that did not go well; None: nothing is kept.
         budget_s: of all parts together.
         say: prints a line.
         again: repeat what has failed.
@@ -88,6 +90,7 @@ class Runner:
     machine: Machine
     keep: Callable[[], None]
     budget_s: float
+    logs: Path | None = None
     clock: Clock = field(default_factory=WallClock)
     say: Callable[[str], None] = print
     again: bool = False
@@ -149,9 +152,21 @@ class Runner:
                 assert process.stdin is not None
                 process.stdin.close()
                 end_marked(mark)
-            return _result(why, code, scratch, self.clock.now() - began)
+            result = _result(why, code, scratch, self.clock.now() - began)
+            self._keep_log(part, scratch / "log", result.is_bad or result.status == "stopped")
+            return result
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def _keep_log(self, part: Part, log: Path, is_wanted: bool) -> None:
+        """Keep the end of a part's log, or remove that of its last run."""
+        if self.logs is None:
+            return
+        path = self.logs / f"{part.name}.log"
+        path.unlink(missing_ok=True)
+        if is_wanted:
+            self.logs.mkdir(exist_ok=True)
+            atomic_replace(path, log.read_bytes()[-_LOG_BYTES:])
 
     def _why_end(self, spent_s: float, limit_s: float, left_s: float) -> str:
         if self.stopped:

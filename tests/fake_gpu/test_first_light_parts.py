@@ -24,12 +24,12 @@ OTHERS = (
     "kernels:run_others",
 )  # fmt: skip
 NUM_RECORDS = {
-    "kernels:run": 33,
+    "kernels:run": 63,
     "timeline:run": 4,
     "steps:run": 17,
     "replay:run_1b_64k": 5,
     "memory_peak:run": 2,
-    "kernels:run_others": 65,
+    "kernels:run_others": 111,
 }
 
 

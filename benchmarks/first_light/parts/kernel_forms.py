@@ -67,7 +67,6 @@ class Chain:
         grad: of the output.
         num_bytes: that (forward, backward) must at least read and write.
         forms: by name; a form that cannot be made raises NotThereError.
-        tolerance: of the error of output and gradients.
         dropped: bool, on the CPU: where the first input's gradient must be zero, and nowhere else.
         add: to be added to the first input's gradient, as a block does with the residual's.
         liger: Liger's function for it, with what follows the inputs.
@@ -79,7 +78,6 @@ class Chain:
     grad: Tensor
     num_bytes: tuple[float, float]
     forms: dict[str, Form]
-    tolerance: float = 0.03
     dropped: Tensor | None = None
     add: Tensor | None = None
     liger: tuple[Any, ...] = ()

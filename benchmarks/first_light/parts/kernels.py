@@ -21,6 +21,8 @@ from megatron_sp.ops.fused_kernels import FusedKernelName, KernelUse, choose_fus
 
 SHAPES = (Shape("7B, 4K tokens", 4096, 4096, 11008, 32, 32000), Shape("1B, 64K tokens, sp 8", 8192, 2048, 8192, 16, 50304))
 _TINY = (Shape("tiny", 48, 64, 96, 4, 100),)
+DTYPES = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 3e-5}
+"""Tolerances of output and gradients: a few roundings, of sums of some thousand terms in fp32."""
 _CHECKED_TOKENS = 256  # the reference is computed on the CPU, on a smaller shape
 
 
@@ -41,25 +43,29 @@ def _run(context: Context, forms_of: Callable[[Chain], dict[str, Form]]) -> None
     watch = Stopwatch(device, 3 if context.tiny else 25, 2**20 if context.tiny else 2**30)
     for shape in _TINY if context.tiny else SHAPES:
         small = Shape(shape.label, min(shape.tokens, _CHECKED_TOKENS), *[getattr(shape, n) for n in ("hidden", "ffn", "heads", "vocab")])
-        for make, make_small in zip(chains(shape, device, torch.bfloat16), chains(small, device, torch.bfloat16), strict=True):
-            check(context, make_small(), forms_of)
+        for dtype, tolerance in DTYPES.items():
+            for make in chains(small, device, dtype):
+                check(context, make(), forms_of, f", {str(dtype).removeprefix('torch.')}", tolerance)
+        for make in chains(shape, device, torch.bfloat16):
             time_forms(context, make(), forms_of, watch)
 
 
-def check(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[str, Form]]) -> None:
+def check(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[str, Form]], dtype: str, tolerance: float) -> None:
     """Record the error of each form's output and gradients."""
     want = reference(chain)
     for name, make in forms_of(chain).items():
-        context.attempt("what they compute", f"{chain.name}: {name}", lambda make=make: _errors(chain, make(), want))  # type: ignore[misc]
+        row = f"{chain.name}{dtype}: {name}"
+        context.attempt("what they compute", row, lambda make=make: errors(chain, make(), want, tolerance))  # type: ignore[misc]
 
 
-def _errors(chain: Chain, calls: Calls, want: Tensors) -> dict[str, Any]:
+def errors(chain: Chain, calls: Calls, want: Tensors, tolerance: float) -> dict[str, Any]:
+    """Return the errors of a form's output and gradients, and whether they are within the tolerance."""
     calls.before_forward()
     out = [None if t is None else t.clone() for t in calls.forward()]
     calls.before_backward()
     got = [*out, *calls.backward()]
     output, gradients = error_of(got[:1], want[:1]), error_of(got[1:], want[1:])
-    verdict: Verdict = "ok" if max(output, gradients) <= chain.tolerance else "wrong"
+    verdict: Verdict = "ok" if max(output, gradients) <= tolerance else "wrong"
     values: dict[str, Any] = {"output error": output, "gradient error": gradients}
     if chain.dropped is not None and got[1] is not None:
         differ = int(((got[1].cpu() == 0) != chain.dropped).sum())

@@ -78,7 +78,9 @@ def run(
 ) -> tuple[Report, list[str], list[str]]:
     """The report, the parts that are left, and what was said."""
     report, said = report or Report(dict(MACHINE)), []
-    runner = Runner(report, Machine("cpu", 0, "abc"), lambda: None, 60 * minutes, clock or TestClock(), said.append, grace_s=0.1, **more)
+    runner = Runner(
+        report, Machine("cpu", 0, "abc"), lambda: None, 60 * minutes, clock=clock or TestClock(), say=said.append, grace_s=0.1, **more
+    )
     return report, runner.run(parts), said
 
 
@@ -170,6 +172,13 @@ def test_what_has_failed_is_repeated_when_asked_for_alone(told: Path) -> None:
     assert calls(told) == ["good", "also_good"] and not report.is_bad
 
 
+def test_a_log_is_kept_of_what_did_not_go_well(told: Path, tmp_path: Path) -> None:
+    report, _, _ = run([part("dies"), part("good")], logs=tmp_path / "logs")
+    assert os.listdir(tmp_path / "logs") == ["dies.log"] and "last words" in (tmp_path / "logs/dies.log").read_text()
+    run([part("dies", "good")], report, again=True, logs=tmp_path / "logs")
+    assert os.listdir(tmp_path / "logs") == []
+
+
 def test_the_handlers_of_signals_are_put_back(told: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run([part("good")])
@@ -225,6 +234,8 @@ def test_the_exit_code_says_whether_all_was_well(told: Path) -> None:
     code, said = finish(start(told, "good,wrong,raises"))
     assert code == 1 and "NOT WELL: wrong: 1 of 1 records" in said and "NOT WELL: raises: ValueError" in said
     code, said = finish(start(told, "good,wrong,raises"))
+    assert sorted(os.listdir(told.parent / "out/logs")) == ["raises.log", "wrong.log"]
+    assert "was not amused" in (told.parent / "out/logs/raises.log").read_text()
     assert code == 1 and calls(told) == ["good"], "a second call repeats nothing, and says the same"
 
 

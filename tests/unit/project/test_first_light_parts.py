@@ -92,8 +92,8 @@ def test_our_kernels_compute_what_the_plain_functions_do() -> None:
     """In fp32 to its rounding, so the plain functions are the same functions and not nearly the same."""
     for chain in chains(torch.float32):
         want = kernels.reference(chain)
-        found = kernels._errors(chain, chain.forms["torch"](), want)
-        assert found["verdict"] == "ok" and max(found["output error"], found["gradient error"]) < 3e-6, chain.name
+        found = kernels.errors(chain, chain.forms["torch"](), want, 3e-6)
+        assert found["verdict"] == "ok", chain.name
         assert [None if t is None else t.dtype for t in want] == [torch.float64] * len(want)
 
 
@@ -107,23 +107,24 @@ def test_a_kernel_that_is_wrong_is_called_so(half: str) -> None:
             assert first is not None
             return [first * 1.2, *others]
 
-        found = kernels._errors(chain, dataclasses.replace(calls, **{half: broken}), kernels.reference(chain))
+        found = kernels.errors(chain, dataclasses.replace(calls, **{half: broken}), kernels.reference(chain), 0.03)
         assert found["verdict"] == "wrong", f"{chain.name}, {half}"
 
 
 def test_a_mask_that_is_not_the_cpus_is_wrong_however_small_the_error() -> None:
     chain = next(chain for chain in chains() if chain.dropped is not None)
     assert chain.dropped is not None
-    other = dataclasses.replace(chain, dropped=chain.dropped.roll(1, -1), tolerance=1e9)
-    found = kernels._errors(other, chain.forms["torch"](), kernels.reference(chain))
+    other = dataclasses.replace(chain, dropped=chain.dropped.roll(1, -1))
+    found = kernels.errors(other, chain.forms["torch"](), kernels.reference(chain), 1e9)
     assert found["verdict"] == "wrong" and "differ from the CPU's" in found["mask"]
 
 
 def test_forms_that_are_not_there_are_said_to_be() -> None:
     found = of(record(kernels.run), "what they compute")
     verdicts = {row.rpartition(": ")[2] for row in found}, {row: r.verdict for row, r in found.items() if row.endswith(": torch")}
-    assert verdicts[0] == {"torch", "triton", "apex"} and set(verdicts[1].values()) == {"ok"} and len(verdicts[1]) == 7
-    assert found["RMSNorm, tiny: apex"].verdict == "absent" and "it needs a GPU" in found["RMSNorm, tiny: apex"].message
+    assert verdicts[0] == {"torch", "triton", "apex"} and set(verdicts[1].values()) == {"ok"} and len(verdicts[1]) == 3 * 7
+    apex = found["RMSNorm, tiny, bfloat16: apex"]
+    assert apex.verdict == "absent" and "it needs a GPU" in apex.message
     assert all(r.verdict in ("ok", "absent") for r in found.values())
 
 
@@ -321,5 +322,5 @@ def test_liger_is_found_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> Non
             return chain.plain(x, weight)
 
     monkeypatch.setattr(kernel_forms.importlib, "import_module", lambda name: Functions)
-    found = kernels._errors(chain, kernel_forms.of_liger(chain), kernels.reference(chain))
+    found = kernels.errors(chain, kernel_forms.of_liger(chain), kernels.reference(chain), 0.03)
     assert found["verdict"] == "ok" and seen[0] == (kernel_forms.EPS, 0.0, "llama", False)
