@@ -95,9 +95,8 @@ def _section(name: str, title: str, result: PartResult) -> Html:
 
 
 def _table(made: Table) -> Html:
-    rows = [[row[0], _pill(row[1]) if row[1] else "", *row[2:]] for row in made.rows]
-    last = len(made.head) - (made.head[-1] == "remark")
-    return table(made.head, rows, numeric=range(2, last))
+    rows = [[row[0], *([_pill(row[1]) if row[1] else ""] if made.has_results else []), *row[1 + made.has_results :]] for row in made.rows]
+    return table(made.head, rows, numeric=range(1 + made.has_results, len(made.head) - made.has_remarks))
 
 
 def _pill(word: str) -> Html:

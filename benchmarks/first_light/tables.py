@@ -18,15 +18,16 @@ class Table:
     """One table of a part.
 
     Attributes:
-        head: of the columns: what, result, the values, remark.
+        head: of the columns: what, result (if any row has one), the values, remark (likewise).
         rows: as wide as ``head``.
-        verdicts: of each row.
+        has_results, has_remarks: which columns there are.
     """
 
     title: str
     head: list[str]
     rows: list[list[str]]
-    verdicts: list[str]
+    has_results: bool
+    has_remarks: bool
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -38,13 +39,14 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def _table(title: str, records: Sequence[Record]) -> Table:
     names = list(dict.fromkeys(name for record in records for name in record.values))
     has_remarks = any(record.message for record in records)
-    head = ["", "result", *map(heading, names), *(["remark"] if has_remarks else [])]
-    rows = [
-        [record.row, "" if record.verdict == "measured" else record.verdict, *(cell(name, record.values.get(name)) for name in names),
-         *([record.message] if has_remarks else [])]
-        for record in records
-    ]  # fmt: skip
-    return Table(title, head, rows, [record.verdict for record in records])
+    has_results = any(record.verdict != "measured" for record in records)
+    head = ["", *(["result"] if has_results else []), *map(heading, names), *(["remark"] if has_remarks else [])]
+    rows = []
+    for record in records:
+        result = ["" if record.verdict == "measured" else record.verdict] if has_results else []
+        values = [cell(name, record.values.get(name)) for name in names]
+        rows.append([record.row, *result, *values, *([record.message] if has_remarks else [])])
+    return Table(title, head, rows, has_results, has_remarks)
 
 
 def heading(name: str) -> str:

@@ -76,7 +76,7 @@ def line(step: StepTimes, exposed_alone_ms: float) -> dict[str, Any]:
                           1e3 * (flight.end - window.begin)))  # fmt: skip
     values = {
         "step_ms": 1e3 * step.seconds, "exchanges": len(step.flights), "exchange_ms": 1e3 * sum(f.end - f.begin for f in step.flights),
-        "exposed_ms": exposed, "exposed_share": exposed / max(1e3 * step.seconds, 1e-9),
+        "exposed_ms": exposed, "of the step_share": exposed / max(1e3 * step.seconds, 1e-9),
     }  # fmt: skip
     if exposed_alone_ms > 0:
         values["hidden_share"] = max(0.0, 1 - exposed / exposed_alone_ms)
@@ -99,9 +99,9 @@ def _profile(context: Context, shape: dict[str, int], device: torch.device) -> N
         kinds[kind_of(name)] += us  # type: ignore[assignment]
     whole = max(1e-9, sum(kinds.values()))
     for kind, us in kinds.most_common():
-        context.record("where its time goes", kind, sum_ms=us / 1e3, time_share=us / whole)
+        context.record("where its time goes", kind, sum_ms=us / 1e3, **{"of all_share": us / whole})
     for name, (us, count) in sorted(found.items(), key=lambda item: -item[1][0])[:20]:
-        context.record("its longest kernels", name[:120], sum_ms=us / 1e3, launches=count, time_share=us / whole)
+        context.record("its longest kernels", name[:120], sum_ms=us / 1e3, launches=count, **{"of all_share": us / whole})
     _empty(device)
 
 

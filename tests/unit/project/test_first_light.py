@@ -376,6 +376,7 @@ def test_the_page_has_no_scripts_loads_nothing_and_escapes_everything() -> None:
 def test_the_page_says_what_is_well_what_is_not_and_what_is_to_be_done() -> None:
     text = page(sample())
     assert "something is NOT WELL" in text and "To be done: " in text and "speed-large" in text
+    assert [table.has_results for table in tables.tables(sample().parts["doctor"].records)] == [True, False]
     assert "1.0 GiB" in text and "50.0 %" in text and "1.0e-06" in text and "<svg" in text
     assert "A trial on the CPU" in page(Report(dict(MACHINE)))
     done = Report(dict(MACHINE), [], {each.name: PartResult("done") for each in PARTS})

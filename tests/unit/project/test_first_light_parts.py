@@ -224,7 +224,7 @@ def test_a_time_line_has_the_sums_of_its_step_and_two_layers() -> None:
     flights = [CollectiveTimes(what, "qkv", layer, "forward", 4.0 * layer + 2, 4.0 * layer + 4, 1.0) for layer in range(4)]
     found = timeline.line(StepTimes(16.0, sorted(spans, key=lambda s: s.begin), flights), 8000.0)
     assert found["step_ms"] == 16000 and found["exposed_ms"] == 4000 and found["exchange_ms"] == 8000 and found["exchanges"] == 4
-    assert found["exposed_share"] == 0.25 and found["hidden_share"] == 0.5
+    assert found["of the step_share"] == 0.25 and found["hidden_share"] == 0.5
     assert ("forward: computes", "projection", 0.0, 3000.0) in found["spans"] and ("forward: waits", "wait", 3000.0, 4000.0) in found[
         "spans"
     ]
