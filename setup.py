@@ -44,6 +44,7 @@ EXTRAS = {
         "jsonschema>=4.20",
         "kubeflow-trainer-api==2.3.0",  # pydantic models of the manifests in scripts/kubernetes
         "transformers>=5.3; python_version >= '3.11'",  # whose models ours are compared with
+        "triton==3.7.1; platform_system == 'Linux'",  # what torch 2.13 asks for; its kernels are interpreted and compiled without a GPU
     ],
     # the documentation site, and its check in scripts/test.sh; MkDocs 2 drops plugins and hooks
     "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],

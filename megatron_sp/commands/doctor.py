@@ -162,7 +162,7 @@ def _kernels() -> Iterator[Finding]:
             "AdamW and norms, --fused-kernels",
             "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub, with its C++ and CUDA extensions",
         ),
-        "triton": ("compiled kernels", "comes with torch's CUDA wheels for Linux"),
+        "triton": ("norms and elementwise operations, --fused-kernels", "comes with torch's CUDA wheels for Linux"),
     }
     for name, (use, remedy) in uses.items():
         kernel = _apex(look) if name == "apex" else look(name)

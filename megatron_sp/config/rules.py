@@ -384,12 +384,12 @@ def _kernels(config: Config) -> Iterator[str]:
             yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or drop the flash flag"
         if _head_dim_known(model) and model.head_dim > _FLASH_HEAD_DIM:
             yield f"flash-attn takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
-    if kernels.fused_kernels == "apex":
+    if (fused := kernels.fused_kernels) in ("apex", "triton"):
         if kernels.device == "cpu":
-            yield "--fused-kernels apex needs a GPU, but --device cpu was given: use auto or torch"
+            yield f"--fused-kernels {fused} needs a GPU, but --device cpu was given: use auto or torch"
         if config.precision.fp64:
-            yield "apex computes in fp32, bf16 and fp16 only, not float64: use --fused-kernels auto, or another precision"
-        if config.parallel.offload_optimizer and config.optimizer.optimizer == "adam":
+            yield f"--fused-kernels {fused} computes in fp32, bf16 and fp16 only, not float64: use auto, or another precision"
+        if fused == "apex" and config.parallel.offload_optimizer and config.optimizer.optimizer == "adam":
             yield "--fused-kernels apex updates on the GPU, --offload-optimizer on the host: use --fused-kernels auto, or drop the latter"
     granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
     if kernels.recompute_activations and granularity == "full":

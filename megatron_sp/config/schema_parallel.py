@@ -132,8 +132,10 @@ class KernelConfig:
         "auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found"
     )
     use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
-    fused_kernels: Literal["auto", "torch", "apex"] = flag(
-        "auto", "AdamW and norms: apex: NVIDIA apex's kernels; torch: torch's; auto: apex's where they are found and lose nothing"
+    fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag(
+        "auto",
+        "triton: Triton's kernels for norms, dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for AdamW and norms;"
+        " torch: neither; auto: those that are found and lose nothing",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "full: keep only block inputs; selective: recompute the attention core"

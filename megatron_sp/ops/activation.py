@@ -2,7 +2,7 @@
 
 They are not autograd functions: ``parallel/linear.py`` calls them inside its own, saves only the input of the
 activation and recomputes the output in backward (one elementwise pass) instead of saving it, which takes a quarter of a
-block's memory.
+block's memory. On a GPU each is one kernel (``ops/kernels/activations.py``), where Triton is there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.config.schema_model import ActivationName
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.memory import blocks, empty
 
 
@@ -39,6 +40,10 @@ class Activation:
 
     def forward(self, u: Tensor) -> Tensor:
         """Apply the activation: [..., width_factor * f] -> [..., f]; the input of a gated one is [gate | up]."""
+        if is_fused(u):
+            from megatron_sp.ops.kernels import activations
+
+            return activations.forward(u, self.name, gated=self._is_gated)
         if self._is_gated:
             return self._gated(u)
         if self.name == "squared_relu":
@@ -50,6 +55,10 @@ class Activation:
 
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
         """Return the gradient of the input, given that of the output, whose memory may be reused, and the input."""
+        if is_fused(u):
+            from megatron_sp.ops.kernels import activations
+
+            return activations.backward_(grad, u, self.name, gated=self._is_gated)[0]
         if self._is_gated:
             return self._gated_backward(grad, u)
         if self.name == "squared_relu":
@@ -57,6 +66,18 @@ class Activation:
         if self.name == "relu":
             return torch.ops.aten.threshold_backward.grad_input(grad, u, 0, grad_input=grad)
         return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=self._approximate, grad_input=grad)
+
+    def makes_output_in_backward(self, u: Tensor) -> bool:
+        """Return whether ``backward_with_output_`` exists for this input: of a gated activation, where Triton computes."""
+        return self._is_gated and is_fused(u)
+
+    def backward_with_output_(self, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the input and, in the memory of ``grad``, the output: one pass instead of two."""
+        from megatron_sp.ops.kernels import activations
+
+        grad_u, out = activations.backward_(grad, u, self.name, gated=True, wants_out=True)
+        assert out is not None
+        return grad_u, out
 
     def _gated(self, u: Tensor) -> Tensor:
         """Compute a gated activation by blocks of rows, so that intermediate values stay in the cache."""

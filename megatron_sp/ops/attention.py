@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_sp.ops import availability
 from megatron_sp.ops.dropout import fold32, keep_mask
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.ops.packed_attention import (
     Segment,
@@ -181,11 +182,15 @@ class _SplitQKV(torch.autograd.Function):
         s, m, r, d = grad_q.shape
         packed = grad_q._base
         if packed is None or packed.shape != (s, m, r + 2, d) or packed is not grad_k._base or packed is not grad_v._base:
+            if is_fused(grad_q):
+                from megatron_sp.ops.kernels import rotary
+
+                return rotary.pack(grad_q, grad_k, grad_v, ctx.rotary).view(ctx.shape), None, None, None
             packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
             packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
         if ctx.rotary is not None:
             cos, sin = ctx.rotary
-            rotate_(packed[:, :, : r + 1], cos, -sin)
+            rotate_(packed[:, :, : r + 1], cos, sin, back=True)
         return packed.view(ctx.shape), None, None, None
 
 

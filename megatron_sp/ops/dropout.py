@@ -7,7 +7,7 @@ recomputes the mask instead of saving it.
 The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
 element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and
 the signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs
-and GPUs.
+and GPUs. On a GPU the mask exists in registers only (``ops/kernels/dropout.py``), where Triton is there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_sp.ops.kernels.launch import is_fused, is_fused_on
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ class DropoutKeys:
 
     def row_keys(self, layer: int, site: int) -> Tensor:
         """Return the keys of one dropout site of one layer, int32 [s, b]."""
-        return fold32(_mix64(self.token_keys + _mix64_int((layer << 8) + site + 1)))
+        site_key = _mix64_int((layer << 8) + site + 1)
+        if is_fused_on(self.token_keys.device):
+            from megatron_sp.ops.kernels import dropout
+
+            return dropout.row_keys(self.token_keys, site_key)
+        return fold32(_mix64(self.token_keys + site_key))
 
 
 def hash_dropout(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
@@ -70,7 +77,20 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
     h.mul_(0x7FEB352D)
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))  # a logical shift: int32 would carry the sign
     h.mul_(-2073254261)  # 0x846CA68B as int32, from the same search for low-bias hashes as the first factor
-    return h >= min(round(rate * 2**32) - 2**31, 2**31 - 1)  # a rate within 2^-33 of 1 would not fit into int32
+    return h >= _threshold(rate)
+
+
+def dropped(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
+    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward."""
+    scale = 1.0 / (1.0 - rate)
+    if is_fused(x):
+        from megatron_sp.ops.kernels import dropout
+
+        return dropout.dropout(x, row_keys, _threshold(rate), scale, first_channel=first_channel, residual=residual)
+    mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
+    if residual is None:
+        return (x * mask).mul_(scale)
+    return torch.addcmul(residual, x, mask.to(x.dtype), value=scale)
 
 
 class _HashDropout(torch.autograd.Function):
@@ -78,18 +98,20 @@ class _HashDropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rate: float, row_keys: Tensor, first_channel: int, residual: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_keys)
         ctx.rate, ctx.first_channel = rate, first_channel
-        mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
-        if residual is None:
-            return (x * mask).mul_(1.0 / (1.0 - rate))
-        return torch.addcmul(residual, x, mask.to(x.dtype), value=1.0 / (1.0 - rate))
+        return dropped(x, rate, row_keys, first_channel=first_channel, residual=residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (row_keys,) = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad * keep_mask(row_keys, grad.shape[-1], ctx.rate, ctx.first_channel)).mul_(1.0 / (1.0 - ctx.rate))
+            grad_x = dropped(grad, ctx.rate, row_keys, first_channel=ctx.first_channel)
         return grad_x, None, None, None, grad if ctx.needs_input_grad[4] else None
+
+
+def _threshold(rate: float) -> int:
+    """Return the least hash of an element that is kept, in int32."""
+    return min(round(rate * 2**32) - 2**31, 2**31 - 1)  # a rate within 2^-33 of 1 would not fit
 
 
 def fold32(keys: Tensor) -> Tensor:

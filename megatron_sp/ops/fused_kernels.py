@@ -1,21 +1,27 @@
-"""Whose fused kernels compute AdamW and the norms (--fused-kernels): torch's, or NVIDIA apex's where they are found.
+"""Whose fused kernels compute AdamW, the norms and elementwise operations (--fused-kernels).
 
-    --fused-kernels    AdamW (fp32 state on a GPU)    RMSNorm    LayerNorm in fp32    LayerNorm in 16 bits    fp64, on the host, on a CPU
-    auto               apex                           apex       apex                 torch                   torch
-    apex               apex                           apex       apex                 apex                    an error
-    torch              torch                          torch      torch                torch                   torch
+Elementwise operations (dropout, activation, rotary, cross entropy) are Triton's, which are ours (``ops/kernels/``), or plain
+torch. The norms may be apex's, too, AdamW torch's or apex's:
 
-auto means apex where apex is found and nothing is lost by it: torch's LayerNorm is one kernel too, and rounds a 16-bit
-result once where apex's rounds three times; RMSNorm with --apply-layernorm-1p would round 1 + weight to 16 bits. With
---deterministic-mode auto means torch, which vouches for its own kernels only; apex's use no atomics and repeat to the
-last bit as well, and may be asked for.
+    --fused-kernels    elementwise    norms                        AdamW (fp32 state on a GPU)    fp64, on a CPU; AdamW on the host
+    auto               Triton         Triton, else apex            apex                           torch
+    triton             Triton         Triton                       torch                          an error; torch
+    apex               Triton         apex                         apex                           an error
+    torch              torch          torch                        torch                          torch
 
-Before a kernel of apex's is used it computes a small example here: builds for another GPU or another torch fail at
-that, with a reason.
+auto means what is found and loses nothing. Triton's norms come first: they add the residual's gradient and sum those of
+the parameters in fp32. Of apex's: torch's LayerNorm is one kernel too, and rounds a 16-bit result once where apex's
+rounds three times; RMSNorm with --apply-layernorm-1p would round 1 + weight to 16 bits. With --deterministic-mode auto
+means torch instead of apex, since it vouches for its own kernels only; apex's use no atomics and repeat to the last bit
+as well, and may be asked for. Triton's have no atomics, either.
+
+Before a kernel is used it computes a small example here: builds for another GPU or another torch, and a Triton without
+a C compiler, fail at that, with a reason.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,10 +31,17 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.adamw import AdamStep, adamw_
+from megatron_sp.ops.attention import split_qkv
+from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
+from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
 
-FusedKernelName = Literal["torch", "apex"]
+FusedKernelName = Literal["torch", "apex", "triton"]
+ELEMENTWISE = "elementwise operations"
+_OLDEST_TRITON, _OLDEST_GPU = (3, 6), (8, 0)  # the Triton of torch 2.10; Ampere, which has bf16
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the examples: some roundings of results of about 1
 
 
@@ -43,22 +56,24 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Chosen kernels: one for AdamW (None with another optimizer), one for the norms (None for a model without norms of ours)."""
+    """Chosen kernels: of AdamW (None with another optimizer), of the norms (None for a model without norms of ours), of the rest."""
 
     adamw: FusedKernel | None
     norm: FusedKernel | None
+    elementwise: FusedKernel | None = None
 
     @property
     def chosen(self) -> list[FusedKernel]:
         """Kernels of the ops that this run has."""
-        return [kernel for kernel in (self.adamw, self.norm) if kernel is not None]
+        return [kernel for kernel in (self.adamw, self.norm, self.elementwise) if kernel is not None]
 
     def describe(self) -> str:
         """Return the choice and its reasons in a line; ops with the same answer share it."""
         ops: dict[tuple[str, str], list[str]] = {}
         for kernel in self.chosen:
             ops.setdefault((kernel.name, kernel.reason), []).append(kernel.op)
-        return ", ".join(f"{' and '.join(names)} by {name} ({reason})" for (name, reason), names in ops.items())
+        lists = {answer: " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) for answer, names in ops.items()}
+        return ", ".join(f"{names} by {name} ({reason})" for (name, reason), names in lists.items())
 
     def agreed(self, of_ranks: Sequence[Sequence[tuple[str, str]]]) -> FusedKernels:
         """Return the choice of all ranks: torch where any of them needs it, since copies of a parameter must stay equal to the last bit.
@@ -70,8 +85,8 @@ class FusedKernels:
         for index, kernel in enumerate(self.chosen):
             others = [(rank, choices[index][1]) for rank, choices in enumerate(of_ranks) if choices[index][0] == "torch"]
             why = f"rank {others[0][0]}: {others[0][1]}" if others else ""
-            agreed[kernel.op] = FusedKernel(kernel.op, "torch", why) if others and kernel.name == "apex" else kernel
-        return FusedKernels(*(None if kernel is None else agreed[kernel.op] for kernel in (self.adamw, self.norm)))
+            agreed[kernel.op] = FusedKernel(kernel.op, "torch", why) if others and kernel.name != "torch" else kernel
+        return FusedKernels(*(None if kernel is None else agreed[kernel.op] for kernel in (self.adamw, self.norm, self.elementwise)))
 
 
 @dataclass(frozen=True)
@@ -99,16 +114,51 @@ def choose_fused_kernels(asked: str, use: KernelUse) -> FusedKernels:
     """Choose the kernels for --fused-kernels.
 
     Args:
-        asked: auto, torch or apex; with torch nothing of apex's is imported.
+        asked: auto, torch, apex or triton; with torch nothing of the others is imported.
     Raises:
-        RuntimeError: apex was asked for and cannot be used.
+        RuntimeError: apex or triton was asked for and cannot be used.
     """
+    if asked == "torch":
+        lack = ""
+    else:
+        lack = _lack_of_triton(use) or _trial(_elementwise_example, "Triton", replace(use, norm=None, offload=False, deterministic=False))
+        lack = lack or (_trial(_triton_norm_example, "Triton", use) if use.norm else "")
+    if asked == "triton" and lack:
+        raise RuntimeError(
+            f"--fused-kernels triton cannot be used: {lack}. Use --fused-kernels auto, which takes torch's kernels then, or install the"
+            " Triton that this torch asks for (it comes with torch's CUDA wheels; see `megatron-sp doctor`)"
+        )
+    by_triton = asked != "torch" and not lack
+    why = "asked for" if asked in ("torch", "triton") else "found" if by_triton else f"Triton not used: {lack}"
+    elementwise = FusedKernel(ELEMENTWISE, "triton" if by_triton else "torch", why)
     adamw = _Candidate(
         "AdamW", "amp_C", cannot="with --offload-optimizer the update runs on the host" if use.offload else "", better_not="",
         example=_adamw_example,
     )  # fmt: skip
-    norm = _Candidate(use.norm.kind, "fused_layer_norm_cuda", "", _norm_doubt(use.norm, use.dtype), _norm_example) if use.norm else None
-    return FusedKernels(_choose(asked, use, adamw) if use.adamw else None, _choose(asked, use, norm) if norm else None)
+    of_adamw = _choose("torch" if asked == "triton" else asked, use, adamw) if use.adamw else None
+    if use.norm is None:
+        return FusedKernels(of_adamw, None, elementwise)
+    if by_triton and asked != "apex":
+        return FusedKernels(of_adamw, FusedKernel(use.norm.kind, "triton", why), elementwise)
+    norm = _Candidate(use.norm.kind, "fused_layer_norm_cuda", "", _norm_doubt(use.norm, use.dtype), _norm_example)
+    return FusedKernels(of_adamw, _choose(asked, use, norm), elementwise)
+
+
+def _lack_of_triton(use: KernelUse) -> str:
+    if use.device.type != launch.DEVICE:
+        return "it needs a GPU"
+    if use.dtype not in launch.DTYPES:
+        return f"it computes in fp32, not in {str(use.dtype).removeprefix('torch.')}"
+    triton = availability.installed("triton")
+    if not triton.available:
+        return triton.reason
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.version)[:2])
+    if version < _OLDEST_TRITON:
+        return f"Triton {triton.version} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
+    if use.device.type == "cuda" and torch.cuda.get_device_capability(use.device) < _OLDEST_GPU:
+        have = ".".join(map(str, torch.cuda.get_device_capability(use.device)))
+        return f"it needs a GPU of compute capability {'.'.join(map(str, _OLDEST_GPU))} or later, and this one has {have}"
+    return availability.find("triton").reason
 
 
 @dataclass(frozen=True)
@@ -162,9 +212,11 @@ def _trial(example: Callable[[KernelUse], float], op: str, use: KernelUse) -> st
     try:
         error = example(use)
     except Exception as failure:  # foreign code: the run goes on without it, or ends with this reason
-        return f"its {op} fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+        what = "a kernel of it" if op == "Triton" else f"its {op}"
+        return f"{what} fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     tolerance = _TOLERANCE[torch.float32 if op == "AdamW" else use.dtype]
-    return "" if error <= tolerance else f"its {op} is wrong here: an example differs from torch's result by {error:.2g}"
+    what = "a kernel of it" if op == "Triton" else f"its {op}"
+    return "" if error <= tolerance else f"{what} is wrong here: an example differs from torch's result by {error:.2g}"
 
 
 def _wave(*shape: int, use: KernelUse, dtype: torch.dtype, phase: float) -> Tensor:
@@ -179,7 +231,7 @@ def _difference(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> 
 
 def _adamw_example(use: KernelUse) -> float:
     step = AdamStep(count=3, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.1)
-    names: tuple[FusedKernelName, ...] = ("apex", "torch")
+    names: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
     results = []
     for name in names:
         params, grads, exp_avg, exp_avg_sq = (_wave(70, use=use, dtype=torch.float32, phase=i) for i in range(4))
@@ -190,13 +242,48 @@ def _adamw_example(use: KernelUse) -> float:
 
 def _norm_example(use: KernelUse) -> float:
     assert use.norm is not None
+    return _difference(_norm_results(use, replace(use.norm, kernel="apex")), _norm_results(use, replace(use.norm, kernel="torch")))
+
+
+def _norm_results(use: KernelUse, spec: NormSpec) -> list[Tensor | None]:
     x, grad, add = (_wave(6, 5, 64, use=use, dtype=use.dtype, phase=i) for i in range(3))
     weight, shift = (_wave(64, use=use, dtype=use.dtype, phase=3 + i) for i in range(2))
-    bias = shift if use.norm.kind == "LayerNorm" else None
-    names: tuple[FusedKernelName, ...] = ("apex", "torch")
-    results: list[list[Tensor | None]] = []
-    for name in names:
-        spec = replace(use.norm, kernel=name)
-        y, stats = norm_forward(x, weight, bias, spec)
-        results.append([y, *norm_backward(grad, x, weight, bias, stats, spec, (True, True, bias is not None), add)])
+    bias = shift if spec.kind == "LayerNorm" else None
+    y, stats = norm_forward(x, weight, bias, spec)
+    return [y, *norm_backward(grad, x, weight, bias, stats, spec, (True, True, bias is not None), add)]
+
+
+def _triton_norm_example(use: KernelUse) -> float:
+    assert use.norm is not None
+    results = []
+    for yes in (True, False):
+        with launch.using_triton(yes):
+            results.append(_norm_results(use, replace(use.norm, kernel="torch")))
     return _difference(*results)
+
+
+def _elementwise_example(use: KernelUse) -> float:
+    results: list[list[Tensor | None]] = []
+    for yes in (True, False):
+        with launch.using_triton(yes):
+            results.append(_elementwise_results(use))
+    return _difference(*results)
+
+
+def _elementwise_results(use: KernelUse) -> list[Tensor | None]:
+    """Return results and gradients of every elementwise operation on small examples."""
+    tokens = torch.arange(6, device=use.device)
+    rows = DropoutKeys.create(1, 2, tokens[:2], tokens).row_keys(3, 0)
+    x, residual, grad = (_wave(6, 2, 48, use=use, dtype=use.dtype, phase=i) for i in range(3))
+    leaves = [x.requires_grad_(), residual.requires_grad_()]
+    out = hash_dropout(x, 0.25, rows, residual=residual)
+    found: list[Tensor | None] = [out.detach(), *gradients_of(leaves, [out], [grad])]
+    activation = Activation("swiglu")
+    u = _wave(6, 96, use=use, dtype=use.dtype, phase=4)
+    found += [activation.forward(u), activation.backward_(_wave(6, 48, use=use, dtype=use.dtype, phase=5), u)]
+    table = _wave(6, 8, use=use, dtype=torch.float32, phase=6)
+    fused = _wave(6, 2, 2 * 3 * 16, use=use, dtype=use.dtype, phase=7).requires_grad_()
+    heads = split_qkv(fused.clone(), 1, 16, (table.cos(), table.sin()))
+    found += [part.detach().clone() for part in heads]
+    found += gradients_of([fused], heads, [_wave(6, 4, 1, 16, use=use, dtype=use.dtype, phase=8 + i) for i in range(3)])
+    return found

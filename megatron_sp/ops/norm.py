@@ -4,6 +4,8 @@
 ``parallel/linear.py``, which can fuse a norm with the linear layer after it and recompute it in backward instead of
 saving its output.
 
+On a GPU the kernels of ``ops/kernels/norms.py`` read and write everything once, where Triton is there.
+
 NVIDIA apex's kernels (fused_layer_norm_cuda) compute the same where a spec asks for them, statistics and sums in fp32
 too. With 16-bit tensors they round more often: RMSNorm's result before the weight and after, LayerNorm's after the bias
 too, and the gradients of weight and bias to 16 bits once they are summed. The sums go in a fixed order, without
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import blocks, empty
 
@@ -36,7 +39,8 @@ class NormSpec:
         eps: added to the variance, or to the mean square.
         zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the
             identity.
-        kernel: whose kernels compute it; what apex's cannot take (``_is_for_apex``) torch computes.
+        kernel: whose kernels compute it; what apex's cannot take (``_is_for_apex``) torch computes. With torch,
+            Triton's kernels go first where they are in use (``ops/kernels/launch.py``).
     """
 
     kind: Literal["LayerNorm", "RMSNorm"]
@@ -84,6 +88,11 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
     """Return (the normalized x in x's dtype, the statistics for ``norm_backward``)."""
     if _is_for_apex(x, spec):
         return _apex_forward(x, weight, bias, spec)
+    if is_fused(x):
+        from megatron_sp.ops.kernels import norms
+
+        y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
+        return y, (stats,)
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -113,6 +122,10 @@ def norm_backward(
     """
     if _is_for_apex(x, spec):
         return _apex_backward(grad, x, weight, bias, stats, spec, need, add)
+    if is_fused(x):
+        from megatron_sp.ops.kernels import norms
+
+        return norms.backward(grad, x, weight, stats[0], need, add, zero_centered=spec.zero_centered)
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)

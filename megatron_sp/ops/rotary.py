@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.kernels.launch import is_fused
+
 
 @dataclass(frozen=True)
 class RotaryStretch:
@@ -89,7 +91,7 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same gradient to somebody else
-        rotate_(_turning(grad, ctx.head_dim, ctx.heads, ctx.rotated), cos, -sin)
+        rotate_(_turning(grad, ctx.head_dim, ctx.heads, ctx.rotated), cos, sin, back=True)
         return grad, None, None, None, None, None
 
 
@@ -98,9 +100,18 @@ def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
     return x.view(x.shape[0], x[0].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place; m must be a multiple of b if the tables have a dim b."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
+    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place, ``back`` by the opposite angle.
+
+    m must be a multiple of b if the tables have a dim b.
+    """
+    if is_fused(x) and x.stride(-1) == 1:
+        from megatron_sp.ops.kernels import rotary
+
+        rotary.rotate_(x, cos, sin, back=back)
+        return
     half = cos.shape[-1]
+    sin = -sin if back else sin
     first, second = x[..., :half], x[..., half : 2 * half]
     if cos.ndim == 3:
         cos, sin = (t.repeat_interleave(x.shape[1] // t.shape[1], dim=1)[:, :, None, :] for t in (cos, sin))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.dropout import keep_mask
+from megatron_sp.ops.dropout import dropped
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
@@ -197,8 +197,7 @@ def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None,
     if row_keys is None or rate == 0.0:
         torch.add(x[piece], branch, out=y[piece])
     else:
-        kept = keep_mask(row_keys[piece], x.shape[-1], rate).to(x.dtype)
-        torch.addcmul(x[piece], branch, kept, value=1.0 / (1.0 - rate), out=y[piece])
+        y[piece] = dropped(branch, rate, row_keys[piece], residual=x[piece])
 
 
 class _Entered(NamedTuple):
@@ -260,18 +259,23 @@ class _Backward:
         grad, rate = self.grad[piece], self.plan.rate
         if self.row_keys is None or rate == 0.0:
             return grad
-        return (grad * keep_mask(self.row_keys[piece], grad.shape[-1], rate)).mul_(1.0 / (1.0 - rate))
+        return dropped(grad, rate, self.row_keys[piece])
 
     def _products(self, a: Tensor, grad: Tensor) -> Handle | None:
         """Compute a chunk's products: fc1 again, both weight gradients, and the normed input's gradient, whose reduction is started."""
         activation = self.plan.activation
         grad2, reduced = rows_of(grad), None
         u = _fc1(a, self.w1, self.b1)
-        if self.w2_grad is not None:
+        is_one_pass = activation.makes_output_in_backward(u)
+        if self.w2_grad is not None and not is_one_pass:
             self.w2_grad.add_product(grad2, rows_of(activation.forward(u)))
         inner = empty((*u.shape[:-1], self.w2.shape[1]), dtype=u.dtype, device=u.device)
         torch.mm(grad2, self.w2, out=rows_of(inner))
-        wide = activation.backward_(inner, u)
+        if self.w2_grad is not None and is_one_pass:
+            wide, inner = activation.backward_with_output_(inner, u)
+            self.w2_grad.add_product(grad2, rows_of(inner))
+        else:
+            wide = activation.backward_(inner, u)
         del inner, u
         if self.need_normed:
             grad_a = empty(a.shape, dtype=grad.dtype, device=grad.device)

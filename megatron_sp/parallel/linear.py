@@ -180,16 +180,20 @@ class _RowLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if need_bias:
             grad_bias = put_grad(ctx.main_grad, ctx.params[1], column_sum(rows_of(grad)))
-        grad2 = rows_of(gathered.wait())
-        if need_weight:
-            a = x if ctx.activation is None else ctx.activation.forward(x)
+        grad2, activation = rows_of(gathered.wait()), ctx.activation
+        is_one_pass = need_x and need_weight and activation is not None and activation.makes_output_in_backward(x)
+        if need_weight and not is_one_pass:
+            a = x if activation is None else activation.forward(x)
             grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(a))
             del a
         if need_x:
             grad_x = empty((*x.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
             torch.mm(grad2, weight, out=rows_of(grad_x))
-            if ctx.activation is not None:
-                grad_x = ctx.activation.backward_(grad_x, x)
+            if is_one_pass:
+                grad_x, a = activation.backward_with_output_(grad_x, x)
+                grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(a))
+            elif activation is not None:
+                grad_x = activation.backward_(grad_x, x)
         return grad_x, grad_weight, grad_bias, grad if need_residual else None, None, None, None
 
 

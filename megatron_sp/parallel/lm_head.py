@@ -4,7 +4,7 @@ Tokens are processed in chunks. For each chunk the logits are computed, turned i
 gradients of x and W, then freed: three GEMMs in total, as many as without chunks, and memory for one chunk instead of
 tokens x vocabulary. The gradients are those of the summed loss; backward multiplies them by its incoming gradient
 (1/tokens, a loss scale), so any later scaling is respected. Compare Liger's fused linear cross entropy
-(arXiv:2410.10989); this op needs no custom kernel.
+(arXiv:2410.10989); a custom kernel (``ops/kernels/cross_entropy.py``) is optional here.
 
 The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that is
 free (in the first micro-batch of a step), else to a buffer of its own.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
@@ -165,10 +166,11 @@ class _LMHeadLoss(torch.autograd.Function):
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _logits(x2[part], weight, bias, rows.valid, wide, logits)
-            picked, elsewhere = _local_labels(labels1[part], rows, tp)
-            token_loss[part], hits[part], sums = _loss_and_exp_(logits, picked, elsewhere, tp)
+            chunk_of = _FusedChunk if is_fused(logits) else _Chunk
+            loss = chunk_of(logits, labels1[part], rows, tp)
+            token_loss[part], hits[part] = loss.tokens, loss.hits
             if grads.any_needed:
-                grad_logits, row_weight = _grad_of_logits_(logits, picked, elsewhere, sums, mask1[part, None], x.dtype)
+                grad_logits, row_weight = loss.grad_of_logits_(mask1[part, None], x.dtype)
                 grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)
         ctx.save_for_backward(None if grads.is_ahead else grads.weight, grads.bias)
         ctx.ahead = grads.weight if grads.is_ahead else None
@@ -194,23 +196,6 @@ class _LMHeadLoss(torch.autograd.Function):
         of_bias = None if grad_bias is None else put_grad(ctx.main_grad, bias, grad_bias * grad_sum)
         of_weight = None if grad_weight is None else _put_scaled(ctx.main_grad, weight, grad_weight, grad_sum)
         return None, x, of_weight, of_bias, None, None
-
-
-def _grad_of_logits_(
-    logits: Tensor, picked: Tensor, elsewhere: Tensor | None, sums: Tensor, row_weight: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Turn exp(logits - row maximum) into the gradient of the loss, d loss / d logits = exp / sums - onehot, up to a factor for each row.
-
-    The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit
-    operands are divided here, in the pass that rounds them.
-
-    Returns:
-        (the gradient [t, rows], the factor of each row [t, 1]), both in ``dtype``.
-    """
-    grad_logits = logits.scatter_add_(1, picked, -sums if elsewhere is None else (-sums).masked_fill_(elsewhere, 0.0))
-    if grad_logits.dtype == dtype:
-        return grad_logits, row_weight / sums
-    return torch.div(grad_logits, sums).to(dtype), row_weight.to(dtype)
 
 
 def _scaled(grad: Tensor, grad_sum: Tensor) -> Tensor:
@@ -270,20 +255,71 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wid
             torch.mm(x, weight.t(), out_dtype=wide, out=logits)
     if bias is not None:
         logits.add_(bias)
-    if valid_rows < weight.shape[0]:
+    if valid_rows < weight.shape[0] and not is_fused(logits):  # Triton's kernel leaves them out
         logits[:, valid_rows:].fill_(float("-inf"))
     return logits
 
 
-def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross entropy of each row [t], whether its label has the row's maximum [t], and the row sums [t, 1] of
-    exp(logits - row maximum), which overwrites ``logits``.
+class _Chunk:
+    """Loss of one chunk of tokens, in plain torch.
+
+    Attributes:
+        tokens: cross entropy [t].
+        hits: bool [t], the label has the row's maximum.
     """
-    logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
-    at_label = logits.gather(1, picked)
-    if elsewhere is not None:
-        at_label.masked_fill_(elsewhere, 0.0)
-    sums = logits.exp_().sum(1, keepdim=True)
-    if tp.size > 1:
-        sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
-    return sums.log().sub_(at_label)[:, 0], at_label[:, 0] >= 0, sums
+
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel) -> None:
+        """Compute the loss of logits [t, rows/tp], which are overwritten, and labels [t]."""
+        self._picked, self._elsewhere = _local_labels(labels, rows, tp)
+        logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
+        at_label = logits.gather(1, self._picked)
+        if self._elsewhere is not None:
+            at_label.masked_fill_(self._elsewhere, 0.0)
+        sums = logits.exp_().sum(1, keepdim=True)
+        if tp.size > 1:
+            sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
+        self._exp, self._sums = logits, sums
+        self.tokens, self.hits = sums.log().sub_(at_label)[:, 0], at_label[:, 0] >= 0
+
+    def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return d loss / d logits = exp / sums - onehot, up to a factor for each row; overwrites the logits once more.
+
+        The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit
+        operands are divided here, in the pass that rounds them.
+
+        Args:
+            row_weight: weight of each token [t, 1].
+            dtype: of the result.
+        Returns:
+            (the gradient [t, rows/tp], the factor of each row [t, 1]), both in ``dtype``.
+        """
+        onehot = -self._sums if self._elsewhere is None else (-self._sums).masked_fill_(self._elsewhere, 0.0)
+        grad_logits = self._exp.scatter_add_(1, self._picked, onehot)
+        if grad_logits.dtype == dtype:
+            return grad_logits, row_weight / self._sums
+        return torch.div(grad_logits, self._sums).to(dtype), row_weight.to(dtype)
+
+
+class _FusedChunk:
+    """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes; see ``_Chunk``."""
+
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel) -> None:
+        from megatron_sp.ops.kernels import cross_entropy
+
+        picked, elsewhere = _local_labels(labels, rows, tp)
+        self._labels = (picked if elsewhere is None else picked.masked_fill(elsewhere, -1))[:, 0]
+        self._logits, self._valid = logits, rows.valid
+        maximum, sums, at_label = stats = cross_entropy.statistics(logits, self._labels, rows.valid)
+        if tp.size > 1:
+            mine, maximum = maximum, tp.all_reduce(maximum.clone(), "max")
+            sums, at_label = stats = tp.all_reduce(torch.stack([sums * torch.exp(mine - maximum), at_label]))
+            stats = torch.stack([maximum, sums])
+        self._stats = stats
+        above = maximum - at_label
+        self.tokens, self.hits = sums.log() + above, above <= 0
+
+    def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return d loss / d logits [t, rows/tp], and the token's weights [t, 1] as the factor of each row, both in ``dtype``."""
+        from megatron_sp.ops.kernels import cross_entropy
+
+        return cross_entropy.gradient(self._logits, self._labels, self._stats, self._valid, dtype), row_weight.to(dtype)

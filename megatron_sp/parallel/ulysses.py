@@ -412,7 +412,8 @@ class _Run:
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
         pieces = self._pieces(going)
-        if self.sp.size * len(chunks) <= _FEW and not self.is_16_bit:
+        count = self.sp.size * len(chunks)
+        if count == 1 or (count <= _FEW and not self.is_16_bit):
             yield from pieces
             return
         n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)

@@ -10,18 +10,19 @@ from megatron_sp.comm.groups import Launch, ParallelGroups
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.fused_kernels import FusedKernels, KernelUse, choose_fused_kernels
+from megatron_sp.ops.kernels.launch import use_triton
 from megatron_sp.ops.norm import NormSpec
 from megatron_sp.parallel.layers import norm_spec_of, set_norm_kernel
 from megatron_sp.utils.errors import ConfigError
 
 
 def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:
-    """Check --fused-kernels apex before any rank waits for another; one process of each host reports what is missing there.
+    """Check --fused-kernels apex or triton before any rank waits for another; one process of each host reports what is missing there.
 
     Raises:
-        ConfigError: apex cannot be used on this rank.
+        ConfigError: they cannot be used on this rank.
     """
-    if config.kernels.fused_kernels != "apex":
+    if config.kernels.fused_kernels not in ("apex", "triton"):
         return
     model = config.model
     try:
@@ -32,16 +33,17 @@ def require_fused_kernels(config: Config, launch: Launch, device: torch.device) 
 
 
 def use_fused_kernels(config: Config, model: nn.Module, groups: ParallelGroups) -> FusedKernels:
-    """Choose the kernels, and set those of the model's norms; AdamW's are for the optimizer, which is not built yet. Collective.
+    """Choose the kernels, and set all but AdamW's, which are for the optimizer: that is not built yet. Collective.
 
     Raises:
-        ConfigError: apex was asked for and cannot be used.
+        ConfigError: apex or triton was asked for and cannot be used.
     """
     with all_ranks_agree(groups.control):
         kernels = _choose(config, groups.device, norm_spec_of(model))
     kernels = kernels.agreed(gather_json([(kernel.name, kernel.reason) for kernel in kernels.chosen], groups.control))
+    use_triton(kernels.elementwise is not None and kernels.elementwise.name == "triton")
     if kernels.norm is not None:
-        set_norm_kernel(model, kernels.norm.name)
+        set_norm_kernel(model, "apex" if kernels.norm.name == "apex" else "torch")
     return kernels
 
 

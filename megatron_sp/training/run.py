@@ -450,7 +450,7 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
     fused = use_fused_kernels(config, sharded.model, groups)
     optimizer = FlatOptimizer(
         sharded.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=sharded.host,
-        kernel="torch" if fused.adamw is None else fused.adamw.name,
+        kernel="apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch",
     )  # fmt: skip
     scaler = LossScaler(
         enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,

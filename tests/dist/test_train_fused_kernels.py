@@ -47,8 +47,9 @@ def test_a_run_may_go_on_with_other_kernels(install_apex: Install, tmp_path: Pat
     runs = {kernels: tmp_path / kernels for kernels in ("torch", "apex")}
     for kernels, run in runs.items():
         outcome = train(tmp_path, "--save", run, "--fused-kernels", kernels, *flags, ranks=ranks).expect(0)
-        assert outcome.text.count(f"fused kernels: AdamW and {norm} by {kernels} (asked for)") == 1, "rank 0 says it"
-        assert records(run, "start")[0]["environment"]["kernels"] == {"AdamW": kernels, norm: kernels}
+        ops = f"AdamW and {norm}" if kernels == "apex" else f"AdamW, {norm} and elementwise operations"
+        assert outcome.text.count(f"fused kernels: {ops} by {kernels} (asked for)") == 1, "rank 0 says it"
+        assert records(run, "start")[0]["environment"]["kernels"] == {"AdamW": kernels, norm: kernels, "elementwise operations": "torch"}
         called = calls(tmp_path)
         assert min(called.values()) > 6 if kernels == "apex" else not called, "in every step, and not only in the examples at the start"
         assert len(called) == (3 if kernels == "apex" else 0)

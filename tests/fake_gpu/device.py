@@ -35,6 +35,7 @@ from fake_gpu.memory import Memory, Range
 
 CUDA = torch.device("cuda", 0)
 _PACKAGE = f"{Path(__file__).parents[2] / 'megatron_sp'}{os.sep}"
+_LAUNCHER = str(Path("ops") / "kernels" / "launch.py")  # a kernel's place is where it is called
 # operations on the device whose result's shape depends on values: the host waits for it
 _SYNCHRONIZE = {
     f"aten::{name}"
@@ -46,6 +47,11 @@ _NO_KERNEL = {
     "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::_reshape_alias",
 }  # fmt: skip
 
+
+# of an argument they take the dtype and the device, not the contents
+_NEW = {"aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::zeros_like", "aten::ones_like", "aten::full_like"}
+# the addend is copied to where the result is to be before a product is added to it, unless it is there already
+_COPY_FIRST = {"aten::addmm", "aten::baddbmm", "aten::addmv"}
 
 # in place, without an implementation for tensors without contents: nothing to be found out but what they read and write
 _NO_META = {"aten::_fused_sgd_"}
@@ -67,7 +73,9 @@ def _frames() -> Iterator[tuple[str, FrameType]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(_PACKAGE):
-            yield frame.f_code.co_filename.removeprefix(_PACKAGE), frame
+            file = frame.f_code.co_filename.removeprefix(_PACKAGE)
+            if file != _LAUNCHER:
+                yield file, frame
         frame = frame.f_back
 
 
@@ -335,10 +343,14 @@ class Device(TorchDispatchMode):
             return out
         writes = [t for t in _written(func, args, kwargs) if isinstance(t, FakeTensor)]
         ids = {id(t) for t in writes}
-        reads = [t for t in tree_leaves((args, kwargs)) if is_on_device(t) and id(t) not in ids]
+        reads = [] if name in _NEW else [t for t in tree_leaves((args, kwargs)) if is_on_device(t) and id(t) not in ids]
         updated = writes if name.endswith("_") and name not in ("aten::copy_", "aten::zero_", "aten::fill_") else []
         writes = writes + [t for t in outs if id(t) not in ids]
         self.use(self.stream, [*reads, *updated, *sent], writes, name)
+        if name in _COPY_FIRST and kwargs.get("beta", 1) != 0 and _is_matrix(args[0]) and not _is_same(args[0], writes[0]):
+            self.count("copy of the addend", [args[0]], writes)
+            reads = [t for t in reads if t is not args[0]]
+            updated = writes  # the product is added to it
         self.count(str(func), [*reads, *updated], writes)
         return out
 
@@ -360,6 +372,15 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     if not name.startswith("aten::index") or len(args) < 2 or not isinstance(args[1], list | tuple):
         return False
     return any(isinstance(t, Tensor) and (t.dtype in (torch.bool, torch.uint8) or not isinstance(t, FakeTensor)) for t in args[1])
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """True for an addend of the size of the product; a bias is added to it by the kernel itself."""
+    return x.dim() > 1 and all(n > 1 for n in x.shape)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _ones(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Job:
         micro_batches: of each rank in a step.
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
+        draws_weights: see ``program.Case``.
     """
 
     flags: str
@@ -42,6 +43,7 @@ class Job:
     micro_batches: int = 2
     skips_first: bool = False
     drop: str = ""
+    draws_weights: bool = True
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -66,7 +68,8 @@ class Job:
         replicas = self.world_size
         for size in sizes:
             replicas //= size
-        batch = ["--global-batch-size", str(2 * self.micro_batches * replicas)]
+        size = int(words[words.index("--micro-batch-size") + 1]) if "--micro-batch-size" in words else 2
+        batch = ["--global-batch-size", str(size * self.micro_batches * replicas)]
         return {
             "flags": [*BASE.split(), *batch, *words],
             "world_size": self.world_size,
@@ -74,6 +77,7 @@ class Job:
             "family": self.family,
             "skips_first": self.skips_first,
             "drop": self.drop,
+            "draws_weights": self.draws_weights,
         }
 
 

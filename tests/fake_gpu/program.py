@@ -41,6 +41,7 @@ class Case:
         broadcasts: what the host of rank 0 has broadcast (``Outcome.broadcasts``); for other ranks.
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
         drop: one of ``Outcome.sites``, which this run leaves out.
+        draws_weights: False: initial weights are made on the device without contents, for large models.
     """
 
     flags: list[str]
@@ -50,6 +51,7 @@ class Case:
     broadcasts: list[list[int]] = field(default_factory=list)
     skips_first: bool = False
     drop: str = ""
+    draws_weights: bool = True
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     """Run a case in this process, which is of no other use afterwards."""
-    from fake_gpu import modules, nccl, stand_ins
+    from fake_gpu import kernels, modules, nccl, stand_ins
     from fake_gpu.device import Device
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -90,8 +92,11 @@ def run(case: Case) -> Outcome:
     stand_ins.install(device)
     calls = nccl.install(device, case.broadcasts)
     modules.install(device)
+    kernels.install(device)
     _watch_steps(device, outcome)
     device.dropped = case.drop
+    if not case.draws_weights:
+        modules.draw_no_weights()
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -135,6 +140,8 @@ def _values_of(case: Case, outcome: Outcome) -> Callable[[Tensor], Tensor]:
     num_terms = {"gpt": 1, "bert": 2}[case.family]
 
     def values(tensor: Tensor) -> Tensor:
+        if place(1).startswith("ops/fused_kernels.py"):  # examples: what two kernels differ by
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
         ones = torch.ones(tensor.shape, dtype=tensor.dtype)
         if tensor.dtype == torch.float64 and tensor.dim() == 1 and place(1).startswith("training/step.py"):
             # TrainStep.run: [norm of the gradients, sum of each term, count of each term, ranks that want to stop,
@@ -175,8 +182,9 @@ def _summary(tally: Tally) -> dict[str, Any]:
 
 _MODULES = (
     "torch._dynamo", "torch._inductor", "torch._meta_registrations", "torch._prims", "torch._refs", "torch.distributed.device_mesh",
-    "fake_gpu.modules", "fake_gpu.nccl", "fake_gpu.stand_ins", "megatron_sp.commands.pretrain", "megatron_sp.tasks.bert",
-    "megatron_sp.tasks.gpt", "megatron_sp.training.loop",
+    "megatron_sp.ops.kernels.activations", "megatron_sp.ops.kernels.cross_entropy", "megatron_sp.ops.kernels.dropout",
+    "megatron_sp.ops.kernels.norms", "megatron_sp.ops.kernels.rotary", "fake_gpu.kernels", "fake_gpu.modules", "fake_gpu.nccl",
+    "fake_gpu.stand_ins", "megatron_sp.commands.pretrain", "megatron_sp.tasks.bert", "megatron_sp.tasks.gpt", "megatron_sp.training.loop",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def choose(asked: str = "auto", dtype: torch.dtype = torch.float32, norm: NormSp
 
 
 def names(kernels: FusedKernels) -> tuple[str, ...]:
-    return tuple(kernel.name for kernel in kernels.chosen)
+    return tuple(kernel.name for kernel in (kernels.adamw, kernels.norm) if kernel is not None)
 
 
 CHOICES = [
@@ -63,7 +63,7 @@ CHOICES = [
     ("auto", torch.float32, None, {"adamw": False}, (), ""),
     ("apex", BF16, LAYER, {}, ("apex", "apex"), "AdamW and LayerNorm by apex (asked for)"),
     ("apex", torch.float32, RMS, {"deterministic": True}, ("apex", "apex"), "asked for"),
-    ("torch", torch.float32, RMS, {}, ("torch", "torch"), "AdamW and RMSNorm by torch (asked for)"),
+    ("torch", torch.float32, RMS, {}, ("torch", "torch"), "AdamW, RMSNorm and elementwise operations by torch (asked for)"),
 ]  # fmt: skip
 
 
@@ -117,7 +117,10 @@ def test_a_broken_installation_is_told(install_apex: Install, extensions: Any, c
 def test_without_apex(monkeypatch: pytest.MonkeyPatch, install_apex: Install) -> None:
     apex_stand_in.forget()
     monkeypatch.setattr(adamw_module.availability.importlib.util, "find_spec", lambda name: None)
-    assert choose().describe() == "AdamW and RMSNorm by torch (apex not used: apex is not installed)"
+    assert choose().describe() == (
+        "AdamW and RMSNorm by torch (apex not used: apex is not installed),"
+        " elementwise operations by torch (Triton not used: it needs a GPU)"
+    )
 
 
 def test_all_ranks_take_torchs_where_one_must() -> None:

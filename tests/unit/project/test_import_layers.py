@@ -128,6 +128,8 @@ OPTIONAL = {
 }
 CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
+TRITON = tuple(f"ops/kernels/{name}.py" for name in ("activations", "cross_entropy", "dropout", "norms", "rotary"))
+"""Kernels: they import Triton when they are loaded, so they are imported where one is needed, in a function."""
 MAY_NAME_OPTIONAL = ("ops/availability.py", "commands/plot.py", "data/text_input.py")
 
 
@@ -180,12 +182,18 @@ def findings(path: str, source: str) -> list[str]:
             other = LEVELS[parts[1]]
             if other >= level:
                 bad.append(f"{where}: {folder} (level {level}) imports {parts[1]} (level {other})")
-        if path not in MAY_NAME_OPTIONAL and any(is_in(name, package) for package in OPTIONAL):
+        if path not in (*MAY_NAME_OPTIONAL, *TRITON) and any(is_in(name, package) for package in OPTIONAL):
             bad.append(f"{where}: {name} is optional: only {', '.join(MAY_NAME_OPTIONAL)} try to import such packages")
     for line, name in [*imports(tree, module), *attributes(tree)]:
         allowed = MAY_NAME_DISTRIBUTED.get(folder)
         if is_in(name, "torch.distributed") and not (allowed and is_in(name, allowed)):
             bad.append(f"{path}:{line}: {name}: only comm/ talks to torch.distributed, checkpoint/ to its checkpoint package")
+    kernels = ["megatron_sp." + path.removesuffix(".py").replace("/", ".") for path in TRITON]
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bad += [
+                f"{path}:{line}: {name} loads Triton; import it in a function" for line, name in imports(node, module) if name in kernels
+            ]
     if path.removesuffix(".py") in TORCH_FREE:
         bad += [f"{path}: loads {name}; it must not" for name in top_imports(tree) if name in ("torch", "numpy")]
     return bad

@@ -1,0 +1,93 @@
+"""Cross entropy of a chunk of logits in Triton; the plain form is in ``parallel/lm_head.py``.
+
+    statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label       one pass
+    gradient     exp(logit - maximum) / sum - onehot, in the dtype of the model               one pass
+
+Between the two a tp group agrees on maximum and sum. Rows from ``valid`` on are padding of the table: they count as
+minus infinity, and their gradient is 0. The online sum is that of Milakov and Gimelshein (arXiv:1805.02867).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_sp.ops.kernels.launch import launch, power_of_2
+
+_BLOCK = 2048
+
+
+@triton.jit
+def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, tokens, width, valid, BLOCK: tl.constexpr):
+    """One token: each of BLOCK lanes has a maximum and a sum of its own, which are joined at the end."""
+    token = tl.program_id(0)
+    start = token.to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, valid, BLOCK):
+        # masked by the width, which is a multiple of 16: by ``valid`` the accesses would be narrow
+        logits = tl.load(LOGITS + start + first + column, mask=first + column < width, other=float("-inf")).to(tl.float32)
+        logits = tl.where(first + column < valid, logits, float("-inf"))
+        above = tl.maximum(largest, logits)
+        # where all logits so far are minus infinity, exp(-inf - -inf) would be NaN
+        total = tl.where(above == float("-inf"), 0.0, total * tl.exp(largest - above) + tl.exp(logits - above))
+        largest = above
+    maximum = tl.max(largest, 0)
+    shift = tl.where(largest == float("-inf"), 0.0, tl.exp(largest - maximum))
+    label = tl.load(LABELS + token)
+    tl.store(STATS + token, maximum)
+    tl.store(STATS + tokens + token, tl.sum(total * shift, 0))
+    at_label = tl.load(LOGITS + start + label, mask=(label >= 0) & (label < valid), other=0.0)
+    tl.store(STATS + 2 * tokens + token, at_label.to(tl.float32))
+
+
+@triton.jit
+def cross_entropy_gradient_kernel(LOGITS, LABELS, STATS, GRAD, tokens, width, valid, BLOCK: tl.constexpr):
+    """``GRAD`` may be ``LOGITS``: an element is read before it is overwritten, by the same program."""
+    token = tl.program_id(0)
+    start = token.to(tl.int64) * width
+    label = tl.load(LABELS + token)
+    maximum = tl.load(STATS + token)
+    total = tl.load(STATS + tokens + token)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        logits = tl.load(LOGITS + start + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        grad = tl.where(column < valid, tl.exp(logits - maximum) / total, 0.0) - tl.where(column == label, 1.0, 0.0)
+        tl.store(GRAD + start + column, grad.to(GRAD.dtype.element_ty), mask=column < width)
+
+
+def statistics(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
+    """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
+
+    Args:
+        logits: [t, rows], contiguous.
+        labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
+        valid: rows that are no padding; with none the maximum is minus infinity and the sum 0.
+    """
+    tokens, width = logits.shape
+    stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
+    launch(
+        cross_entropy_statistics_kernel, (tokens,), (logits, labels, stats, tokens, width, valid), reads=[logits, labels], writes=[stats],
+        warps=8, BLOCK=min(_BLOCK, power_of_2(width)),
+    )  # fmt: skip
+    return stats
+
+
+def gradient(logits: Tensor, labels: Tensor, stats: Tensor, valid: int, dtype: torch.dtype) -> Tensor:
+    """Return d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
+
+    Args:
+        logits, labels, valid: as in ``statistics``.
+        stats: [2 or 3, t], maximum and sum over the rows of all ranks.
+    """
+    tokens, width = logits.shape
+    grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)
+    launch(
+        cross_entropy_gradient_kernel, (tokens,), (logits, labels, stats, grad, tokens, width, valid), reads=[logits, labels, stats],
+        writes=[grad], warps=8, BLOCK=min(_BLOCK, power_of_2(width)),
+    )  # fmt: skip
+    return grad

@@ -1,0 +1,90 @@
+"""Hash dropout in Triton; the plain form, and what the keys are, is in ``ops/dropout.py``.
+
+    y = residual + (keep ? x / (1 - rate) : 0)
+
+The mask exists in registers only, forward and backward; the keys of the channels are computed there too, once for the
+rows of a tile.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_sp.ops.kernels.launch import ceil_div, launch, power_of_2
+
+_ROWS, _COLUMNS = 8, 512
+
+
+@triton.jit
+def dropout_kernel(
+    X, RESIDUAL, ROW_KEYS, Y, rows, width, first_channel, threshold, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows and COLUMNS columns; the hash is that of ``ops.dropout.keep_mask``."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    channel_keys = (mix64(first_channel + column.to(tl.int64) + 1) >> 32).to(tl.int32)
+    row_keys = tl.load(ROW_KEYS + row, mask=row < rows, other=0)
+    h = row_keys[:, None] ^ channel_keys[None, :]
+    h = h * 0x7FEB352D
+    h = h ^ ((h >> 15) & 0x1FFFF)
+    h = h * (-2073254261)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    x = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.where(h >= threshold, x * scale, 0.0)
+    if HAS_RESIDUAL:
+        y += tl.load(RESIDUAL + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_keys_kernel(TOKEN_KEYS, ROW_KEYS, count, site, BLOCK: tl.constexpr):
+    """BLOCK tokens: the upper half of the mixed key of token and site."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keys = mix64(tl.load(TOKEN_KEYS + at, mask=at < count, other=0) + site)
+    tl.store(ROW_KEYS + at, (keys >> 32).to(tl.int32), mask=at < count)
+
+
+@triton.jit
+def mix64(x):
+    """splitmix64's finalizer on int64; the shifts are logical."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * (-4658895280553007687)
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * (-7723592293110705685)
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def dropout(x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
+    """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual.
+
+    Args:
+        x: [..., c].
+        row_keys: int32, of the shape of x without its last dim, or one that broadcasts to it.
+        threshold: within int32.
+        scale: factor of the kept elements.
+        first_channel: global index of x's first channel.
+        residual: of the shape of x.
+    """
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    width = x.shape[-1]
+    rows, keys = x.numel() // width, row_keys.expand(x.shape[:-1]).contiguous()
+    y = torch.empty_like(x)
+    launch(
+        dropout_kernel, (ceil_div(rows, _ROWS), ceil_div(width, _COLUMNS)),
+        (x, x if residual is None else residual, keys, y, rows, width, first_channel, threshold, scale),
+        reads=[x, keys] if residual is None else [x, keys, residual], writes=[y], warps=8,
+        ROWS=_ROWS, COLUMNS=min(_COLUMNS, power_of_2(width)), HAS_RESIDUAL=residual is not None,
+    )  # fmt: skip
+    return y
+
+
+def row_keys(token_keys: Tensor, site: int) -> Tensor:
+    """Return the keys of one dropout site, int32, from those of the tokens, int64, and the site's."""
+    keys = torch.empty(token_keys.shape, dtype=torch.int32, device=token_keys.device)
+    count, block = token_keys.numel(), 1024
+    launch(row_keys_kernel, (ceil_div(count, block),), (token_keys, keys, count, site), reads=[token_keys], writes=[keys], BLOCK=block)
+    return keys

@@ -1,0 +1,112 @@
+"""Choice and launch of Triton's kernels.
+
+Whether they are used is a property of the process, set once at start (--fused-kernels): an operation and its backward
+must agree about it, recomputation included.
+
+``launch`` declares what a kernel reads and writes, and hands it to the launcher. That is one function that can be
+replaced: tests count and order kernels there which cannot run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda"
+"""Type of the device that the kernels run on; under Triton's interpreter tests set it to the CPU."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 8192
+"""Elements of a row that a program holds in registers; it loops over wider ones."""
+
+_in_use = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: the kernel, a function that ``triton.jit`` has decorated.
+        grid: number of programs along each axis; none of them is 0.
+        arguments: its arguments, in order: tensors and numbers.
+        reads, writes: the tensors among them that it reads and writes; one changed in place is in both.
+        constants: its compile-time arguments.
+        warps: warps of a program.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Sequence[Any]
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    constants: dict[str, Any] = field(default_factory=dict)
+    warps: int = 4
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        return str(self.kernel.__name__)
+
+
+def _run(launch: Launch) -> None:
+    # products and sums are not contracted: a sum of products is rounded as in the plain form, on every chip alike
+    launch.kernel[launch.grid](*launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=False)
+
+
+launcher: Callable[[Launch], None] = _run
+"""What launches kernels."""
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, reads: Sequence[Tensor], writes: Sequence[Tensor], warps: int = 4,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel; see ``Launch``."""
+    launcher(Launch(kernel, grid, arguments, reads, writes, constants, warps))
+
+
+def use_triton(yes: bool) -> None:
+    """Compute with Triton's kernels from now on, or with plain torch, which is the default."""
+    global _in_use
+    _in_use = yes
+
+
+@contextlib.contextmanager
+def using_triton(yes: bool = True) -> Iterator[None]:
+    """Compute with Triton's kernels, or without, for a while."""
+    before = _in_use
+    use_triton(yes)
+    try:
+        yield
+    finally:
+        use_triton(before)
+
+
+def is_fused(x: Tensor) -> bool:
+    """Return whether a Triton kernel computes an operation on x."""
+    return is_fused_on(x.device) and x.dtype in DTYPES and x.numel() > 0
+
+
+def is_fused_on(device: torch.device) -> bool:
+    """Return whether Triton's kernels are in use on a device."""
+    return _in_use and device.type == DEVICE
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of 2 that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def warps_of(elements: int) -> int:
+    """Return the number of warps for a program that works on this many elements at a time: 16 for each thread."""
+    return min(max(elements // 512, 4), 16)

@@ -1,0 +1,247 @@
+"""RMSNorm and LayerNorm in Triton; the plain form is ``ops/norm.py``.
+
+    forward     y = (x - mean) * rstd * scale + shift           statistics of a row in fp32; RMSNorm has mean 0 and no shift
+    backward    dx = rstd * (g - mean(g) - n * mean(g * n)) + add      n = (x - mean) * rstd, g = dy * scale; RMSNorm without mean(g)
+                dscale = sum of dy * n, dshift = sum of dy       over rows: each program its own rows, then a sum over programs
+
+Compare Triton's tutorial on layer norm and Liger (arXiv:2410.10989). Here the residual's gradient is added in the same
+pass, and sums over rows stay in fp32. Their order depends on shapes alone: there are no atomics.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_sp.ops.kernels.launch import WIDEST, ceil_div, launch, power_of_2, warps_of
+
+_TILE = 1024  # elements at a time, of several rows where rows are short
+_MOST_PROGRAMS = 256  # of backward: each has its own sums over rows
+
+
+@triton.jit
+def norm_forward_kernel(
+    X, WEIGHT, BIAS, Y, STATS, rows, width, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows; wider ones than BLOCK are read once for each pass over them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = row < rows
+    start = row.to(tl.int64) * width
+    column = tl.arange(0, BLOCK)[None, :]
+    mean = tl.zeros((ROWS, 1), tl.float32)
+    if ONE_BLOCK:
+        mask = inside & (column < width)
+        x = tl.load(X + start + column, mask=mask, other=0.0).to(tl.float32)
+        if CENTERED:
+            mean = (tl.sum(x, 1) / width)[:, None]
+            x = tl.where(mask, x - mean, 0.0)
+        square = tl.sum(x * x, 1)[:, None] / width
+    else:
+        if CENTERED:
+            total = tl.zeros((ROWS, BLOCK), tl.float32)
+            for first in range(0, width, BLOCK):
+                mask = inside & (first + column < width)
+                total += tl.load(X + start + first + column, mask=mask, other=0.0).to(tl.float32)
+            mean = (tl.sum(total, 1) / width)[:, None]
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for first in range(0, width, BLOCK):
+            mask = inside & (first + column < width)
+            x = tl.load(X + start + first + column, mask=mask, other=0.0).to(tl.float32)
+            x = tl.where(mask, x - mean, 0.0)
+            total += x * x
+        square = tl.sum(total, 1)[:, None] / width
+    rstd = 1.0 / tl.sqrt(square + eps)
+    tl.store(STATS + row, rstd, mask=inside)
+    if CENTERED:
+        tl.store(STATS + rows + row, mean, mask=inside)
+    if ONE_BLOCK:
+        _store_normed(x * rstd, WEIGHT, BIAS, Y + start, column, column < width, mask, HAS_BIAS, ZERO_CENTERED)
+    else:
+        for first in range(0, width, BLOCK):
+            mask = inside & (first + column < width)
+            x = tl.load(X + start + first + column, mask=mask, other=0.0).to(tl.float32)
+            _store_normed((x - mean) * rstd, WEIGHT, BIAS, Y + start, first + column, first + column < width, mask, HAS_BIAS, ZERO_CENTERED)
+
+
+@triton.jit
+def _store_normed(normed, WEIGHT, BIAS, Y, column, real, mask, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    y = normed * _scale(WEIGHT, column, real, ZERO_CENTERED)
+    if HAS_BIAS:
+        y += tl.load(BIAS + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(Y + column, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale(WEIGHT, column, real, ZERO_CENTERED: tl.constexpr):
+    scale = tl.load(WEIGHT + column, mask=real, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    return scale
+
+
+@triton.jit
+def norm_backward_kernel(
+    GRAD, X, WEIGHT, STATS, ADD, GRAD_X, SUMS, rows, width, programs,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr,
+    WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr,
+):  # fmt: skip
+    """A row is one block; program p takes the rows of tiles p, p + programs, ..."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    real = column < width
+    scale = _scale(WEIGHT, column, real, ZERO_CENTERED)
+    of_scale = tl.zeros((ROWS, BLOCK), tl.float32)
+    of_shift = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < rows
+        mask = inside & real
+        start = row.to(tl.int64) * width
+        grad = tl.load(GRAD + start + column, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(STATS + row, mask=inside, other=0.0)
+        x = tl.load(X + start + column, mask=mask, other=0.0).to(tl.float32)
+        if CENTERED:
+            x = x - tl.load(STATS + rows + row, mask=inside, other=0.0)
+        normed = tl.where(mask, x * rstd, 0.0)
+        if NUM_SUMS > 0:
+            of_scale += grad * normed
+        if NUM_SUMS > 1:
+            of_shift += grad
+        if WANTS_X:
+            grad = grad * scale
+            back = grad - normed * (tl.sum(grad * normed, 1)[:, None] / width)
+            if CENTERED:
+                back -= tl.sum(grad, 1)[:, None] / width
+            back *= rstd
+            if HAS_ADD:
+                back += tl.load(ADD + start + column, mask=mask, other=0.0).to(tl.float32)
+            tl.store(GRAD_X + start + column, back.to(GRAD_X.dtype.element_ty), mask=mask)
+    if NUM_SUMS > 0:
+        tl.store(SUMS + program * width + column, tl.sum(of_scale, 0)[None, :], mask=real)
+    if NUM_SUMS > 1:
+        tl.store(SUMS + (programs + program) * width + column, tl.sum(of_shift, 0)[None, :], mask=real)
+
+
+@triton.jit
+def wide_norm_backward_kernel(
+    GRAD, X, WEIGHT, STATS, ADD, GRAD_X, SUMS, rows, width, programs,
+    BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr, WANTS_X: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Rows of several blocks, one row at a time; the sums over rows, which do not fit into registers, are in memory."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    for row in range(program, rows, programs):
+        start = row * width.to(tl.int64)
+        rstd = tl.load(STATS + row)
+        mean = 0.0
+        if CENTERED:
+            mean = tl.load(STATS + rows + row)
+        along = tl.zeros((BLOCK,), tl.float32)  # sums of g * n, and of g
+        across = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, width, BLOCK):
+            here = first + column
+            real = here < width
+            grad = tl.load(GRAD + start + here, mask=real, other=0.0).to(tl.float32)
+            normed = (tl.load(X + start + here, mask=real, other=0.0).to(tl.float32) - mean) * rstd
+            if NUM_SUMS > 0:
+                _add_to(SUMS + program.to(tl.int64) * width + here, grad * normed, real, row == program)
+            if NUM_SUMS > 1:
+                _add_to(SUMS + (programs + program).to(tl.int64) * width + here, grad, real, row == program)
+            grad = grad * _scale(WEIGHT, here, real, ZERO_CENTERED)
+            along += grad * normed
+            across += grad
+        if WANTS_X:
+            of_normed = tl.sum(along, 0) / width
+            of_mean = tl.sum(across, 0) / width
+            for first in range(0, width, BLOCK):
+                here = first + column
+                real = here < width
+                grad = tl.load(GRAD + start + here, mask=real, other=0.0).to(tl.float32) * _scale(WEIGHT, here, real, ZERO_CENTERED)
+                normed = (tl.load(X + start + here, mask=real, other=0.0).to(tl.float32) - mean) * rstd
+                back = grad - normed * of_normed
+                if CENTERED:
+                    back -= of_mean
+                back *= rstd
+                if HAS_ADD:
+                    back += tl.load(ADD + start + here, mask=real, other=0.0).to(tl.float32)
+                tl.store(GRAD_X + start + here, back.to(GRAD_X.dtype.element_ty), mask=real)
+        tl.debug_barrier()  # the next row adds to sums that other threads may have written
+
+
+@triton.jit
+def _add_to(SUM, x, real, is_first):
+    """Add x to memory that no other program touches; the first one overwrites."""
+    known = tl.load(SUM, mask=real, other=0.0)
+    tl.store(SUM, tl.where(is_first, x, known + x), mask=real)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Return (the normed x, its statistics for ``backward``).
+
+    Args:
+        x: [..., h].
+        weight, bias: [h].
+        eps: added to the variance, or to the mean square.
+        centered: LayerNorm; else RMSNorm.
+        zero_centered: the scale is 1 + weight.
+    """
+    x = x.contiguous()
+    width = x.shape[-1]
+    rows = x.numel() // width
+    y = torch.empty_like(x)
+    stats = torch.empty(2 if centered else 1, rows, dtype=torch.float32, device=x.device)
+    block, tile = _tile(width)
+    launch(
+        norm_forward_kernel, (ceil_div(rows, tile),), (x, weight, weight if bias is None else bias, y, stats, rows, width, eps),
+        reads=[x, weight] if bias is None else [x, weight, bias], writes=[y, stats], warps=warps_of(block * tile),
+        ROWS=tile, BLOCK=block, ONE_BLOCK=width <= block, CENTERED=centered, HAS_BIAS=bias is not None, ZERO_CENTERED=zero_centered,
+    )  # fmt: skip
+    return y, stats
+
+
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *, zero_centered: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, in its dtype, weight and bias, in fp32; None where ``need`` says so.
+
+    Args:
+        grad: gradient of the result, [..., h].
+        x, weight: as in ``forward``.
+        stats: of ``forward``.
+        need: flags of x, weight and bias.
+        add: another gradient of x, of its shape.
+    """
+    grad, x, add = grad.contiguous(), x.contiguous(), None if add is None else add.contiguous()
+    centered, width = stats.shape[0] == 2, x.shape[-1]
+    rows = x.numel() // width
+    num_sums = 2 if need[2] else 1 if need[1] else 0
+    block, tile = _tile(width)
+    programs = min(ceil_div(rows, tile), _MOST_PROGRAMS)
+    grad_x = torch.empty_like(x) if need[0] else None
+    sums = torch.empty(num_sums, programs, width, dtype=torch.float32, device=x.device)
+    is_wide = width > (WIDEST if width % 16 == 0 else WIDEST // 2)  # narrow accesses take more registers
+    block = min(block, _TILE * 4) if is_wide else block
+    tiles = {} if is_wide else {"ROWS": tile}
+    launch(
+        wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),
+        (grad, x, weight, stats, x if add is None else add, x if grad_x is None else grad_x, sums, rows, width, programs),
+        reads=[grad, x, weight, stats] if add is None else [grad, x, weight, stats, add],
+        writes=[t for t in (grad_x, sums) if t is not None and t.numel()], warps=warps_of(block * tile),
+        BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None, WANTS_X=need[0], NUM_SUMS=num_sums, **tiles,
+    )  # fmt: skip
+    if num_sums == 0:
+        return grad_x, None, None
+    of_weight, *of_bias = sums.sum(1).unbind()
+    return grad_x, of_weight if need[1] else None, of_bias[0] if need[2] else None
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Return (columns, rows) that a program works on at a time."""
+    block = min(power_of_2(width), WIDEST)
+    return block, max(1, _TILE // block)

@@ -1,0 +1,146 @@
+"""What a layer costs on a GPU: launches and bytes of its forward and backward, counted on the fake device.
+
+A training of three layers minus one of two is a layer. A launch is an operation of torch's or a kernel of ours; bytes
+are those that it reads and writes. Products, attention, collectives and the update are counted apart: what is left is
+memory-bound, and need not be there.
+
+``python -m fake_gpu.layer [--write]`` (with tests/ on the path) prints the table of docs/benchmarks/gpu_bytes.md, or
+writes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fake_gpu.jobs import Job, run_rank
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu_bytes.md"
+_LLAMA = (
+    "--bf16 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --attention-dropout 0"
+)
+_GPT = "--bf16 --attention-dropout 0"
+_7B = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096"
+_1B = "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 65536"
+_SP8 = "--sequence-parallel-size 8 --sp-overlap-mode chunked --sp-overlap-comm"
+_NO_DROPOUT = "--hidden-dropout 0"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a layer may take at most: launches and GB, beside products, attention, collectives and the update."""
+
+    launches: int
+    gigabytes: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer: flags, ranks, and its budget with Triton's kernels and without."""
+
+    flags: str
+    world_size: int
+    fused: Budget
+    plain: Budget
+
+
+CASES = {
+    "Llama 7B, 4K": Case(f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT}", 1, Budget(22, 1.9), Budget(115, 10.0)),
+    "Llama 7B, 4K, dropout 0.1": Case(
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 --hidden-dropout 0.1", 1, Budget(26, 2.1), Budget(240, 14.2)
+    ),
+    "Llama 1B, 64K, sp 8": Case(f"{_LLAMA} {_1B} {_SP8} {_NO_DROPOUT}", 8, Budget(68, 2.5), Budget(178, 10.8)),
+    "GPT 7B, 4K": Case(f"{_GPT} {_7B} {_NO_DROPOUT}", 1, Budget(36, 2.35), Budget(70, 2.75)),
+    "GPT 7B, 4K, dropout 0.1": Case(f"{_GPT} {_7B} --hidden-dropout 0.1", 1, Budget(38, 2.45), Budget(190, 6.8)),
+    "Llama 7B, 4K, tp 2 with sequence parallelism": Case(
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel", 2,
+        Budget(24, 1.0), Budget(116, 5.1),
+    ),
+    "Llama 7B, 4K, full recomputation": Case(
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1", 1, Budget(32, 2.6), Budget(155, 12.8),
+    ),
+    "Llama 7B, 4K, MLP in 4 chunks": Case(
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --mlp-chunks 4", 1, Budget(52, 2.0), Budget(270, 10.2)
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Layer:
+    """What one layer does in a step with one micro-batch: launches and bytes of each kind, and of each place of the last one."""
+
+    launches: Counter[str]
+    num_bytes: Counter[str]
+    places: Counter[tuple[str, str]]  # bytes of (file, operation) of the kind "rest"
+
+    @property
+    def gigabytes(self) -> float:
+        """Of what need not be there."""
+        return self.num_bytes["rest"] / 1e9
+
+
+def _kind(file: str, op: str) -> str:
+    if op.split(".")[0] in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+        return "collectives"
+    if file.startswith(("optim/", "training/", "ops/adamw.py")):
+        return "update"
+    if any(word in op for word in ("mm.", "bmm", "addmm")):
+        return "products"
+    return "attention" if "_attention" in op else "rest"
+
+
+def layer(case: Case, *, fused: bool) -> Layer:
+    """Count a layer."""
+    flags = f"{case.flags} --micro-batch-size 1 --train-iters 1 --fused-kernels {'auto' if fused else 'torch'}"
+    job = Job(flags, case.world_size, micro_batches=1, draws_weights=False)
+    result = Layer(Counter(), Counter(), Counter())
+    for sign, layers in ((-1, 2), (1, 3)):
+        outcome = run_rank(replace(job, flags=f"{flags} --num-layers {layers}"))
+        assert not outcome["error"] and not outcome["problems"], (outcome["error"], outcome["problems"], outcome["output"][-2000:])
+        for file, op, count, num_bytes in outcome["steps"][0]["files"]:
+            kind = _kind(file, op)
+            result.launches[kind] += sign * count
+            result.num_bytes[kind] += sign * num_bytes
+            if kind == "rest":
+                result.places[file, op] += sign * num_bytes
+    return result
+
+
+def page() -> str:
+    """Return docs/benchmarks/gpu_bytes.md."""
+    lines = [
+        "# Launches and bytes of a layer on a GPU",
+        "",
+        "Written by `python -m fake_gpu.layer --write` (with `tests` on the path), without a GPU: a training of three layers minus one",
+        "of two, forward and backward of one micro-batch, in bf16, on the [fake device](../design/009-fake-device.md). A launch is an",
+        "operation of torch's, which may be several kernels, or a kernel of ours. Bytes are what operations read and write, whatever a",
+        "cache saves.",
+        "Products, attention, collectives and the update are left out of the first columns. `tests/fake_gpu/test_layer.py` fails where",
+        "a layer takes more than its budget.",
+        "",
+        "| layer | launches | GB | budget | with `--fused-kernels torch` | budget | products, GB | attention, GB | collectives, GB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    places = []
+    for name, case in CASES.items():
+        fused, plain = layer(case, fused=True), layer(case, fused=False)
+        others = " | ".join(f"{fused.num_bytes[kind] / 1e9:.2f}" for kind in ("products", "attention", "collectives"))
+        lines.append(
+            f"| {name} | {fused.launches['rest']} | {fused.gigabytes:.2f} | {case.fused.launches}, {case.fused.gigabytes} |"
+            f" {plain.launches['rest']}, {plain.gigabytes:.2f} | {case.plain.launches}, {case.plain.gigabytes} | {others} |"
+        )
+        shown = [(place, b) for place, b in fused.places.most_common() if b >= 1e6]
+        places += ["", f"## {name}", "", "| MB | where | operation |", "|---|---|---|"]
+        places += [f"| {b / 1e6:.0f} | `{file}` | `{op}` |" for (file, op), b in shown]
+    return "\n".join([*lines, *places, ""])
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    else:
+        print(page())

@@ -1,0 +1,264 @@
+"""Triton's kernels against their plain forms, under the interpreter; called by ``test_interpreted.py`` through ``interpreter.py``.
+
+The interpreter cuts bf16 results off where a GPU rounds them, so bf16 may differ by a unit in the last place. Each check
+launches at most some 200 programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.attention import split_qkv
+from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.dropout import DropoutKeys, dropped, hash_dropout, keep_mask
+from megatron_sp.ops.kernels import activations, dropout, launch, norms
+from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
+from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
+from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
+from megatron_sp.parallel import lm_head
+from megatron_sp.parallel.lm_head import lm_head_loss
+from megatron_sp.parallel.tensor_parallel import NO_TP
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.1e-3, torch.bfloat16: 1.6e-2}  # of the largest value: about one unit in the last place
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers, always the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def require_close(got: Sequence[Tensor | None], want: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+    """Compare results in shape, dtype and value."""
+    assert len(got) == len(want)
+    for index, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert (g is None) == (w is None), f"result {index}: {g} is not {w}"
+        if g is None or w is None:
+            continue
+        assert g.shape == w.shape and g.dtype == w.dtype, f"result {index}: {g.dtype} {g.shape} is not {w.dtype} {w.shape}"
+        difference = float((g.double() - w.double()).abs().max() / w.double().abs().max().clamp_min(1e-30))
+        assert difference <= _TOLERANCE[dtype], f"result {index} differs by {difference:.3g} of its largest value"
+
+
+def count_launches() -> list[str]:
+    """Return a list that gets the name of each kernel that is launched from now on."""
+    names: list[str] = []
+
+    def run(launched: Launch) -> None:
+        names.append(launched.name)
+        launch._run(launched)
+
+    launch.launcher = run
+    return names
+
+
+def norm(kind: str, dtype_name: str, rows: int, width: int, zero_centered: bool, has_add: bool, needs: str) -> None:
+    """Compare forward and backward of a norm; ``needs`` has a letter for each gradient: x, w, b."""
+    dtype, centered = DTYPES[dtype_name], kind == "LayerNorm"
+    spec = NormSpec(kind, 1e-5, zero_centered)  # type: ignore[arg-type]
+    x, grad, add = (randn(rows, width, seed=i, dtype=dtype) for i in range(3))
+    x = x + 3 if centered else x  # a mean that is not small
+    weight, shift = (randn(width, seed=3 + i, dtype=dtype) for i in range(2))
+    bias = shift if centered else None
+    need = ("x" in needs, "w" in needs, "b" in needs and centered)
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            names = count_launches()
+            y, stats = norm_forward(x, weight, bias, spec)
+            back = norm_backward(grad, x, weight, bias, stats, spec, need, add if has_add else None)
+            results.append([y, *back])
+            assert bool(names) == yes
+    require_close(*results, dtype)
+
+
+def norm_of_strided(dtype_name: str) -> None:
+    """Norms of heads: views of the packed projection, and gradients that are not contiguous."""
+    dtype = DTYPES[dtype_name]
+    packed = randn(5, 6, 4, 32, dtype=dtype)
+    x, weight = packed[:, :, :2], randn(32, seed=1, dtype=dtype)
+    grad = randn(6, 5, 2, 32, seed=2, dtype=dtype).transpose(0, 1)
+    spec = NormSpec("RMSNorm", 1e-6)
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            y, stats = norm_forward(x, weight, None, spec)
+            results.append([y, *norm_backward(grad, x, weight, None, stats, spec, (True, True, False))])
+    require_close(*results, dtype)
+
+
+def norm_repeats() -> None:
+    """Equal to the last bit, also with fewer rows than programs, and with rows that are not a multiple of a tile's."""
+    x, weight = randn(37, 96), randn(96, seed=1)
+    with using_triton():
+        made = [norms.forward(x, weight, None, 1e-5, centered=False, zero_centered=False) for _ in range(2)]
+        back = [norms.backward(x, x, weight, stats, (True, True, False), None, zero_centered=False) for _, stats in made]
+    assert torch.equal(made[0][0], made[1][0]) and torch.equal(back[0][0], back[1][0]) and torch.equal(back[0][1], back[1][1])
+
+
+def norm_of_what_is_not_finite() -> None:
+    """NaN and infinity do not disappear, and stay in their row."""
+    for value in (float("nan"), float("inf")):
+        x = randn(4, 48)
+        x[1, 5] = value
+        with using_triton():
+            y, stats = norm_forward(x, torch.ones(48), None, NormSpec("RMSNorm", 1e-5))
+            grad_x, _, _ = norm_backward(x, x, torch.ones(48), None, stats, NormSpec("RMSNorm", 1e-5), (True, True, False))
+        assert not y[1].isfinite().all() and y[[0, 2, 3]].isfinite().all()
+        assert grad_x is not None and not grad_x[1].isfinite().all() and grad_x[[0, 2, 3]].isfinite().all()
+
+
+def _row_keys(tokens: int, batch: int, site: int = 1) -> Tensor:
+    return DropoutKeys.create(7, 3, torch.arange(batch), torch.arange(tokens)).row_keys(2, site)
+
+
+def dropout_mask(tokens: int, width: int, rate: float, first_channel: int) -> None:
+    """The mask is ``keep_mask`` bit for bit, and the row keys are equal."""
+    keys = _row_keys(tokens, 2)
+    with using_triton():
+        assert torch.equal(_row_keys(tokens, 2), keys)
+        kept = dropped(torch.ones(tokens, 2, width), rate, keys, first_channel=first_channel) != 0
+    assert torch.equal(kept, keep_mask(keys, width, rate, first_channel))
+
+
+def hash_dropout_and_residual(dtype_name: str, tokens: int, width: int, has_residual: bool) -> None:
+    """Compare forward and backward."""
+    dtype, keys = DTYPES[dtype_name], _row_keys(tokens, 2)
+    x, residual, grad = (randn(tokens, 2, width, seed=i, dtype=dtype) for i in range(3))
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()][: 1 + has_residual]
+            names = count_launches()
+            out = hash_dropout(leaves[0], 0.3, keys, residual=leaves[1] if has_residual else None)
+            results.append([out.detach(), *gradients_of(leaves, [out], [grad])])
+            assert names == (["dropout_kernel"] * 2 if yes else [])
+    require_close(*results, dtype)
+
+
+def dropout_of_broadcast_keys() -> None:
+    """Keys that broadcast, and an input that is not contiguous."""
+    keys, x = _row_keys(5, 2)[:, None], randn(2, 5, 3, 40).permute(1, 2, 0, 3)
+    with using_triton():
+        got = hash_dropout(x, 0.5, keys)
+    assert torch.equal(got, hash_dropout(x, 0.5, keys))
+    assert dropout.dropout(randn(4, 8), torch.zeros(4, dtype=torch.int32), -(2**31), 1.0).shape == (4, 8)  # nothing is dropped
+
+
+def activation(name: str, dtype_name: str, rows: int, width: int) -> None:
+    """Compare an activation, its backward, and the output that backward makes."""
+    dtype, act = DTYPES[dtype_name], Activation(name)  # type: ignore[arg-type]
+    u = randn(rows, 3, act.width_factor * width, dtype=dtype) * 3
+    grad = randn(rows, 3, width, seed=1, dtype=dtype)
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            assert is_fused(u) == yes
+            results.append([act.forward(u), act.backward_(grad.clone(), u)])
+    # the plain form rounds the activated gate before it is multiplied
+    require_close(*results, torch.bfloat16 if dtype == torch.bfloat16 else dtype)
+    with using_triton():
+        assert act.makes_output_in_backward(u) == (act.width_factor == 2)
+        if act.width_factor == 2:
+            memory = grad.clone()
+            grad_u, out = act.backward_with_output_(memory, u)
+            assert out.data_ptr() == memory.data_ptr(), "the output takes the memory of the gradient"
+            assert torch.equal(grad_u, results[0][1]) and torch.equal(out, results[0][0])
+
+
+def activation_of_extremes(name: str) -> None:
+    """Large numbers of both signs, zeros, infinities and NaN are as in torch."""
+    act = Activation(name)  # type: ignore[arg-type]
+    values = torch.tensor([0.0, -0.0, 1e-30, 30.0, -30.0, 200.0, -200.0, 1e4, -1e4, float("nan")])
+    u = torch.cat([values, torch.ones(10)] if act.width_factor == 2 else [values])[None]
+    grad = torch.ones(1, 10)
+    want = act.forward(u), act.backward_(grad.clone(), u)
+    out = activations.forward(u, name, gated=act.width_factor == 2)
+    back, _ = activations.backward_(grad.clone(), u, name, gated=act.width_factor == 2)
+    for g, w in ((out, want[0]), (back, want[1])):
+        assert torch.allclose(g, w, rtol=1e-5, atol=1e-6, equal_nan=True), f"{g} is not {w}"
+
+
+def rotation(dtype_name: str, heads: int, rotated: int, head_dim: int, rotated_dim: int, by_sequence: bool) -> None:
+    """Compare the rotation in place and back; what is not rotated keeps its bits."""
+    dtype, s, b, groups = DTYPES[dtype_name], 5, 2, 3
+    positions = torch.arange(s)[:, None] + torch.tensor([[0, 100]]) if by_sequence else torch.arange(s)
+    cos, sin = rotary_tables(positions, rotated_dim, 10_000.0)
+    x = randn(s, b, groups * heads * head_dim, dtype=dtype)
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            leaf = x.clone().requires_grad_()
+            out = apply_rotary(leaf.clone(), cos, sin, head_dim, heads=heads, rotated=rotated)
+            (grad,) = gradients_of([leaf], [out], [randn(*x.shape, seed=1, dtype=dtype)])
+            results.append([out.detach(), grad])
+    require_close(*results, dtype)
+    apart = [r.view(s, b * groups, heads, head_dim) for r in (results[0][0], x)]
+    assert torch.equal(apart[0][..., rotated_dim:], apart[1][..., rotated_dim:])
+    assert torch.equal(apart[0][:, :, rotated:], apart[1][:, :, rotated:])
+
+
+def packing(dtype_name: str, queries: int, head_dim: int, rotated_dim: int, by_sequence: bool) -> None:
+    """Compare the packed gradient of split_qkv; gradients come as attention kernels hand them out, transposed."""
+    dtype, s, b, groups = DTYPES[dtype_name], 4, 2, 3
+    positions = torch.arange(s)[:, None] + torch.tensor([[3, 50]]) if by_sequence else torch.arange(s)
+    tables = rotary_tables(positions, rotated_dim, 10_000.0) if rotated_dim else None
+    qkv = randn(s, b, groups * (queries + 2) * head_dim, dtype=dtype)
+    shapes = [(b * groups, n, s, head_dim) for n in (queries, 1, 1)]
+    grads = [randn(*shape, seed=i, dtype=dtype).permute(2, 0, 1, 3) for i, shape in enumerate(shapes)]
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            leaf = qkv.clone().requires_grad_()
+            names = count_launches()
+            heads = split_qkv(leaf.clone(), queries, head_dim, tables)
+            results.append([*(h.detach().clone() for h in heads), *gradients_of([leaf], heads, grads)])
+            assert not yes or names[-1] == "pack_kernel"
+    require_close(*results, dtype)
+
+
+def rotation_leaves_the_rest() -> None:
+    """A view in the middle of a tensor is rotated, and nothing beside it is written."""
+    x = randn(4, 3, 5, 16)
+    cos, sin = rotary_tables(torch.arange(4), 8, 10_000.0)
+    want, got = x.clone(), x.clone()
+    rotate_(want[:, :, 1:3], cos, sin, back=True)
+    with using_triton():
+        rotate_(got[:, :, 1:3], cos, sin, back=True)
+    assert torch.allclose(got, want, atol=1e-6) and torch.equal(got[:, :, 3:], x[:, :, 3:]) and torch.equal(got[:, :, 0], x[:, :, 0])
+
+
+def cross_entropy(dtype_name: str, tokens: int, rows: int, vocab_size: int, chunk: int) -> None:
+    """Compare the LM head's loss and gradients; some tokens do not count, one of them has a label of no meaning."""
+    dtype = DTYPES[dtype_name]
+    x, weight = randn(tokens, 1, 16, dtype=dtype), randn(rows, 16, seed=1, dtype=dtype)
+    labels = torch.randint(0, vocab_size, (tokens, 1), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones(tokens, 1)
+    mask[0], labels[0] = 0.0, -100
+    results = []
+    for yes in (True, False):
+        with using_triton(yes):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            names = count_launches()
+            loss = lm_head_loss(*leaves, labels, mask, vocab_size=vocab_size, chunk_tokens=chunk)
+            grads = gradients_of(leaves, [loss.sum], [torch.tensor(0.25)])
+            results.append([loss.sum.detach(), loss.tokens, *grads])
+            assert (names[:2] == ["cross_entropy_statistics_kernel", "cross_entropy_gradient_kernel"]) == yes
+            assert torch.equal(loss.hits[:, 0], (x[:, 0].float() @ weight[:vocab_size].float().t()).argmax(1) == labels[:, 0].clamp(0))
+    require_close(*results, dtype)
+
+
+def cross_entropy_of_extremes() -> None:
+    """Huge logits do not overflow, ties are hits, NaN is not lost, padding does not count."""
+    logits = torch.tensor([[1e4, -1e4, 0.0, 9e9], [5.0, 5.0, 1.0, 9e9], [float("nan"), 0.0, 1.0, 9e9], [-1e30, -1e30, -1e30, 9e9]])
+    labels, weight, rows = torch.tensor([1, 0, 1, 2]), torch.ones(4, 1), lm_head._Rows(0, 3, 3)
+    plain = logits.masked_fill(torch.arange(4) == 3, float("-inf"))
+    made = [lm_head._FusedChunk(logits.clone(), labels, rows, NO_TP), lm_head._Chunk(plain.clone(), labels, rows, NO_TP)]
+    assert torch.allclose(made[0].tokens, made[1].tokens, equal_nan=True), f"{made[0].tokens} is not {made[1].tokens}"
+    assert made[0].hits.tolist() == [False, True, False, True] and made[0].tokens[2].isnan()
+    grads = [grad * factor for grad, factor in (chunk.grad_of_logits_(weight, torch.float32) for chunk in made)]
+    assert torch.allclose(grads[0][:, :3], grads[1][:, :3], equal_nan=True) and not grads[0][:, 3].any()

@@ -1,0 +1,103 @@
+"""Triton's kernels compute what their plain forms compute: under the interpreter, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels.interpreter import interpret
+
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu")
+NORMS = [
+    # kind, dtype, rows, width, zero-centered, with the residual's gradient, wanted gradients
+    ("RMSNorm", "fp32", 33, 96, False, True, "xw"),
+    ("RMSNorm", "fp32", 5, 1, True, False, "xw"),
+    ("RMSNorm", "fp16", 1, 1000, True, True, "xw"),
+    ("RMSNorm", "bf16", 7, 64, False, True, "xw"),
+    ("RMSNorm", "fp32", 3, 5001, False, True, "xw"),
+    ("RMSNorm", "fp32", 2, 8192, True, True, "x"),
+    ("RMSNorm", "fp32", 3, 9001, True, True, "xw"),
+    ("RMSNorm", "fp16", 2, 16384, False, False, "w"),
+    ("RMSNorm", "fp32", 700, 8, False, True, "xw"),
+    ("RMSNorm", "fp32", 259, 1024, False, False, "xw"),
+    ("LayerNorm", "fp32", 33, 96, False, True, "xwb"),
+    ("LayerNorm", "fp16", 4, 1000, True, True, "xwb"),
+    ("LayerNorm", "bf16", 7, 64, True, False, "xwb"),
+    ("LayerNorm", "fp32", 2, 9000, True, True, "xwb"),
+    ("LayerNorm", "fp32", 3, 48, False, True, "xb"),
+    ("LayerNorm", "fp32", 3, 48, False, False, "wb"),
+    ("LayerNorm", "fp32", 300, 512, False, True, "xwb"),
+    ("LayerNorm", "fp32", 3, 8200, False, True, "x"),
+]
+CHECKS: list[tuple[Any, ...]] = [
+    *(("norm", *case) for case in NORMS),
+    ("norm_of_strided", "fp32"),
+    ("norm_of_strided", "fp16"),
+    ("norm_repeats",),
+    ("norm_of_what_is_not_finite",),
+    *(
+        ("dropout_mask", *case)
+        for case in [(5, 100, 0.2, 0), (3, 1, 0.5, 7), (9, 600, 1e-4, 4096), (4, 513, 0.999, 1), (8, 512, 0.1, 3 * 10**9)]
+    ),
+    *(
+        ("hash_dropout_and_residual", dtype, 5, width, residual)
+        for dtype, width, residual in [
+            ("fp32", 100, True),
+            ("fp16", 600, True),
+            ("bf16", 33, True),
+            ("fp32", 64, False),
+            ("fp16", 5, False),
+        ]
+    ),
+    ("dropout_of_broadcast_keys",),
+    *(("activation", name, dtype, 4, width) for name in ACTIVATIONS for dtype, width in [("fp32", 40), ("fp16", 1100), ("bf16", 17)]),
+    *(("activation_of_extremes", name) for name in ACTIVATIONS),
+    *(
+        ("rotation", *case)
+        for case in [
+            ("fp32", 3, 2, 16, 16, False),
+            ("fp16", 1, 1, 8, 8, True),
+            ("bf16", 4, 3, 24, 12, False),
+            ("fp32", 6, 5, 10, 4, True),
+            ("fp16", 3, 2, 128, 128, False),
+        ]
+    ),
+    ("rotation_leaves_the_rest",),
+    *(
+        ("packing", *case)
+        for case in [
+            ("fp32", 1, 16, 16, False),
+            ("fp16", 4, 128, 128, False),
+            ("bf16", 2, 24, 12, True),
+            ("fp32", 3, 10, 0, False),
+            ("fp32", 5, 20, 6, True),
+        ]
+    ),
+    *(
+        ("cross_entropy", *case)
+        for case in [
+            ("fp32", 7, 40, 37, 3),
+            ("fp16", 5, 64, 64, 128),
+            ("bf16", 6, 33, 20, 4),
+            ("fp32", 2, 5000, 4999, 128),
+            ("fp16", 3, 2049, 2048, 2),
+        ]
+    ),
+    ("cross_entropy_of_extremes",),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join(map(str, check)))
+def test_the_interpreted_kernel(check: tuple[Any, ...]) -> None:
+    interpret(check[0], *check[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("width", [31, 128, 1023, 4097, 8191, 8193, 12288])
+@pytest.mark.parametrize("rows", [1, 2, 17, 130])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms_of_many_shapes(kind: str, dtype: str, rows: int, width: int, zero_centered: bool) -> None:
+    interpret("norm", kind, dtype, rows, width, zero_centered, True, "xwb")
