@@ -24,7 +24,7 @@ OTHERS = (
     "kernels:run_others",
 )  # fmt: skip
 LEAST_RECORDS = {
-    "kernels:run": 65,
+    "kernels:run": 78,
     "timeline:run": 4,
     "steps:run": 17,
     "replay:run_1b_64k": 5,
@@ -59,6 +59,8 @@ def test_parts_run_as_the_cuda_branch(parts: tuple[str, ...]) -> None:
 
 def _all_are_timed_by_events_behind_a_flush(found: dict[str, Any]) -> None:
     timed = [record for record in found["records"] if record["table"].startswith("how fast")]
-    assert len([record for record in timed if record["row"].endswith(": torch")]) == 14
+    for form in ("torch", "triton"):  # seven chains, forward and backward
+        assert len([record for record in timed if record["row"].endswith(f": {form}")]) == 14
+    assert {name for name in found["launches"] if name.startswith("triton.")} != set()
     assert {record["values"]["median_ms"] for record in timed} == {1.0}, "the fake device's events are 1 ms apart"
     assert found["launches"]["aten.zero_.default"] >= 3 * len(timed)

@@ -1,15 +1,13 @@
 """Elementwise chains of a training step, each in several forms: torch's, compiled, of other libraries.
 
 A ``Chain`` has a plain function of its inputs, which says what is right and is what torch.compile gets, and a table of
-forms. The forms of ``ours`` go through the public functions of ``megatron_sp.ops`` with the arguments by which a run
-chooses kernels; a kernel that the functions do not know yet, or that this machine has not, is *not there*.
+forms. Those of ours go through the public functions of ``megatron_sp.ops`` and are held to one choice of
+--fused-kernels; kernels that this machine has not are *not there*.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from first_light.fused import KERNELS, require, using
 from first_light.records import NotThereError
-from megatron_sp.ops import availability
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout, keep_mask
-from megatron_sp.ops.fused_kernels import KernelUse, choose_fused_kernels
 from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 from megatron_sp.parallel.lm_head import lm_head_loss
@@ -35,8 +32,6 @@ def _nothing() -> None:
     pass
 
 
-OURS = ("torch", "triton", "apex")
-"""Values of --fused-kernels that our functions are asked for by."""
 EPS, RATE = 1e-5, 0.1
 
 
@@ -99,37 +94,32 @@ class Chain:
         return Calls(forward, backward)
 
 
-def ask(function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
-    """Return one of our functions with a kernel chosen, by its argument ``kernel``.
+def ours(kernel: str, draw: Draw, make: Callable[[str], Calls], norm: NormSpec | None = None) -> Calls:
+    """Return what ``make`` does of a kernel's name, held to that kernel.
 
     Raises:
-        NotThereError: it has no such kernel, or this machine does not.
+        NotThereError: this machine has no such kernels.
     """
-    if kernel == "torch":
-        return function
-    if "kernel" not in inspect.signature(function).parameters:
-        raise NotThereError(f"{function.__name__} has no kernel but torch's")
-    _require(kernel)
-    return partial(function, kernel=kernel)
-
-
-def ask_norm(spec: NormSpec, kernel: str, device: torch.device, dtype: torch.dtype) -> NormSpec:
-    """Return the spec with a kernel chosen. Raises NotThereError as ``ask``."""
-    if kernel not in typing.get_args(typing.get_type_hints(NormSpec)["kernel"]):
-        raise NotThereError(f"norms have no kernel of {kernel}'s")
-    chosen = replace(spec, kernel=kernel)  # type: ignore[arg-type]
     if kernel != "torch":
-        try:
-            choose_fused_kernels(kernel, KernelUse(device, dtype, adamw=False, norm=chosen))
-        except RuntimeError as error:
-            raise NotThereError(str(error).partition(". Use ")[0]) from None
-    return chosen
+        require(kernel, draw.device, draw.dtype, norm)
+    with using(kernel):
+        made = make(kernel)
+
+    def held(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with using(kernel):
+                return call()
+
+        return run
+
+    return Calls(*(held(getattr(made, name)) for name in ("forward", "backward", "before_forward", "before_backward")))
 
 
-def _require(kernel: str) -> None:
-    found = availability.find("triton" if kernel == "triton" else "apex")
-    if not found.available:
-        raise NotThereError(found.reason)
+def forms_of(
+    draw: Draw, make: Callable[[str], Calls], kernels: Sequence[str] = ("torch", "triton"), norm: NormSpec | None = None
+) -> dict[str, Form]:
+    """Return the table of a chain's forms that go through our own functions."""
+    return {kernel: partial(ours, kernel, draw, make, norm) for kernel in kernels}
 
 
 def compiled(chain: Chain, backend: str) -> Calls:
@@ -162,12 +152,12 @@ class Shape:
 
 def chains(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], Chain]]:
     """Yield what makes each chain; their operands exist one chain at a time."""
-    makers: tuple[Callable[[Shape, _Draw], Chain], ...] = (
+    makers: tuple[Callable[[Shape, Draw], Chain], ...] = (
         partial(_norm, "RMSNorm"), partial(_norm, "LayerNorm"), _dropout, partial(_gated, "swiglu"), partial(_gated, "geglu_tanh"), _rotary,
         _head,
     )  # fmt: skip
     for maker in makers:
-        yield partial(maker, shape, _Draw(device, dtype))
+        yield partial(maker, shape, Draw(device, dtype))
 
 
 def others(chain: Chain, backend: str) -> dict[str, Form]:
@@ -178,7 +168,7 @@ def others(chain: Chain, backend: str) -> dict[str, Form]:
     return made
 
 
-class _Draw:
+class Draw:
     """Random operands."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -196,7 +186,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _norm(kind: str, shape: Shape, draw: _Draw) -> Chain:
+def _norm(kind: str, shape: Shape, draw: Draw) -> Chain:
     """Norm; its backward pass adds the residual's gradient."""
     x, add, grad = (draw(shape.tokens, 1, shape.hidden) for _ in range(3))
     weight, shift = 1 + draw(shape.hidden, scale=0.1), draw(shape.hidden)
@@ -204,8 +194,8 @@ def _norm(kind: str, shape: Shape, draw: _Draw) -> Chain:
     spec = NormSpec(kind, EPS)  # type: ignore[arg-type]
     params = (weight,) if bias is None else (weight, bias)
 
-    def ours(kernel: str) -> Calls:
-        chosen = ask_norm(spec, kernel, draw.device, draw.dtype)
+    def make(kernel: str) -> Calls:
+        chosen = replace(spec, kernel="apex" if kernel == "apex" else "torch")
         stats = norm_forward(x, weight, bias, chosen)[1]
         return Calls(
             lambda: [norm_forward(x, weight, bias, chosen)[0]],
@@ -218,13 +208,13 @@ def _norm(kind: str, shape: Shape, draw: _Draw) -> Chain:
             return F.layer_norm(wide, wide.shape[-1:], scale, _wide(bias), EPS).to(x.dtype)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * scale).to(x.dtype)
 
-    forms: dict[str, Form] = {kernel: partial(ours, kernel) for kernel in OURS}
+    forms = forms_of(draw, make, KERNELS, spec)
     # 0.0: offset of the weight; "llama": rounds before the weight; False: not in place
     liger = ("liger_rms_norm", EPS, 0.0, "llama", False) if bias is None else ("liger_layer_norm", EPS)
     return Chain(f"{kind}, {shape.label}", plain, (x, *params), grad, (2 * _bytes(x), 4 * _bytes(x)), forms, add=add, liger=liger)
 
 
-def _dropout(shape: Shape, draw: _Draw) -> Chain:
+def _dropout(shape: Shape, draw: Draw) -> Chain:
     """Dropout by hash, and the residual."""
     x, residual, grad = (draw(shape.tokens, 1, shape.hidden) for _ in range(3))
     positions = torch.arange(shape.tokens, device=draw.device)
@@ -244,21 +234,20 @@ def _dropout(shape: Shape, draw: _Draw) -> Chain:
         dropped=~keep_mask(keys.cpu(), shape.hidden, RATE),
     )
 
-    def ours(kernel: str) -> Calls:
-        function = ask(hash_dropout, kernel)
-        return chain.by_autograd(lambda x, residual: function(x, RATE, keys, residual=residual))
+    def make(_: str) -> Calls:
+        return chain.by_autograd(lambda x, residual: hash_dropout(x, RATE, keys, residual=residual))
 
-    chain.forms.update({kernel: partial(ours, kernel) for kernel in ("torch", "triton")})
+    chain.forms.update(forms_of(draw, make))
     return chain
 
 
-def _gated(name: Any, shape: Shape, draw: _Draw) -> Chain:
+def _gated(name: Any, shape: Shape, draw: Draw) -> Chain:
     """A gated activation of [gate | up]."""
     u, grad = draw(shape.tokens, 1, 2 * shape.ffn), draw(shape.tokens, 1, shape.ffn)
     spare = torch.empty_like(grad)
 
-    def ours(kernel: str) -> Calls:
-        activation = ask(Activation, kernel)(name)
+    def make(_: str) -> Calls:
+        activation = Activation(name)
         # the gradient's memory may be reused
         return Calls(lambda: [activation.forward(u)], lambda: [activation.backward_(spare, u)], before_backward=lambda: spare.copy_(grad))
 
@@ -266,20 +255,20 @@ def _gated(name: Any, shape: Shape, draw: _Draw) -> Chain:
         gate, up = _wide(u).chunk(2, dim=-1)
         return ((F.silu(gate) if name == "swiglu" else F.gelu(gate, approximate="tanh")) * up).to(u.dtype)
 
-    forms: dict[str, Form] = {kernel: partial(ours, kernel) for kernel in ("torch", "triton")}
+    forms = forms_of(draw, make)
     moved = _bytes(grad)
     return Chain(f"{name}, {shape.label}", plain, (u,), grad, (3 * moved, 5 * moved), forms)
 
 
-def _rotary(shape: Shape, draw: _Draw) -> Chain:
+def _rotary(shape: Shape, draw: Draw) -> Chain:
     """Rotary positions of queries and keys inside packed q, k, v, in place."""
     d, n = shape.hidden // shape.heads, shape.heads
     qkv, grad = (draw(shape.tokens, 1, 3 * shape.hidden) for _ in range(2))
     cos, sin = rotary_tables(torch.arange(shape.tokens, device=draw.device), d, 1e4)
     spare, spare_grad, back = torch.empty_like(qkv), torch.empty_like(grad), -sin
 
-    def ours(kernel: str) -> Calls:
-        turn = partial(ask(apply_rotary, kernel), head_dim=d, heads=3, rotated=2)
+    def make(_: str) -> Calls:
+        turn = partial(apply_rotary, head_dim=d, heads=3, rotated=2)
         return Calls(
             lambda: [turn(spare, cos, sin)], lambda: [turn(spare_grad, cos, back)], lambda: spare.copy_(qkv), lambda: spare_grad.copy_(grad)
         )
@@ -291,12 +280,12 @@ def _rotary(shape: Shape, draw: _Draw) -> Chain:
         turned = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
         return torch.cat([turned, heads[:, :, 2:]], dim=2).view(qkv.shape).to(qkv.dtype)
 
-    forms: dict[str, Form] = {kernel: partial(ours, kernel) for kernel in ("torch", "triton")}
+    forms = forms_of(draw, make)
     moved = 2 * _bytes(qkv) * 2 / 3  # queries and keys, read and written
     return Chain(f"rotary in packed QKV, {shape.label}", plain, (qkv,), grad, (moved, moved), forms)
 
 
-def _head(shape: Shape, draw: _Draw) -> Chain:
+def _head(shape: Shape, draw: Draw) -> Chain:
     """LM head and cross entropy; its forward pass computes the gradients as well."""
     x, weight = draw(shape.tokens, 1, shape.hidden), draw(shape.vocab, shape.hidden, scale=shape.hidden**-0.5)
     labels = torch.arange(shape.tokens, device=draw.device)[:, None] * 7 % shape.vocab
@@ -309,9 +298,8 @@ def _head(shape: Shape, draw: _Draw) -> Chain:
     moved = 3 * (_bytes(x) + _bytes(weight))
     chain = Chain(f"LM head and loss, {shape.label}", plain, (x, weight), grad, (moved, _bytes(x) + _bytes(weight)), {})
 
-    def ours(kernel: str) -> Calls:
-        function = ask(lm_head_loss, kernel)
-        return chain.by_autograd(lambda x, weight: function(x, weight, labels, mask, vocab_size=shape.vocab).sum)
+    def make(_: str) -> Calls:
+        return chain.by_autograd(lambda x, weight: lm_head_loss(x, weight, labels, mask, vocab_size=shape.vocab).sum)
 
-    chain.forms.update({kernel: partial(ours, kernel) for kernel in ("torch", "triton")})
+    chain.forms.update(forms_of(draw, make))
     return chain

@@ -6,18 +6,17 @@ chain must at least read and write, so a form that moves more shows as slower. O
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from first_light.fused import require
 from first_light.measure import Stopwatch, error_of
-from first_light.parts.kernel_forms import OURS, Calls, Chain, Form, Shape, Tensors, chains, others
+from first_light.parts.kernel_forms import Calls, Chain, Form, Shape, Tensors, chains, others
 from first_light.records import Context, NotThereError, Verdict, failure
 from megatron_sp.ops.adamw import AdamStep, adamw_
-from megatron_sp.ops.fused_kernels import FusedKernelName, KernelUse, choose_fused_kernels
 
 SHAPES = (Shape("7B, 4K tokens", 4096, 4096, 11008, 32, 32000), Shape("1B, 64K tokens, sp 8", 8192, 2048, 8192, 16, 50304))
 _TINY = (Shape("tiny", 48, 64, 96, 4, 100),)
@@ -108,15 +107,10 @@ def adamw(context: Context) -> None:
     watch = Stopwatch(device, 3 if context.tiny else 15, 2**20 if context.tiny else 2**30)
     step = AdamStep(count=10, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     count = 2**10 if context.tiny else 2**27
-    for name in OURS:
+    for name in ("torch", "apex"):
 
         def measure(name: Any = name) -> dict[str, Any]:
-            if name not in typing.get_args(FusedKernelName):
-                raise NotThereError(f"AdamW has no kernel of {name}'s")
-            try:
-                choose_fused_kernels(name, KernelUse(device, torch.float32))
-            except RuntimeError as lack:
-                raise NotThereError(str(lack).partition(". Use ")[0]) from None
+            require(name, device, torch.float32, adamw=True)
             small = [torch.rand(1000, device=device) for _ in range(4)]
             want = _adamw_by_hand([t.double() for t in small], step)
             adamw_(*small, step, name)

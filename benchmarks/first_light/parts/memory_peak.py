@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import memory
+import torch
 
+from first_light.fused import available, using
 from first_light.records import Context
 
 BOUND = 0.05
@@ -28,7 +30,10 @@ def run(context: Context) -> None:
     shape = _TINY if context.tiny else _SHAPE
     names = ("GPT", "Llama") if context.tiny else tuple(LAYOUTS)
     for name in names:
-        context.attempt("bytes of a step", name, lambda name=name: _compare(context, name, shape))  # type: ignore[misc]
+        for kernel in available(torch.device(context.device)):
+            with using(kernel):
+                row = f"{name}, kernels of {kernel}"
+                context.attempt("bytes of a step", row, lambda name=name: _compare(context, name, shape))  # type: ignore[misc]
 
 
 def _compare(context: Context, name: str, shape: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from common import Stats
 from gpu import ulysses_replay
 
+from first_light.fused import available, using
 from first_light.prediction import against, config_of, machine_of, predict
 from first_light.records import Context
 
@@ -28,8 +29,13 @@ def _run(context: Context, label: str) -> None:
     label = "smoke" if context.tiny else label
     shape, device = ulysses_replay.SHAPES[label], torch.device(context.device)
     predicted = context.attempt("the planner's prediction", label, lambda: _predicted(context, shape))
-    for name, build in ulysses_replay.contenders(shape, device, peer=False).items():
-        found = context.attempt("a micro-batch", f"{label}: {name}", lambda build=build: _measured(context, build, shape, device))  # type: ignore[misc]
+    kernels = available(device)
+    every = [(name, build, kernels[-1]) for name, build in ulysses_replay.contenders(shape, device, peer=False).items()]
+    every += [(name, build, "torch") for name, build, _ in every if name == "none" and kernels[-1] != "torch"]
+    for name, build, kernel in every:
+        row = f"{label}: {name}, kernels of {kernel}"
+        with using(kernel):
+            found = context.attempt("a micro-batch", row, lambda build=build: _measured(context, build, shape, device))  # type: ignore[misc]
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ import torch
 from common import Stats
 from gpu import step
 
+from first_light.fused import available, using
 from first_light.prediction import against, config_of, machine_of, predict
 from first_light.records import Context
 from megatron_sp.comm.groups import destroy_process_group
@@ -31,7 +32,16 @@ def run_large(context: Context) -> None:
 def _run(context: Context, label: str) -> None:
     shape, device = step.SHAPES[label], torch.device(context.device)
     predicted = context.attempt("the planner's prediction", label, lambda: _predicted(context, shape))
-    measured = context.attempt("a step", label, lambda: _measured(context, shape, device))
+    for kernel in available(device):
+        _compare(context, f"{label}, kernels of {kernel}", shape, device, kernel, predicted)
+
+
+def _compare(
+    context: Context, label: str, shape: dict[str, int], device: torch.device, kernel: str, predicted: dict[str, Any] | None
+) -> None:
+    """Measure a step with somebody's elementwise kernels and hold it against the predictions."""
+    with using(kernel):
+        measured = context.attempt("a step", label, lambda: _measured(context, shape, device))
     _empty(device)
     if predicted and measured:
         context.record("measured against predicted", label, **against(measured["median_ms"], predicted["predicted_ms"]))

@@ -44,6 +44,7 @@ class Mode:
 _FULLY = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MODES = {
     "fp32": Mode(), "bf16": Mode(how="--bf16"), "fp16": Mode(how="--fp16"),
+    "fp32, kernels of torch": Mode(how="--fused-kernels torch"), "bf16, kernels of torch": Mode(how="--bf16 --fused-kernels torch"),
     "hidden dropout": Mode("--attention-dropout 0 --hidden-dropout 0.1"),
     "recompute selective": Mode(how="--bf16 --recompute-granularity selective"), "recompute full": Mode(how=f"--bf16 {_FULLY}"),
     "MLP in chunks": Mode(how="--bf16 --mlp-chunks 4"),

@@ -18,6 +18,7 @@ import torch
 from gpu import ulysses_replay
 from gpu.ulysses_replay import MODES, Replay
 
+from first_light.fused import available, using
 from first_light.records import Context, NotThereError
 from megatron_sp.comm.recorder import WAIT, CudaClock, Recorder, StepTimes, WallClock
 from megatron_sp.training.overlap_picture import in_lanes, windows
@@ -33,8 +34,13 @@ _KINDS = {  # by words in a kernel's name, the first that fits
 
 
 def run(context: Context) -> None:
-    """Record a time line of each mode, and the profile of one."""
+    """Record a time line of each mode, and the profile of one, with the kernels that a run takes."""
     device = torch.device(context.device)
+    with using(available(device)[-1]):
+        _run(context, device)
+
+
+def _run(context: Context, device: torch.device) -> None:
     label = "smoke" if context.tiny else LABEL
     shape = dict(ulysses_replay.SHAPES[label])
     if not context.tiny:

@@ -29,8 +29,7 @@ from first_light.records import Context, NotThereError, Record  # noqa: E402
 from first_light.report import read_report  # noqa: E402
 
 from megatron_sp.comm.recorder import Collective, CollectiveTimes, Span, StepTimes  # noqa: E402
-from megatron_sp.ops import availability  # noqa: E402
-from megatron_sp.ops.norm import NormSpec  # noqa: E402
+from megatron_sp.ops.kernels import launch  # noqa: E402
 
 CPU, SHAPE = torch.device("cpu"), kernel_forms.Shape("tiny", 24, 64, 96, 4, 100)
 
@@ -122,29 +121,32 @@ def test_a_mask_that_is_not_the_cpus_is_wrong_however_small_the_error() -> None:
 def test_forms_that_are_not_there_are_said_to_be() -> None:
     found = of(record(kernels.run), "what they compute")
     verdicts = {row.rpartition(": ")[2] for row in found}, {row: r.verdict for row, r in found.items() if row.endswith(": torch")}
+    assert "it needs a GPU" in found["swiglu, tiny, bfloat16: triton"].message
     assert verdicts[0] == {"torch", "triton", "apex"} and set(verdicts[1].values()) == {"ok"} and len(verdicts[1]) == 3 * 7
     apex = found["RMSNorm, tiny, bfloat16: apex"]
     assert apex.verdict == "absent" and "it needs a GPU" in apex.message
     assert all(r.verdict in ("ok", "absent") for r in found.values())
 
 
-def test_a_kernel_that_the_functions_learn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a function has an argument ``kernel``, the form is there: nothing has to be changed here."""
-    asked: list[str] = []
+def test_each_form_is_held_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's while its own halves are called, in any order, and nobody else's."""
+    monkeypatch.setattr(kernel_forms, "require", lambda *_: None)
+    seen: list[tuple[str, bool]] = []
 
-    def op(x: Tensor, kernel: str = "torch") -> Tensor:
-        asked.append(kernel)
-        return x
+    def make(kernel: str) -> kernel_forms.Calls:
+        def call() -> list[Tensor | None]:
+            seen.append((kernel, launch._in_use))
+            return []
 
-    monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, True, "3.7"))
-    kernel_forms.ask(op, "triton")(torch.ones(1))
-    kernel_forms.ask(op, "torch")(torch.ones(1))
-    assert asked == ["triton", "torch"]
-    monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, False, "", f"{name} is too old"))
-    with pytest.raises(NotThereError, match="triton is too old"):
-        kernel_forms.ask(op, "triton")
-    with pytest.raises(NotThereError, match="norms have no kernel of liger's"):
-        kernel_forms.ask_norm(NormSpec("RMSNorm", 1e-5), "liger", CPU, torch.float32)
+        call()
+        return kernel_forms.Calls(call, call, call, call)
+
+    forms = kernel_forms.forms_of(kernel_forms.Draw(CPU, torch.float32), make)
+    both = [forms["triton"](), forms["torch"]()]
+    for calls in (*both, *reversed(both)):
+        for half in (calls.before_forward, calls.forward, calls.before_backward, calls.backward):
+            half()
+    assert len(seen) == 18 and all(in_use == (kernel == "triton") for kernel, in_use in seen) and not launch._in_use
 
 
 def test_adamw_by_hand_is_torchs() -> None:
@@ -210,7 +212,7 @@ def test_memory_is_held_against_the_form(monkeypatch: pytest.MonkeyPatch) -> Non
         plan = memory_peak.memory.predict(memory_peak.LAYOUTS["GPT"], memory_peak._TINY, 2)
         peak = int(plan.peak * factor)
         monkeypatch.setattr(memory_peak.memory, "run", lambda *_, peak=peak: [{"peak": peak, "resident": 1}])
-        found = of(record(memory_peak.run), "bytes of a step")["GPT"]
+        found = of(record(memory_peak.run), "bytes of a step")["GPT, kernels of torch"]
         assert found.verdict == verdict and found.values["measured / form"] == pytest.approx(factor, rel=1e-3)
 
 
