@@ -24,7 +24,7 @@ from pathlib import Path
 from common import git_revision
 
 from first_light.page import write_page
-from first_light.plan import PARTS, Part
+from first_light.plan import PARTS, parts_for
 from first_light.probe import probe
 from first_light.report import LOGS, NAME, PAGE, Report, open_report, read_report
 from first_light.runner import Machine, Runner
@@ -54,8 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         write_page(read_report(folder / NAME), folder / PAGE)
         print(f"written to {folder / PAGE}")
         return EXIT_OK
-    parts = _chosen(options.parts)
+    _require_known(options.parts)
     machine, words = _machine(options.device)
+    parts = parts_for(machine.device)
+    if left_out := [name for name in options.parts or () if name not in [part.name for part in parts]]:
+        raise ConfigError(f"--parts {left_out[0]} is for GPUs alone: on a CPU another part tries the same code, so leave it out")
     report = open_report(folder, words)
     with _alone(folder):
         command = shlex.join(["bash", "scripts/first_light.sh", *(sys.argv[1:] if argv is None else argv)])
@@ -70,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         runner = Runner(
             report, machine, keep, 60.0 * options.minutes, folder / LOGS, again=options.again, say=lambda line: print(line, flush=True)
         )
-        left = runner.run([part for part in parts if machine.device == "cuda" or part.needs != "gpu"])
+        left = runner.run([part for part in parts if options.parts is None or part.name in options.parts])
         keep()
     return _end(report, left, runner.stopped, folder)
 
@@ -90,12 +93,11 @@ def _end(report: Report, left: list[str], stopped: int, folder: Path) -> int:
     return EXIT_PREEMPTED if left else EXIT_OK
 
 
-def _chosen(names: list[str] | None) -> list[Part]:
-    known = {part.name: part for part in PARTS}
+def _require_known(names: list[str] | None) -> None:
+    known = [part.name for part in PARTS]
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"--parts {unknown[0]} is unknown: use some of {', '.join(known)}")
-    return [part for part in PARTS if names is None or part.name in names]
 
 
 def _machine(device: str) -> tuple[Machine, dict[str, str]]:

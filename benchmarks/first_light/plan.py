@@ -19,7 +19,7 @@ class Part:
         function: ``module:function`` in ``first_light.parts``.
         limit_s: after so long it is ended, and counts as failed.
         least_s: with less time left it is not begun.
-        needs: "" or "gpu": left out on a CPU.
+        is_for_gpus: left out on a CPU, where another part has tried the same code with the same tiny shapes.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Part:
     function: str
     limit_s: float
     least_s: float = 10.0
-    needs: str = ""
+    is_for_gpus: bool = False
 
     def load(self) -> Callable[[Context], None]:
         """Import the part's function."""
@@ -46,8 +46,13 @@ PARTS = (
     Part("attention", "Attention kernels", "attention:run", 240, 30),
     Part("timeline", "A time line: what exchanges hide behind", "timeline:run", 150, 20),
     Part("collectives", "NCCL on all GPUs", "collectives:run", 240, 30),
-    Part("replay-7b-16k", "One rank of sp 8: 7B parameters, 16K tokens", "replay:run_7b_16k", 240, 40),
+    Part("replay-7b-16k", "One rank of sp 8: 7B parameters, 16K tokens", "replay:run_7b_16k", 240, 40, True),
     Part("gpu-tests", "tests/gpu", "gpu_tests:run", 900, 60),
-    Part("kernels-compiled", "The same chains by torch.compile, Liger and others", "kernels:run_others", 420, 30),
-    Part("speed-large", "The same for 1.3 B parameters", "speed:run_large", 240, 40),
+    Part("kernels-compiled", "The chains of the kernels by torch.compile, Liger and others", "kernels:run_others", 420, 30),
+    Part("speed-large", "MFU and prediction for 1.3 B parameters", "speed:run_large", 240, 40, True),
 )
+
+
+def parts_for(device: str) -> list[Part]:
+    """Return the parts of a device, cpu or cuda, in order."""
+    return [part for part in PARTS if device == "cuda" or not part.is_for_gpus]

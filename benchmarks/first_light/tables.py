@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from first_light.plan import PARTS
+from first_light.plan import PARTS, parts_for
 from first_light.records import Record, Value
 from first_light.report import PartResult, Report
 from megatron_sp.utils.format import format_bytes
@@ -84,7 +84,7 @@ def results(report: Report) -> list[tuple[str, str, PartResult]]:
 
 def undone(report: Report) -> list[str]:
     """Return the parts that are still to be done."""
-    return [part.name for part in PARTS if not report.is_finished(part.name, again=False)]
+    return [part.name for part in parts_for(report.machine.get("device", "cuda")) if not report.is_finished(part.name, again=False)]
 
 
 def verdict_of(result: PartResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from first_light import command, tables
+from first_light import command, plan
 from first_light.runner import Runner
 
 from megatron_sp.utils.program import run_program
@@ -15,7 +15,7 @@ from support.first_light_parts import part
 def main() -> int:
     """Run the parts that the first word names, with commas between them."""
     parts = tuple(part(name) for name in sys.argv[1].split(","))
-    command.PARTS = tables.PARTS = parts  # type: ignore[misc]
+    command.PARTS = plan.PARTS = parts  # type: ignore[misc]
     command.Runner = partial(Runner, grace_s=0.1)  # type: ignore[misc,assignment]
     command.probe = lambda: {"gpus": "0", "torch": "none", "python": "3", "megatron_sp": "0"}
     return command.main(sys.argv[2:])

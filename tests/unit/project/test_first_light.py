@@ -273,6 +273,7 @@ def refusal(words: list[str], gpus: str = "0") -> str:
 
 def test_no_gpu_and_unknown_parts_are_said() -> None:
     assert refusal(["--device", "cuda"]).startswith("--device cuda, but torch sees no GPU here")
+    assert refusal(["--parts", "doctor", "speed-large"]).startswith("--parts speed-large is for GPUs alone")
     assert refusal(["--parts", "kernel"]).startswith("--parts kernel is unknown: use some of doctor, steps, kernels")
 
 
@@ -379,7 +380,8 @@ def test_the_page_says_what_is_well_what_is_not_and_what_is_to_be_done() -> None
     assert [table.has_results for table in tables.tables(sample().parts["doctor"].records)] == [True, False]
     assert "1.0 GiB" in text and "50.0 %" in text and "1.0e-06" in text and "<svg" in text
     assert "A trial on the CPU" in page(Report(dict(MACHINE)))
-    done = Report(dict(MACHINE), [], {each.name: PartResult("done") for each in PARTS})
+    done = Report(dict(MACHINE), [], {each.name: PartResult("done") for each in PARTS if not each.is_for_gpus})
+    assert tables.undone(Report({"device": "cuda"}, [], done.parts)) == ["replay-7b-16k", "speed-large"]
     assert "all is well" in page(done) and "To be done" not in page(done)
 
 
