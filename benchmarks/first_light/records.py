@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO
 
+from megatron_sp.utils.program import is_out_of_memory
+
 Verdict = Literal["ok", "wrong", "failed", "absent", "measured"]
 VERDICTS: tuple[Verdict, ...] = ("ok", "wrong", "failed", "absent", "measured")
 Value = float | int | str | bool | None
@@ -113,11 +115,16 @@ class Context:
             self.record(table, row, "absent", str(lack))
             return None
         except Exception as error:  # a kernel may fail in any way it likes, and the others are still worth measuring
-            traceback.print_exc()  # into the part's log
-            self.record(table, row, "failed", failure(error))
+            self.fail(table, row, error)
             return None
         self.record(table, row, **found)
         return found
+
+    def fail(self, table: str, row: str, error: BaseException) -> None:
+        """Keep why a measurement failed. A device with too little memory for it is not a fault: what it needs is not there."""
+        traceback.print_exception(error)  # into the part's log
+        is_too_large = is_out_of_memory(error)
+        self.record(table, row, "absent" if is_too_large else "failed", f"{'too little memory: ' * is_too_large}{failure(error)}")
 
 
 def failure(error: BaseException) -> str:

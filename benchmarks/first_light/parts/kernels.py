@@ -15,7 +15,7 @@ from torch import Tensor
 from first_light.fused import require
 from first_light.measure import Stopwatch, error_of
 from first_light.parts.kernel_forms import Calls, Chain, Form, Shape, Tensors, chains, others
-from first_light.records import Context, NotThereError, Verdict, failure
+from first_light.records import Context, NotThereError, Verdict
 from megatron_sp.ops.adamw import AdamStep, adamw_
 
 SHAPES = (Shape("7B, 4K tokens", 4096, 4096, 11008, 32, 32000), Shape("1B, 64K tokens, sp 8", 8192, 2048, 8192, 16, 50304))
@@ -92,7 +92,7 @@ def time_forms(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[
         except NotThereError:
             continue  # ``check`` has said why
         except Exception as error:  # too little memory for the large shape, say
-            context.record("how fast: forward", f"{chain.name}: {name}", "failed", failure(error))
+            context.fail("how fast: forward", f"{chain.name}: {name}", error)
     for way, moved in zip(("forward", "backward"), chain.num_bytes, strict=True):
         before = {name: getattr(calls, f"before_{way}") for name, calls in ready.items()}
         times = watch.ms({name: getattr(calls, way) for name, calls in ready.items()}, before)

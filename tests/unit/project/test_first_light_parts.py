@@ -72,9 +72,13 @@ def test_what_raises_is_a_record_and_what_is_not_there_another() -> None:
     def part(context: Context) -> None:
         context.attempt("t", "a", lambda: (_ for _ in ()).throw(RuntimeError("no\nkernel image")))
         context.attempt("t", "b", lambda: (_ for _ in ()).throw(NotThereError("not installed")))
+        context.attempt("t", "d", lambda: torch.empty(2**48))
         assert context.attempt("t", "c", lambda: {"verdict": "ok", "n": 3}) == {"verdict": "ok", "n": 3}
 
-    assert [(r.verdict, r.message, r.values) for r in record(part)] == [
+    found = record(part)
+    too_large = found.pop(2)
+    assert too_large.verdict == "absent" and too_large.message.startswith("too little memory: RuntimeError: ")
+    assert [(r.verdict, r.message, r.values) for r in found] == [
         ("failed", "RuntimeError: no kernel image", {}), ("absent", "not installed", {}), ("ok", "", {"n": 3}),
     ]  # fmt: skip
 
