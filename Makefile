@@ -37,6 +37,7 @@ docs: env
 	$(PYTHON) tools/dev/make_flag_docs.py
 	$(PYTHON) tools/dev/make_zoo_docs.py
 	$(PYTHON) tools/dev/make_flow_picture.py
+	$(PYTHON) tools/dev/make_gpu_page.py
 
 docs-site: env
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

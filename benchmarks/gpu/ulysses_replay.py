@@ -110,6 +110,10 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def get_future(self) -> Any:
+        """For a recorder's clock, which asks a collective when it has ended."""
+        raise RuntimeError("a copy has no future")
+
 
 class _Copy:
     def __init__(self, event: Any) -> None:
@@ -135,11 +139,16 @@ def exchanges_by(engine: CopyEngine) -> Iterator[None]:
 
 
 class Replay:
-    """One contender: the model of rank 0 with flat fp32 gradients, ready for micro-batches."""
+    """One contender: the model of rank 0 with flat fp32 gradients, ready for micro-batches.
+
+    Args:
+        recorder: a ``comm.recorder.Recorder`` of the micro-batches, each of which is a step for it.
+    """
 
     def __init__(
-        self, shape: dict[str, int], device: Any, mode: tuple[Any, int, bool], *, copies: bool = True, deepspeed: bool = False
-    ) -> None:
+        self, shape: dict[str, int], device: Any, mode: tuple[Any, int, bool], *, copies: bool = True, deepspeed: bool = False,
+        recorder: Any = None,
+    ) -> None:  # fmt: skip
         import torch
 
         from megatron_sp.comm.groups import SINGLE_RANK
@@ -157,7 +166,9 @@ class Replay:
             seq_length=shape["seq_length"], vocab_size=shape["vocab_size"], attention_dropout=0.0, hidden_dropout=0.0,
         )  # fmt: skip
         name, chunks, overlap = mode
-        layout = ParallelContext(sp=SequenceParallel(ReplayGroup(SP), overlap), mode=name, num_chunks=chunks)  # type: ignore[arg-type]
+        sp = SequenceParallel(ReplayGroup(SP), overlap)  # type: ignore[arg-type]
+        layout = ParallelContext(sp=sp, mode=name, num_chunks=chunks, recorder=recorder).in_layer(None)
+        self.recorder = recorder
         self.engine = CopyEngine(device, copies)
         self.kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
         with _cheap_weights(device):
@@ -181,10 +192,16 @@ class Replay:
         from megatron_sp.parallel.forward_context import ForwardContext
 
         self.engine.num_exchanges = self.engine.num_bytes = 0
+        if self.recorder is not None:
+            self.recorder.start_step()
         with exchanges_by(self.engine):
             ctx = ForwardContext(AttentionMask(), kernel=self.kernel)
             loss, _ = self.model(self.tokens, self.tokens, self.loss_mask, ctx)
+            if self.recorder is not None:
+                self.recorder.enter("backward")
             (loss / self.tokens.numel()).backward()
+        if self.recorder is not None:
+            self.recorder.end_step()
         return loss.detach()
 
 

@@ -1,0 +1,49 @@
+"""Peak memory of a real training step (``benchmarks/memory.py``) against the closed form: within 5 %."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import memory
+import torch
+
+from first_light.fused import available, using
+from first_light.records import Context
+
+BOUND = 0.05
+_SHAPE = {
+    "num_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 32000, "seq_length": 4096, "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}  # fmt: skip
+_TINY = {**_SHAPE, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 256, "seq_length": 128}
+LAYOUTS = {
+    "GPT": memory.Layout(), "Llama": memory.Layout(model=memory.LLAMA), "BERT": memory.Layout(model=memory.BERT),
+    "recompute selective": memory.Layout(kernels=memory.SELECTIVE), "recompute full": memory.Layout(kernels=memory.FULL),
+    "hidden dropout": memory.Layout(model=memory.DROPOUT), "2 micro-batches": memory.Layout(micro_batches=2),
+    "ZeRO 3": memory.Layout(zero=memory.zero(3)),
+}  # fmt: skip
+
+
+def run(context: Context) -> None:
+    """Record each layout."""
+    shape = _TINY if context.tiny else _SHAPE
+    names = ("GPT", "Llama") if context.tiny else tuple(LAYOUTS)
+    for name in names:
+        for kernel in available(torch.device(context.device)):
+            with using(kernel):
+                row = f"{name}, kernels of {kernel}"
+                context.attempt("bytes of a step", row, lambda name=name: _compare(context, name, shape))  # type: ignore[misc]
+
+
+def _compare(context: Context, name: str, shape: dict[str, Any]) -> dict[str, Any]:
+    layout = replace(LAYOUTS[name], bf16=context.device == "cuda")
+    batch = 1 if not context.tiny else 2
+    (measured,) = memory.run(layout, shape, batch, context.device)
+    plan = memory.predict(layout, shape, batch, context.device)
+    ratio = measured["peak"] / plan.peak
+    return {
+        "verdict": "ok" if abs(ratio - 1) <= BOUND else "wrong", "peak_bytes": measured["peak"], "form_bytes": plan.peak,
+        "measured / form": ratio, "stays_bytes": measured["resident"], "form of what stays_bytes": plan.resident,
+        "message": f"the form's worst moment: {plan.worst.phase}, {plan.worst.name}",
+    }  # fmt: skip
