@@ -34,6 +34,7 @@ class Job:
         micro_batches: of each rank in a step.
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
+        square_from: size from which on square tensors are noted (``program.Case``).
     """
 
     flags: str
@@ -42,6 +43,7 @@ class Job:
     micro_batches: int = 2
     skips_first: bool = False
     drop: str = ""
+    square_from: int = 0
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -74,6 +76,7 @@ class Job:
             "family": self.family,
             "skips_first": self.skips_first,
             "drop": self.drop,
+            "square_from": self.square_from,
         }
 
 

@@ -170,7 +170,7 @@ def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> No
 def test_a_window_costs_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "_allowed", lambda *args: pytest.fail("a mask of all pairs was made"))
     attention(randn(300, 1, 3 * D), 1, D, AttentionMask(window=100))
-    packed_attention._window_mask.cache_clear()
+    packed_attention.window_mask.cache_clear()
     tiles = packed_attention.in_windows((packed_attention.Segment(0, 0, 300, 300),), 100)
     assert [(t.start, t.queries, t.keys, t.before) for t in tiles] == [
         (0, 100, 100, 0),
@@ -282,6 +282,9 @@ CHOICES = [
     ("fused", "cuda", torch.float16, 0.0, True, "sdpa", "asked for"),
     ("unfused", "cuda", torch.float16, 0.0, True, "reference", "asked for"),
     ("local", "cpu", torch.float32, 0.1, False, "reference", "asked for"),
+    ("auto", "cuda", torch.float64, 0.0, True, "reference", "the scores of all pairs of tokens are in memory"),
+    ("fused", "cuda", torch.float64, 0.0, True, "reference", "no fused kernel computes in float64 on a GPU"),
+    ("fused", "cpu", torch.float32, 0.1, True, "sdpa", "on a CPU the scores of all pairs of tokens are in memory"),
     ("auto", "cuda", torch.bfloat16, 0.1, True, "flash", "attention dropout's masks depend on the layout"),
     ("fused", "cpu", torch.float32, 0.1, False, "sdpa", "attention dropout's masks depend on the layout"),
 ]  # fmt: skip
