@@ -157,7 +157,12 @@ def _kernels() -> Iterator[Finding]:
     on_gpu = torch is not None and torch.cuda.is_available()
     look = availability.find if on_gpu else availability.installed
     uses = {
-        "flash_attn": ("attention", "optional, for --attention-backend flash: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "flash_attn": ("attention", "optional, for --attention-backend flash2: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "flash_attn_interface": (
+            "attention, Hopper",
+            "optional, for --attention-backend flash3: built from hopper/ of Dao-AILab/flash-attention on GitHub",
+        ),
+        "flash_attn.cute": ("attention, Hopper and Blackwell", "optional, for --attention-backend flash4: pip install --pre flash-attn-4"),
         "apex": (
             "AdamW and norms, --fused-kernels",
             "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub, with its C++ and CUDA extensions",

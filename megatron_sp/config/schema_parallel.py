@@ -128,8 +128,10 @@ class KernelConfig:
     """Kernels, recomputation and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
-        "auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found"
+    attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = flag(
+        "auto",
+        "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its cuDNN kernel;"
+        " unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at the start on a GPU",
     )
     use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
     fused_kernels: Literal["auto", "torch", "apex"] = flag(

@@ -1,4 +1,4 @@
-"""Attention on the fused QKV tensor: one interface, three kernels.
+"""Attention on the fused QKV tensor: one interface, several kernels.
 
 ``attention`` takes the output of the QKV projection's GEMM, rows in group order, and returns the input of the output
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
@@ -7,9 +7,14 @@ queries and one key and value each), so grouped-query attention needs neither a 
 A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's
 CPU kernel is called on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
 
-Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
-``reference`` (plain matrix products; the only one with hash-based attention dropout, and so the only one whose
-dropout is the same in every parallel layout).
+Kernels (``ops/attention_choice.py`` chooses):
+
+    flash2, flash3, flash4    packages of FlashAttention, on a GPU (``ops/flash_packages.py``)
+    sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
+    cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
+    sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
+    reference                 plain matrix products; the only one with hash-based attention dropout, and so the only one whose
+                              dropout is the same in every parallel layout
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_sp.ops import availability
+from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
+from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.ops.packed_attention import (
     Segment,
@@ -41,8 +48,7 @@ from megatron_sp.ops.packed_attention import (
 )
 from megatron_sp.ops.rotary import rotate_
 
-KernelName = Literal["flash", "sdpa", "reference"]
-_ALL_SCORES = "the scores of all pairs of tokens are in memory"
+KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 
 
 @dataclass(frozen=True)
@@ -75,54 +81,6 @@ class AttentionMask:
         if self.lengths is not None or self.key_lengths is None or self.key_lengths.device.type != "cpu":
             return self.lengths
         return tuple(self.key_lengths.tolist())
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """The chosen kernel, and the reason for the choice."""
-
-    name: KernelName
-    reason: str
-
-
-def choose_kernel(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
-    """Choose the kernel for --attention-backend.
-
-    Args:
-        backend: auto, flash, fused, unfused or local.
-        device_type: "cpu" or "cuda".
-        dtype: dtype of the activations.
-        dropout: attention dropout in training.
-    Raises:
-        RuntimeError: ``flash`` was requested but flash-attn cannot run.
-    """
-    chosen = _choose(backend, device_type, dtype, dropout)
-    if dropout > 0 and chosen.name != "reference":
-        return AttentionKernel(chosen.name, f"{chosen.reason}; attention dropout's masks depend on the layout in it")
-    return chosen
-
-
-def _choose(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
-    flash = availability.find("flash_attn")
-    lack = (
-        "it needs a GPU" if device_type != "cuda"
-        else f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}" if dtype not in (torch.bfloat16, torch.float16)
-        else "" if flash.available else flash.reason
-    )  # fmt: skip
-    if backend == "flash":
-        if lack:
-            raise RuntimeError(f"--attention-backend flash cannot be used: {lack}. Use --attention-backend auto.")
-        return AttentionKernel("flash", "asked for")
-    if backend in ("unfused", "local"):
-        return AttentionKernel("reference", "asked for")
-    if device_type == "cuda" and dtype == torch.float64:
-        return AttentionKernel("reference", f"no fused kernel computes in float64 on a GPU: {_ALL_SCORES}")
-    if backend == "fused":
-        cost = f"; with attention dropout on a CPU {_ALL_SCORES}" if device_type == "cpu" and dropout > 0 else ""
-        return AttentionKernel("sdpa", f"asked for{cost}")
-    if device_type == "cpu" and dropout > 0:
-        return AttentionKernel("reference", "attention dropout on CPU: torch's fused kernel falls back to a slower path with it")
-    return AttentionKernel("sdpa", f"flash-attn not used: {lack}") if lack else AttentionKernel("flash", "the fastest found")
 
 
 def attention(
@@ -208,6 +166,8 @@ def core_attention(
         [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
     assert mask.window is None or mask.causal, "a window is for causal attention"
+    if kernel in ("sdpa-fa3", "sdpa-fa4"):
+        kernel = "sdpa"
     if mask.window is not None and mask.window >= k.shape[0]:
         mask = replace(mask, window=None)
     if mask.documents is not None:
@@ -220,10 +180,13 @@ def core_attention(
     if lengths is not None:
         segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
         return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None)
-    if kernel == "flash":
-        return _flash(q, k, v, mask, dropout)
+    if kernel in FLASH_NAMES:
+        return _flash(kernel, q, k, v, mask, dropout)
     if kernel == "sdpa":
         return _sdpa(q, k, v, mask, dropout)
+    if kernel == "cudnn":
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            return _sdpa(q, k, v, mask, dropout)
     return _reference(q, k, v, mask, dropout, dropout_rows)
 
 
@@ -261,21 +224,20 @@ def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, 
 
 def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
     """Return a kernel for all documents at once (``packed_attention.varlen``), or None if there is none for these arguments."""
-    if kernel == "flash":
-        flash, more = availability.load("flash_attn").flash_attn_varlen_func, _window_of_flash(window)
-        return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal, **more)
-    if kernel == "sdpa" and torch_has_varlen(q):
+    if kernel in FLASH_NAMES:
+        name = kernel
+
+        def of_package(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+            return flash_packages.packed(name, q, k, v, ends, longest, causal=causal, window=window, dropout=dropout)
+
+        return of_package
+    if kernel in ("sdpa", "cudnn") and torch_has_varlen(q):
 
         def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
             return _flash_of_torch(q, k, v, ends, longest, longest, dropout, causal, window)
 
         return of_torch
     return None
-
-
-def _window_of_flash(window: int | None) -> dict[str, tuple[int, int]]:
-    """Return flash-attn's window argument: the number of keys before and after a query's own."""
-    return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _flash_of_torch(
@@ -311,11 +273,11 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
     return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     if mask.key_lengths is not None:
-        return _sdpa(q, k, v, mask, dropout)  # flash-attn wants packed sequences for padding
-    flash_attn_func, more = availability.load("flash_attn").flash_attn_func, _window_of_flash(mask.window)
-    out = flash_attn_func(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), dropout_p=dropout, causal=mask.causal, **more)
+        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
@@ -433,6 +395,7 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
 
 
 _MASK_ELEMENTS = 2**24
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 

@@ -25,6 +25,7 @@ from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.concessions import NCCL_ON_CPU
 from megatron_sp.config.schema import Config
+from megatron_sp.training.attention import require_attention
 from megatron_sp.training.fused import require_fused_kernels
 from megatron_sp.utils import output
 from megatron_sp.utils.errors import (
@@ -193,18 +194,21 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     """Choose the device, join the process group and build the layout. Collective.
 
     Raises:
-        ConfigError: --fused-kernels apex where apex cannot be used.
+        ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used.
         PeerError: not all ranks joined.
     """
     device = choose_device(config, launch)
     if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
-    require_fused_kernels(config, launch, device)
-    set_threads(config, launch)
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # else torch fills every empty(): our buffers are written before they are read, and filling is a pass over each
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    require_fused_kernels(config, launch, device)
+    require_attention(config, launch, device)
+    set_threads(config, launch)
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     try:

@@ -117,7 +117,7 @@ def test_a_window_is_one_call_of_torchs_flash_kernel(mask: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("r", [1, 3])
 def test_flash_attn(r: int, mask: str) -> None:
-    compare(torch.bfloat16, r, MASKS[mask], "flash", BF16)
+    compare(torch.bfloat16, r, MASKS[mask], "flash2", BF16)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])

@@ -129,6 +129,20 @@ def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:
     assert work("--attention-backend unfused").attention(False) > 3 * once, "scores go through memory"
 
 
+@pytest.mark.parametrize("flags, is_older", [
+    ("--attention-backend flash2", True), ("--attention-backend flash", False), ("--attention-backend flash --attention-dropout 0.1", True),
+    ("--attention-backend cudnn --attention-dropout 0.1", False), ("--attention-backend fused", False),
+    ("--attention-backend fused --deterministic-mode", True), ("--deterministic-mode", False),
+    ("--deterministic-mode --attention-dropout 0.1", True), ("--attention-dropout 0.1", False), ("--attention-backend flash4", False),
+])  # fmt: skip
+def test_an_older_attention_kernel_is_slower(flags: str, is_older: bool) -> None:
+    """On a Hopper; on an A100 nothing is faster."""
+    share = H100.flash2_share if is_older else 1.0
+    for backward in (False, True):
+        assert work(flags).attention(backward) == pytest.approx(work().attention(backward) / share)
+    assert work(flags, flash2_share=1.0).attention(True) == pytest.approx(work().attention(True)) and share <= 1
+
+
 def test_a_layer_is_what_hand_arithmetic_says() -> None:
     """1B at 64K, sp 8 on H100: 1.18 + 3.67 ms forward, 2.36 + 10.18 ms backward."""
     one = work("--seq-length 65536 --sp-size 8")
