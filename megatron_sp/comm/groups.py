@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_sp.comm.check import check_groups
+from megatron_sp.comm.devices import identity_of, require_own_gpu
 from megatron_sp.comm.rendezvous import fresh_store
 
 Group = dist.ProcessGroup
@@ -186,12 +187,16 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
         device: device of the tensors; decides the backend if that is "auto".
         backend: auto, nccl or gloo.
         timeout: after which a collective fails.
+    Raises:
+        ConfigError: two processes use the same GPU.
     """
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
     else:
         store = fresh_store(launch.rank, launch.world_size, timeout)
+    if device.type == "cuda" and launch.world_size > 1:
+        require_own_gpu(store, launch.rank, launch.world_size, identity_of(device))
     dist.init_process_group(
         chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device if chosen == "nccl" else None
     )

@@ -20,6 +20,7 @@ import torch
 
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
@@ -153,7 +154,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
     """Return the device of this rank.
 
     Raises:
-        ConfigError: --device cuda without a GPU, or more ranks than GPUs on this host.
+        ConfigError: --device cuda without a GPU, or several GPUs and more ranks than those.
     """
     choice = config.kernels.device
     if choice == "auto":
@@ -162,13 +163,9 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` shows why); use --device cpu")
-    if launch.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
-            f" start at most that many processes (--nproc-per-node), or use --device cpu"
-        )
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)
+    device = gpu_of(launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def set_threads(config: Config, launch: Launch) -> int:
@@ -194,7 +191,8 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     """Choose the device, join the process group and build the layout. Collective.
 
     Raises:
-        ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used.
+        ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used; two processes with
+            one GPU.
         PeerError: not all ranks joined.
     """
     device = choose_device(config, launch)

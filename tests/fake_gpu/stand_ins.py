@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def install(device: Device) -> None:
         "current_stream": lambda _=None: Stream(stream_id=device.stream), "default_stream": lambda _=None: Stream(stream_id=0),
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
         "set_device": lambda _: None, "get_device_capability": lambda _=None: CAPABILITY, "get_device_name": lambda _=None: NAME,
+        "get_device_properties": lambda _=None: SimpleNamespace(name=NAME, uuid="fake"),
         "mem_get_info": lambda _=None: (MEMORY, MEMORY), "memory_allocated": lambda _=None: device.memory.num_bytes,
         "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
         "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda _state, _device=None: None,
