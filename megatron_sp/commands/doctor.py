@@ -57,7 +57,7 @@ def run(as_json: bool = False) -> int:
 def examine() -> list[Finding]:
     """Return all rows; a check that raises becomes a row instead of ending the report."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python, _torch, _devices, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
+        _python, _torch, _devices, _allocator, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
     )  # fmt: skip
     rows: list[Finding] = []
     for check in checks:
@@ -132,6 +132,24 @@ def _backends() -> Iterator[Finding]:
         if there or needed:
             remedy = "" if there else "this build of torch lacks it; several processes need it: install torch's own wheel"
             yield Finding(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
+
+
+def _allocator() -> Iterator[Finding]:
+    """Check whether torch's allocator on the GPU may grow its segments: else long sequences lose memory to holes in them."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    # the first is the name from torch 2.9 on; the second is still read
+    name, text = next(((n, os.environ[n]) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if n in os.environ), ("", ""))
+    settings = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+    if settings.get("expandable_segments", "").lower() == "true":
+        yield Finding("allocator", "ok", f"expandable segments ({name})")
+        return
+    setting = ",".join([*(part for part in text.split(",") if part and "expandable_segments" not in part), "expandable_segments:True"])
+    yield Finding(
+        "allocator", "warn", f"{name}={text}: segments of fixed size" if name else "segments of fixed size",
+        f"sequences of changing or great length lose less memory to holes with export {name or 'PYTORCH_ALLOC_CONF'}={setting}",
+    )  # fmt: skip
 
 
 def _required() -> Iterator[Finding]:

@@ -61,6 +61,26 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600
     )
+    nccl_sp_ctas: int | None = flag(
+        None,
+        "with sp > 1 on GPUs: multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow down the"
+        " exchange (default: NCCL decides, which is what the planner assumes)",
+        unit="CTAs",
+        low=1,
+        high=64,
+    )
+    nccl_dp_ctas: int | None = flag(
+        None,
+        "the same for gradients and parameters between the ranks of dp x sp (default: NCCL decides)",
+        unit="CTAs",
+        low=1,
+        high=64,
+    )
+    nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag(
+        "default",
+        "how NCCL takes multiprocessors for sp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
+        " later, registered buffers)",
+    )
     verify_parallelism: bool = flag(
         False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
     )

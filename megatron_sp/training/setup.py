@@ -21,10 +21,10 @@ import torch
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import Launch, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
-from megatron_sp.config.concessions import NCCL_ON_CPU
+from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.training.attention import require_attention
 from megatron_sp.training.fused import require_fused_kernels
@@ -192,13 +192,15 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
 
     Raises:
         ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used; two processes with
-            one GPU.
+            one GPU; an NCCL without --nccl-cta-policy.
         PeerError: not all ranks joined.
     """
     device = choose_device(config, launch)
     if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
+    if device.type == "cpu":
+        config.ignored_flags += tuple(drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"))
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -209,11 +211,13 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     set_threads(config, launch)
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    nccl = NcclOptions(parallel.nccl_sp_ctas, parallel.nccl_dp_ctas, parallel.nccl_cta_policy)
+    nccl.of("sp"), nccl.of("dp")  # what NCCL does not know is found out before the ranks wait for each other
     try:
         init_process_group(launch, device, parallel.distributed_backend, timeout)
         return ParallelGroups.create(
             device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout,
-            check=parallel.check_collectives,
+            check=parallel.check_collectives, nccl=nccl,
         )  # fmt: skip
     except RuntimeError as error:
         if not is_peer_failure(error):

@@ -223,3 +223,27 @@ def test_an_mlp_in_pieces_computes_its_first_layer_again() -> None:
     again = sum(product_seconds(pieces.gpu, product, 2) for product in pieces.mlp()[::2])
     assert pieces.block_forward().products == pytest.approx(whole.block_forward().products, rel=0.05)
     assert pieces.block_backward().products == pytest.approx(whole.block_backward().products + again, rel=0.05)
+
+
+def test_fewer_multiprocessors_for_nccl_slow_down_what_they_carry_and_not_what_hides_it() -> None:
+    """An H100's NCCL takes 0.15 of 132 by itself; half of that costs half, and moves half."""
+
+    def stepped(flags: str, **parallel: int) -> StepTime:
+        config = config_of(f"{flags} --sp-overlap-mode chunked --zero-stage 1 --sp-size 2")
+        for name, value in parallel.items():
+            setattr(config.parallel, name, value)
+        return step_time(config, machine())
+
+    free, same = stepped(""), stepped("", nccl_sp_ctas=64, nccl_dp_ctas=20)
+    assert same == free, "as many as it takes anyway"
+    for name, group in (("nccl_sp_ctas", "sp"), ("nccl_dp_ctas", "dp x sp")):
+        few = stepped("", **{name: 5})
+        share = 5 / (0.15 * 132)
+        for before, after in zip(free.exchanges, few.exchanges, strict=True):
+            if before.flow.group == group:
+                least = before.flow.num_bytes / (share * LINKS["nvlink4"].gbs * 1e9)
+                assert after.seconds == pytest.approx(max(before.seconds, least))
+            else:
+                assert after.seconds == before.seconds
+        cost = sum(0.15 * (share if e.flow.group == group else 1.0) * e.hidden for e in few.exchanges)
+        assert few.overlap == pytest.approx(cost) and few.overlap != free.overlap
