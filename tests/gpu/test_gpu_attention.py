@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from support.op_checks import randn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention
+from megatron_sp.ops.attention_choice import AttentionUse, find_candidates, lack
+from megatron_sp.ops.flash_packages import FLASH_NAMES
 
 pytestmark = pytest.mark.gpu
 S, B, G, D = 96, 2, 2, 64
@@ -113,11 +115,39 @@ def test_a_window_is_one_call_of_torchs_flash_kernel(mask: str) -> None:
     assert calls.get("aten::_flash_attention_forward") == 1 and calls.get("aten::_flash_attention_backward") == 1, calls
 
 
-@pytest.mark.skipif(not availability.find("flash_attn").available, reason="flash-attn is not installed")
+def use(r: int, **more: Any) -> AttentionUse:
+    return AttentionUse(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, head_dim=D, queries_per_group=r, **more)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("r", [1, 3])
-def test_flash_attn(r: int, mask: str) -> None:
-    compare(torch.bfloat16, r, MASKS[mask], "flash2", BF16)
+@pytest.mark.parametrize("name", [*FLASH_NAMES, "cudnn"])
+def test_each_kernel_that_is_here(name: KernelName, r: int, mask: str) -> None:
+    """Of those that a run may choose; the others say why they are not."""
+    if reason := lack(name, use(r)):
+        pytest.skip(reason)
+    compare(torch.bfloat16, r, MASKS[mask], name, BF16)
+
+
+@pytest.mark.parametrize("name", [*FLASH_NAMES, "sdpa"])
+def test_deterministic_backward(name: KernelName) -> None:
+    """Bit for bit the same twice, with keys that many queries share."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        if reason := lack(name, use(3, deterministic=True)):
+            pytest.skip(reason)
+        qkv, grad = torch.randn(2048, 1, 5 * D).bfloat16().cuda(), torch.randn(2048, 1, 3 * D)
+        runs = [run(qkv, grad, 3, MASKS["causal"], name) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][key], runs[1][key]) for key in ("out", "qkv"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", [{}, {"dropout": 0.1}, {"window": 20}, {"documents": True}, {"deterministic": True}])
+def test_torchs_own_is_always_a_candidate(more: dict[str, Any]) -> None:
+    found = find_candidates("auto", use(3, **more))
+    assert "sdpa" in found.names, (found.names, found.lacks)
+    assert all(found.lacks[name] for name in ("flash4", "flash3", "flash2", "cudnn") if name not in found.names)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
