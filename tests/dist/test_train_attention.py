@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, install_flash
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, install_flash
 from support.training import NO_DROPOUT, records, train
 
+from megatron_sp.ops import attention_choice
 from megatron_sp.training import attention
 
 __all__ = ["install_flash"]
@@ -83,6 +84,17 @@ def test_a_kernel_that_fails_at_the_runs_size_is_left_out(install_flash: Install
     outcome = train(tmp_path, "--train-iters", 1, *FLAGS)
     assert "flash2: it fails at this size: AssertionError: too little memory" in outcome.text, outcome.text
     outcome.expect(0, "attention: sdpa (the fastest: sdpa ")
+
+
+@pytest.mark.parametrize("fastest, impl", [("sdpa-fa4", "FA4"), ("sdpa", "None")])
+def test_torchs_flash_kernel_is_the_chosen_one_in_the_end(
+    install_flash: Install, clock: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: str, impl: str
+) -> None:
+    monkeypatch.setattr(attention_choice, "attention_of_torch", Registry(("FA4",), tmp_path / "impl"))
+    install_flash(flash4="x = 1")
+    clock[fastest, 0] = 0.1
+    train(tmp_path, "--train-iters", 1, *FLAGS).expect(0, f"attention: {fastest} (the fastest: {fastest} 100 ms")
+    assert (tmp_path / "impl").read_text() == impl
 
 
 def test_a_named_kernel_that_is_not_there(install_flash: Install, tmp_path: Path) -> None:

@@ -142,6 +142,34 @@ def flash4_varlen_func(
     return _packed("flash4 packed", q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, None), None
 
 
+class Registry:
+    """torch.nn.attention's registry of flash kernels, which works for some; ``file`` has the current one."""
+
+    def __init__(self, works: tuple[str, ...], file: Path | None = None) -> None:
+        self.current: str | None = None
+        self.works, self.file, self.history = works, file, list[str | None]()
+
+    def _change(self, impl: str | None) -> None:
+        self.current = impl
+        self.history.append(impl)
+        if self.file is not None:
+            self.file.write_text(str(impl))
+
+    def activate_flash_attention_impl(self, impl: str) -> None:
+        if impl not in self.works:
+            raise RuntimeError(f"Module does not expose {impl} kernels")
+        self._change(impl)
+
+    def restore_flash_attention_impl(self) -> None:
+        self._change(None)
+
+    def current_flash_attention_impl(self) -> str | None:
+        return self.current
+
+    def list_flash_attention_impls(self) -> list[str]:
+        return ["FA3", "FA4"]
+
+
 def forget() -> None:
     """Forget what was found, so that the next look is at what is there now."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")]:
@@ -182,5 +210,9 @@ def install_flash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[I
         forget()
 
     monkeypatch.setattr(availability, "GPU", "cpu")
+    # a build for GPUs asks the driver, which need not be there
+    for name in ("can_use_flash_attention", "can_use_cudnn_attention"):
+        monkeypatch.setattr(torch.backends.cuda, name, lambda _params: False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     yield install
     forget()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, calls, install_flash
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, calls, install_flash
 from support.op_checks import randn
 
 from megatron_sp.ops import attention_choice, availability
@@ -130,30 +130,6 @@ def test_flash_is_any_version_and_an_error_without_one(install_flash: Install) -
     assert find_candidates("flash", USE).names == ("flash4", "flash3", "flash2")
 
 
-class Registry:
-    """torch.nn.attention's registry of flash kernels."""
-
-    def __init__(self, works: tuple[str, ...]) -> None:
-        self.current: str | None = None
-        self.works, self.history = works, list[str | None]()
-
-    def activate_flash_attention_impl(self, impl: str) -> None:
-        if impl not in self.works:
-            raise RuntimeError(f"Module does not expose {impl} kernels")
-        self.current = impl
-        self.history.append(impl)
-
-    def restore_flash_attention_impl(self) -> None:
-        self.current = None
-        self.history.append(None)
-
-    def current_flash_attention_impl(self) -> str | None:
-        return self.current
-
-    def list_flash_attention_impls(self) -> list[str]:
-        return ["FA3", "FA4"]
-
-
 def test_through_torch_where_a_packages_own_function_fails(install_flash: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is put into torch's dispatcher for the example, and taken out again; once it is chosen it stays."""
     registry = Registry(("FA4",))
@@ -162,6 +138,9 @@ def test_through_torch_where_a_packages_own_function_fails(install_flash: Instal
     found = find_candidates("auto", USE)
     assert found.names == ("sdpa-fa4", "sdpa") and registry.history == ["FA4", None]
     assert "does not expose FA3" in found.lacks["sdpa-fa3"] and "no attribute" in found.lacks["flash4"]
+    attention_choice._trial.cache_clear()
+    assert find_candidates("flash4", USE).names == ("sdpa-fa4",) and registry.current is None
+    del registry.history[2:]
     attention_choice.activate("sdpa-fa4")
     attention_choice.activate("sdpa-fa4")
     assert registry.current == "FA4" and registry.history == ["FA4", None, "FA4"]

@@ -25,6 +25,13 @@ def expected(i: dict[str, Tensor], mask: AttentionMask, grad: Tensor) -> dict[st
     return gradients(lambda i: core_attention(i["q"], i["k"], i["v"], mask, kernel="reference"), i, grad)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for GPUs would ask the driver, which need not be there."""
+    for name in ("can_use_flash_attention", "can_use_cudnn_attention"):
+        monkeypatch.setattr(torch.backends.cuda, name, lambda _params: False)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What SDPA is called with, and whether its plain form is on."""

@@ -82,3 +82,18 @@ def test_settings_that_nccl_here_does_not_know(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"--nccl-dp-ctas \(8\) is less than NCCL_MIN_CTAS \(16\)"):
         groups.NcclOptions(dp_ctas=8).of("dp")
     assert groups.NcclOptions(dp_ctas=16).of("dp") == {"max_ctas": 16}
+
+
+def test_they_are_found_out_before_the_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank alike, since the flags are."""
+    from megatron_sp.config.flags.arguments import config_from_args
+    from megatron_sp.training import setup
+
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16"
+    config = config_from_args([*flags.split(), "--nccl-cta-policy", "efficiency"], world_size=2)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(), raising=False)
+    monkeypatch.setattr(setup, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(setup, "set_threads", lambda *_: 1)
+    monkeypatch.setattr(setup, "init_process_group", lambda *_: pytest.fail("the ranks met"))
+    with pytest.raises(ConfigError, match="--nccl-cta-policy efficiency: torch"):
+        setup.join(config, groups.Launch(0, 0, 2, 2, 0))
