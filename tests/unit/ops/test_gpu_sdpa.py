@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -99,6 +101,34 @@ def test_lengths_and_windows_together(calls: list[dict[str, Any]], monkeypatch: 
     seen = torch.arange(S)[:, None] < mask.key_lengths + 2  # type: ignore[operator]  # the others see nothing
     assert_law({"out": got[seen]}, {"out": want[seen]}, FP64)
     assert grad is not None and max(call["k"].shape[2] for call in calls) == 3
+
+
+def test_lengths_that_only_the_device_knows_are_read(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for them: a mask would be as large as the scores."""
+    monkeypatch.setattr(AttentionMask, "lengths_on_host", lambda _: None)
+    mask = AttentionMask(False, torch.tensor([7, 3, 1, 6]))
+    i, grad = operands(2, 8), randn(S, M, 2, 8, seed=3)
+    got = gradients(lambda i: core_attention(i["q"], i["k"], i["v"], mask, kernel="sdpa"), i, grad)
+    assert_law(got, expected(i, mask, grad), FP64)
+    assert len(calls) == 4 and all(call["attn_mask"] is None for call in calls)
+
+
+def test_cudnn_comes_before_torchs_other_kernels(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there for masks that it does not take."""
+    inside: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def first(kernels: list[Any], set_priority: bool) -> Iterator[None]:
+        inside.append([kernel.name for kernel in kernels] if set_priority else [])
+        before = len(calls)
+        yield
+        assert len(calls) > before, "SDPA is called inside"
+
+    monkeypatch.setattr(attention_module, "sdpa_kernel", first)
+    i, grad = operands(2, 8), randn(S, M, 2, 8, seed=3)
+    got = gradients(lambda i: core_attention(i["q"], i["k"], i["v"], AttentionMask(), kernel="cudnn"), i, grad)
+    assert_law(got, expected(i, AttentionMask(), grad), FP64)
+    assert inside == [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]]
 
 
 def test_tiles_of_a_window_share_their_mask(calls: list[dict[str, Any]]) -> None:
