@@ -328,7 +328,7 @@ def _fused_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout
 
     Raises:
         RuntimeError: no fused kernel takes this on this GPU.
-    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; that zero strides are right in backward, too: pytorch #191085.
     """
     r, d = q.shape[2:]
     with _without_all_scores():
