@@ -124,7 +124,8 @@ def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelNam
 
 def _timed(names: list[KernelName], config: Config, groups: ParallelGroups) -> tuple[dict[KernelName, float], dict[str, str]]:
     """Return milliseconds by candidate, the same on every rank, and why others fail at this size. Collective."""
-    block = _Block(config, groups)
+    with all_ranks_agree(groups.control):  # one rank may lack the memory
+        block = _Block(config, groups)
     failed: dict[str, str] = {}
     for name in names:  # warm-up, in which some kernels are compiled
         errors = [error for error in gather_json(block.failure(name), groups.control) if error]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, install_flash
 from support.training import NO_DROPOUT, records, train
 
@@ -84,6 +85,20 @@ def test_a_kernel_that_fails_at_the_runs_size_is_left_out(install_flash: Install
     outcome = train(tmp_path, "--train-iters", 1, *FLAGS)
     assert "flash2: it fails at this size: AssertionError: too little memory" in outcome.text, outcome.text
     outcome.expect(0, "attention: sdpa (the fastest: sdpa ")
+
+
+def test_a_rank_without_the_memory_to_try_them_ends_all(install_flash: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The others do not wait for it."""
+    install_flash(flash2=FLASH2)
+
+    def made(self: Any, config: Any, groups: Any) -> None:
+        if groups.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(attention._Block, "__init__", made)
+    outcome = train(tmp_path, "--train-iters", 1, *FLAGS, ranks=2)
+    assert outcome.codes == [1, 2] or outcome.codes == [2, 2], outcome
+    assert "[rank 1] error: out of memory: CUDA out of memory. Tried to allocate 9 GiB" in outcome.text
 
 
 @pytest.mark.parametrize("fastest, impl", [("sdpa-fa4", "FA4"), ("sdpa", "None")])
