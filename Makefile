@@ -1,9 +1,9 @@
 # style: reformat; checks: everything but the tests; test: checks and tests; test-all: with the tests that are
 # too many for every run (20 minutes); test-full: every layout with everything (hours);
-# test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages;
+# test-oldest: what computes, on the oldest torch; test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages;
 # docs-site: the documentation as a site in build/site, which opens from the folder
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-all test-full test-gpu mutants docs docs-site
+.PHONY: env style checks test test-all test-full test-oldest test-gpu mutants docs docs-site
 
 env:
 	bash scripts/setup_env.sh dev
@@ -27,6 +27,9 @@ test-all:
 
 test-full: env
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_step_parity_grid.py
+
+test-oldest:
+	bash scripts/test_oldest_torch.sh
 
 # another interpreter: make test-gpu PYTHON=python3
 test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)

@@ -43,7 +43,7 @@ class Ours:
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.ops.attention import choose_kernel
+        from megatron_sp.ops.attention_choice import choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer

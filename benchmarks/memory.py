@@ -242,7 +242,7 @@ class Training:
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.ops.attention import choose_kernel
+        from megatron_sp.ops.attention_choice import choose_kernel
         from megatron_sp.optim.flat import FlatUnit, Zero
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler

@@ -144,7 +144,8 @@ class Saver:
     def _step(self) -> None:
         import torch
 
-        from megatron_sp.ops.attention import AttentionMask, choose_kernel
+        from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.ops.attention_choice import choose_kernel
         from megatron_sp.parallel.forward_context import ForwardContext
 
         kernel = choose_kernel("auto", "cpu", torch.float32, 0.0).name

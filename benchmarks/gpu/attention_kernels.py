@@ -3,8 +3,8 @@
     python benchmarks/gpu/attention_kernels.py [--head-dims 64 128] [--seq-lengths 2048 ...] [--json docs/benchmarks/gpu_attention.json]
 
 bf16, 16K tokens of 2048 channels (or one sequence, where it is longer): b * s = 16384, n * d = 2048. Kernels: torch's
-SDPA with flash, cuDNN and memory-efficient backends; torch's varlen_attn and FlexAttention (compiled); flash-attn and
-flash-attn-4 where they are installed. Each works on tensors in the layout it likes best. A kernel that is not there, or
+SDPA with flash, cuDNN and memory-efficient backends; torch's varlen_attn and FlexAttention (compiled); flash-attn,
+flash-attn-3 and flash-attn-4 where they are installed. Each works on tensors in the layout it likes best. A kernel that is not there, or
 refuses a shape, is left out and the reason printed once.
 
 FLOP are those of the products that must be computed: 4 s^2 d for each head and sequence in forward, half of it where
@@ -163,6 +163,16 @@ class FlashAttn(Kernel):
         return out[0] if isinstance(out, tuple) else out
 
 
+class FlashAttn3(FlashAttn):
+    """The package flash_attn_3 (Hopper)."""
+
+    def __init__(self, shape: Shape) -> None:
+        Kernel.__init__(self, shape)
+        from flash_attn_interface import flash_attn_func
+
+        self.attend = flash_attn_func
+
+
 class FlashAttn4(FlashAttn):
     """The package flash-attn-4 (CuTe)."""
 
@@ -175,7 +185,7 @@ class FlashAttn4(FlashAttn):
 
 KERNELS: dict[str, type[Kernel]] = {
     "sdpa flash": Flash, "sdpa cudnn": CuDNN, "sdpa efficient": Efficient, "varlen": Varlen, "flex": Flex, "flash-attn": FlashAttn,
-    "flash-attn-4": FlashAttn4,
+    "flash-attn-3": FlashAttn3, "flash-attn-4": FlashAttn4,
 }  # fmt: skip
 SMOKE_KERNELS: dict[str, type[Kernel]] = {"sdpa flash": Flash, "math": Math}
 

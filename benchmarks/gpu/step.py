@@ -52,7 +52,8 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
     from megatron_sp.config.schema import KernelConfig, OptimizerConfig
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.ops.attention import AttentionMask, choose_kernel
+    from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.ops.attention_choice import choose_kernel
     from megatron_sp.optim.flat import FlatUnit
     from megatron_sp.optim.gradients import FlatGradients
     from megatron_sp.optim.optimizer import FlatOptimizer

@@ -154,7 +154,7 @@ class Replay:
         from megatron_sp.comm.groups import SINGLE_RANK
         from megatron_sp.config.schema import KernelConfig, ModelConfig
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.ops.attention import choose_kernel
+        from megatron_sp.ops.attention_choice import choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.parallel.layers import attach_main_grad

@@ -17,7 +17,9 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_sp.comm.check import check_groups
+from megatron_sp.comm.devices import identity_of, require_own_gpu
 from megatron_sp.comm.rendezvous import fresh_store
+from megatron_sp.utils.errors import ConfigError
 
 Group = dist.ProcessGroup
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -65,6 +67,55 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class NcclOptions:
+    """Settings of the NCCL communicators of sp and of dp; without effect on gloo.
+
+    A collective that runs under computation takes a multiprocessor of the GPU from it for each of its CTAs.
+
+    Attributes:
+        sp_ctas, dp_ctas: CTAs that a collective takes at most; None: NCCL decides.
+        cta_policy: default, efficiency or zero; the last two need NCCL 2.27 and 2.28.
+    """
+
+    sp_ctas: int | None = None
+    dp_ctas: int | None = None
+    cta_policy: str = "default"
+
+    def of(self, axis: str) -> dict[str, int]:
+        """Return the fields of NCCL's configuration to set for an axis; none for tp.
+
+        Raises:
+            ConfigError: this torch or its NCCL does not know the policy.
+        """
+        if axis == "tp":
+            return {}
+        most = self.sp_ctas if axis == "sp" else self.dp_ctas
+        fields = {} if most is None else {"max_ctas": most}
+        if most is not None and self.min_ctas_of_environment() > most:
+            raise ConfigError(
+                f"--nccl-{axis}-ctas ({most}) is less than NCCL_MIN_CTAS ({self.min_ctas_of_environment()}): lower the latter"
+            )
+        if self.cta_policy != "default":
+            name = f"NCCL_CTA_POLICY_{self.cta_policy.upper()}"
+            policy = getattr(getattr(dist, "ProcessGroupNCCL", None), name, None)
+            if policy is None:
+                raise ConfigError(
+                    f"--nccl-cta-policy {self.cta_policy}: torch {torch.__version__} was built with an NCCL without {name}; use default"
+                )
+            fields["cta_policy"] = policy
+        return fields
+
+    @staticmethod
+    def min_ctas_of_environment() -> int:
+        """Return NCCL_MIN_CTAS; 0 if it is not set or no number."""
+        text = os.environ.get("NCCL_MIN_CTAS", "")
+        return int(text) if text.isascii() and text.isdigit() else 0
+
+
+_AS_NCCL_DECIDES = NcclOptions()
+
+
+@dataclass(frozen=True)
 class ParallelGroups:
     """The process groups of a layout, with this rank's place in each.
 
@@ -89,8 +140,9 @@ class ParallelGroups:
 
     @classmethod
     def create(
-        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None, check: bool = False
-    ) -> ParallelGroups:
+        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None, check: bool = False,
+        nccl: NcclOptions = _AS_NCCL_DECIDES,
+    ) -> ParallelGroups:  # fmt: skip
         """Build the groups; the default process group must be initialised.
 
         Args:
@@ -98,7 +150,9 @@ class ParallelGroups:
             tp_size, sp_size: sizes of these axes; dp_size = world_size / (tp_size * sp_size).
             timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
+            nccl: settings of communicators.
         Raises:
+            ConfigError: NCCL here does not know a setting.
             ValueError: tp_size * sp_size does not divide the world size.
         """
         world_size = dist.get_world_size()
@@ -106,14 +160,14 @@ class ParallelGroups:
             raise ValueError(f"world_size ({world_size}) must be a multiple of tp_size * sp_size ({tp_size} * {sp_size})")
         shape = {"dp": world_size // (tp_size * sp_size), "sp": sp_size, "tp": tp_size}
         options: dict[int | str, Any] = {
-            axis: o for axis, size in shape.items() if (o := _options(size, device, urgent=axis != "dp")) is not None
+            axis: o for axis, size in shape.items() if (o := _options(size, device, axis != "dp", nccl.of(axis))) is not None
         }
         mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=options)
         control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         assert dist.group.WORLD is not None and control is not None
         dp_sp = mesh.get_group("dp")
         if sp_size > 1:
-            dp_sp = mesh["dp", "sp"]._flatten("dp_sp", _options(world_size // tp_size, device, urgent=False)).get_group()
+            dp_sp = mesh["dp", "sp"]._flatten("dp_sp", _options(world_size // tp_size, device, False, nccl.of("dp"))).get_group()
         groups = {
             "world": dist.group.WORLD, "control": control, "tp": mesh.get_group("tp"), "sp": mesh.get_group("sp"),
             "dp": mesh.get_group("dp"), "dp_sp": dp_sp,
@@ -158,23 +212,25 @@ class ParallelGroups:
         return self.dp.size()
 
 
-def _options(size: int, device: torch.device, *, urgent: bool) -> Any:
+def _options(size: int, device: torch.device, urgent: bool, fields: dict[str, int] | None = None) -> Any:
     """Return the backend options of a group along one axis; None if torch's defaults are right.
 
     Groups that torch makes with its defaults lose the job's timeout. ``urgent`` groups, which layers wait for, get a
     high-priority stream on NCCL: their kernels start while a GEMM launched earlier still occupies the GPU, whatever
-    CUDA_DEVICE_MAX_CONNECTIONS is.
+    CUDA_DEVICE_MAX_CONNECTIONS is. ``fields``: of NCCL's configuration (``NcclOptions.of``).
     """
     world = dist.group.WORLD
     assert world is not None
     nccl = dist.get_backend(world) == "nccl"
-    if size == 1 or (size == world.size() and not (nccl and urgent)):  # torch takes the job's own group for all ranks
+    if size == 1 or (size == world.size() and not (nccl and (urgent or fields))):  # torch takes the job's own group for all ranks
         return None
     timeout = world._get_backend(device).options._timeout
     if not nccl:
         return Backend.Options(dist.get_backend(world), timeout)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options._timeout = timeout
+    for name, value in (fields or {}).items():
+        setattr(options.config, name, value)
     return options
 
 
@@ -186,12 +242,16 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
         device: device of the tensors; decides the backend if that is "auto".
         backend: auto, nccl or gloo.
         timeout: after which a collective fails.
+    Raises:
+        ConfigError: two processes use the same GPU.
     """
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
     else:
         store = fresh_store(launch.rank, launch.world_size, timeout)
+    if device.type == "cuda" and launch.world_size > 1:
+        require_own_gpu(store, launch.rank, launch.world_size, identity_of(device))
     dist.init_process_group(
         chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device if chosen == "nccl" else None
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import resource
 import shutil
 import sys
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.torch_version import NEWEST_TESTED_TORCH, OLDEST_TORCH, numbers
 
 GIB = 1024**3
 REQUIRED = {
@@ -26,7 +26,6 @@ REQUIRED = {
     "rich": "13.7", "pyyaml": "6.0",
 }  # fmt: skip
 """Distributions that setup.py requires besides torch, with the oldest version."""
-OLDEST_TORCH, TESTED_TORCH = (2, 10), ((2, 11), (2, 13))
 EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",), "serve": ("starlette", "uvicorn")}
 
 
@@ -57,7 +56,7 @@ def run(as_json: bool = False) -> int:
 def examine() -> list[Finding]:
     """Return all rows; a check that raises becomes a row instead of ending the report."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python, _torch, _devices, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
+        _python, _torch, _devices, _allocator, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
     )  # fmt: skip
     rows: list[Finding] = []
     for check in checks:
@@ -81,15 +80,16 @@ def _torch() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
         return
-    except ConfigError as error:  # less address space than it needs
-        yield Finding("torch", "lack", f"was not imported: {error}", "ulimit -v unlimited")
+    except ConfigError as error:  # less address space than it needs, or too old
+        remedy = "" if "too old" in str(error) else "ulimit -v unlimited"
+        yield Finding("torch", "lack", f"was not imported: {error}", remedy)
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
-    version, (oldest, newest) = numbers(torch.__version__)[:2], TESTED_TORCH
+    version, oldest, newest = numbers(torch.__version__)[:2], OLDEST_TORCH, NEWEST_TESTED_TORCH
     found = f"{torch.__version__} ({build})"
-    if version < OLDEST_TORCH:
-        yield Finding("torch", "lack", found, "2.10 is the oldest that reads untrusted files safely: pip install -U torch")
-    elif not oldest <= version <= newest:
+    if version < oldest:
+        yield Finding("torch", "lack", found, f"{_dotted(oldest)} is the oldest that this package runs on: pip install -U torch")
+    elif version > newest:
         yield Finding("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
     else:
         yield Finding("torch", "ok", found)
@@ -134,6 +134,24 @@ def _backends() -> Iterator[Finding]:
             yield Finding(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
 
 
+def _allocator() -> Iterator[Finding]:
+    """Check whether torch's allocator on the GPU may grow its segments: else long sequences lose memory to holes in them."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    # the first is the name from torch 2.9 on; the second is still read
+    name, text = next(((n, os.environ[n]) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if n in os.environ), ("", ""))
+    settings = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+    if settings.get("expandable_segments", "").lower() == "true":
+        yield Finding("allocator", "ok", f"expandable segments ({name})")
+        return
+    setting = ",".join([*(part for part in text.split(",") if part and "expandable_segments" not in part), "expandable_segments:True"])
+    yield Finding(
+        "allocator", "warn", f"{name}={text}: segments of fixed size" if name else "segments of fixed size",
+        f"sequences of changing or great length lose less memory to holes with export {name or 'PYTORCH_ALLOC_CONF'}={setting}",
+    )  # fmt: skip
+
+
 def _required() -> Iterator[Finding]:
     lacking, versions = [], []
     for name, oldest in REQUIRED.items():
@@ -157,7 +175,12 @@ def _kernels() -> Iterator[Finding]:
     on_gpu = torch is not None and torch.cuda.is_available()
     look = availability.find if on_gpu else availability.installed
     uses = {
-        "flash_attn": ("attention", "optional, for --attention-backend flash: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "flash_attn": ("attention", "optional, for --attention-backend flash2: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "flash_attn_interface": (
+            "attention, Hopper",
+            "optional, for --attention-backend flash3: built from hopper/ of Dao-AILab/flash-attention on GitHub",
+        ),
+        "flash_attn.cute": ("attention, Hopper and Blackwell", "optional, for --attention-backend flash4: pip install --pre flash-attn-4"),
         "apex": (
             "AdamW and norms, --fused-kernels",
             "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub, with its C++ and CUDA extensions",
@@ -240,12 +263,6 @@ def _open_files() -> Iterator[Finding]:
     low = soft != resource.RLIM_INFINITY and soft < 1024
     remedy = f"blends of many data sets keep many files open: ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else ""
     yield Finding("open files", "warn" if low else "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process", remedy)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: ``2.13.0a0+cu1`` gives (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _dotted(version: tuple[int, ...]) -> str:

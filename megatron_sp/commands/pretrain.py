@@ -16,6 +16,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
 from megatron_sp.utils.address_space import require_address_space
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
+from megatron_sp.utils.torch_version import require_torch
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
@@ -106,4 +107,5 @@ def _answer(request: Request) -> str:
 
         return dry_run(request.config, request.world_size, request.dry_run) + "\n"
     require_address_space()
+    require_torch()
     return ""

@@ -12,8 +12,21 @@ from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config
 
+MOST_CTAS = 64
+"""NCCL's own limit."""
 NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
 """The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the start."""
+
+
+def drop_nccl(config: Config, why: str) -> list[str]:
+    """Reset the flags about NCCL's communicators, which have no effect without it; return a line for each that was given."""
+    parallel, given = config.parallel, list[str]()
+    for name, off in (("nccl_sp_ctas", None), ("nccl_dp_ctas", None), ("nccl_cta_policy", "default")):
+        value = getattr(parallel, name)
+        if value != off and not (isinstance(value, int) and not 1 <= value <= MOST_CTAS):  # wrong numbers are kept, for the rules to reject
+            given.append(f"--{name.replace('_', '-')} ({why})")
+            setattr(parallel, name, off)
+    return given
 
 
 def concede(config: Config) -> list[str]:
@@ -46,6 +59,11 @@ def _layout(config: Config) -> Iterator[str]:
     if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
         parallel.distributed_backend = "gloo"
         yield NCCL_ON_CPU
+    if parallel.distributed_backend == "gloo" or config.kernels.device == "cpu":
+        yield from drop_nccl(config, "the ranks talk over gloo, not NCCL")
+    if parallel.sequence_parallel_size == 1 and 1 <= (parallel.nccl_sp_ctas or 0) <= MOST_CTAS:
+        parallel.nccl_sp_ctas = None
+        yield "--nccl-sp-ctas (--sequence-parallel-size is 1: there are no exchanges)"
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

@@ -377,13 +377,25 @@ def _kernels(config: Config) -> Iterator[str]:
     kernels, model = config.kernels, config.model
     if kernels.use_flash_attn and kernels.attention_backend != "flash":
         yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
-    if kernels.attention_backend == "flash":
+    backend = kernels.attention_backend
+    if backend in ("flash", "flash2", "flash3", "flash4", "cudnn"):
+        whose = "cuDNN" if backend == "cudnn" else "flash-attn"
         if kernels.device == "cpu":
-            yield "--attention-backend flash needs a GPU, but --device cpu was given: use auto or fused"
+            yield f"--attention-backend {backend} needs a GPU, but --device cpu was given: use auto or fused"
         if not (config.precision.bf16 or config.precision.fp16):
-            yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or drop the flash flag"
+            yield f"{whose} computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or drop the flash flag"
         if _head_dim_known(model) and model.head_dim > _FLASH_HEAD_DIM:
-            yield f"flash-attn takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
+            yield f"{whose} takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
+    if backend in ("flash3", "flash4") and model.attention_dropout > 0:
+        yield (
+            f"FlashAttention {backend[-1]} has no attention dropout, and attention_dropout is {model.attention_dropout}: add"
+            " --attention-dropout 0, or use --attention-backend flash2 or auto"
+        )
+    if backend == "cudnn" and kernels.deterministic_mode:
+        yield "--attention-backend cudnn and --deterministic-mode exclude each other: torch refuses cuDNN's backward there; use auto"
+    if backend == "cudnn" and (model.window_size is not None or config.data.reset_attention_mask):
+        what = "--window-size" if model.window_size is not None else "--reset-attention-mask"
+        yield f"--attention-backend cudnn and {what} exclude each other: torch's SDPA passes no such mask to cuDNN; use auto"
     if (fused := kernels.fused_kernels) in ("apex", "triton"):
         if kernels.device == "cpu":
             yield f"--fused-kernels {fused} needs a GPU, but --device cpu was given: use auto or torch"

@@ -61,6 +61,26 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600
     )
+    nccl_sp_ctas: int | None = flag(
+        None,
+        "with sp > 1 on GPUs: multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow down the"
+        " exchange (default: NCCL decides, which is what the planner assumes)",
+        unit="CTAs",
+        low=1,
+        high=64,
+    )
+    nccl_dp_ctas: int | None = flag(
+        None,
+        "the same for gradients and parameters between the ranks of dp x sp (default: NCCL decides)",
+        unit="CTAs",
+        low=1,
+        high=64,
+    )
+    nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag(
+        "default",
+        "how NCCL takes multiprocessors for sp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
+        " later, registered buffers)",
+    )
     verify_parallelism: bool = flag(
         False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
     )
@@ -128,8 +148,10 @@ class KernelConfig:
     """Kernels, recomputation and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
-        "auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found"
+    attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = flag(
+        "auto",
+        "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its cuDNN kernel;"
+        " unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at the start on a GPU",
     )
     use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
     fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag(

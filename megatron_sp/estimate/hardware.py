@@ -30,6 +30,7 @@ class Gpu:
         attention_forward_tflops, attention_backward_tflops: achieved rates of the fused kernel for head size 128 and
             long sequences, counting causal pairs only.
         narrow_heads: share of these rates achieved with head size 64.
+        flash2_share: share of these rates that FlashAttention 2 achieves, and torch's own flash kernel, which is one.
         memory_gbs: GB/s that elementwise kernels read and write.
         units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
         launch_us: time of a kernel launch on the device.
@@ -55,6 +56,7 @@ class Gpu:
     link: str
     source: str
     narrow_heads: float = 0.8
+    flash2_share: float = 1.0
     launch_us: float = 3.0
     host_us: tuple[float, float] = (250.0, 450.0)
     host_gbs: float = 48.0
@@ -104,11 +106,13 @@ GPUS = {
             "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 2039 GB/s;"
             " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
-            "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published; memory 0.84 of 3350 GB/s"),
+            "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published, version 2 beside it"
+            " (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58),
         Gpu("h200", int(139.7 * GIB), 989, 740, 600, 540, 4100, 132, "nvlink4",
-            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100"),
+            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100", flash2_share=0.58),
         Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
-            "data sheet; FlashAttention-4's 1605 forward at its best; " + _REACHED),
+            "data sheet; FlashAttention-4's 1605 forward at its best, version 2 about as fast as on an H100; " + _REACHED,
+            flash2_share=0.25),
         Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0, overlap_cost=0.1),
         Gpu("mi300x", int(191.5 * GIB), 1307, 640, 450, 300, 4000, 304, "xgmi",
             "data sheet; matmul about half of the peak, as several have published; " + _REACHED),

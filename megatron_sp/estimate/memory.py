@@ -26,7 +26,7 @@ from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_zero import gradient_lines
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.utils.numbers import window_tile
+from megatron_sp.utils.numbers import round_up, window_tile
 
 
 def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") -> MemoryPlan:
@@ -73,13 +73,14 @@ def _tables(form: RankForm) -> int:
 
 
 def _window_masks(form: RankForm) -> int:
-    """Return the bytes of the CPU kernel's sliding-window masks: one for all tiles but the last (``ops/packed_attention.py``)."""
-    window, length = form.workload.model.window_size, form.shape.length
-    if form.shape.cuda or form.attention.uses_reference or window is None or window == 1 or window >= length:
+    """Return the bytes of sliding-window masks: one for all tiles but the last; a GPU's kernels for 16 bits need none."""
+    window, length, shape = form.workload.model.window_size, form.shape.length, form.shape
+    if (shape.cuda and shape.is_16_bit) or form.attention.uses_reference or window is None or window == 1 or window >= length:
         return 0
     rest, tile = length - window, window_tile(window)
     sizes = {min(tile, rest), rest % tile}
-    return sum(queries * (window - 1 + queries) for queries in sizes) * form.shape.e
+    apart = 16 if shape.cuda else 1
+    return sum(queries * round_up(window - 1 + queries, apart) for queries in sizes) * shape.e
 
 
 def _telling_layers(form: RankForm) -> list[int]:

@@ -9,6 +9,8 @@ from megatron_sp.estimate.workload import Workload
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, is_uniform, plan_heads
 from megatron_sp.utils.numbers import window_tile
 
+_MULTIPROCESSORS = 132  # of an H100; a little fewer or more elsewhere
+
 
 class AttentionForm:
     """Attention of one block on sp rank 0; tensors in bytes.
@@ -24,7 +26,8 @@ class AttentionForm:
         joins: True if that is a tensor of its own: our CPU kernel alone writes its output as the projection reads it.
         num_queries: query heads that this rank computes.
         made_heads: heads that are not views of what arrived: repeated for uneven groups, or normed.
-        attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward.
+        attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; on a GPU what
+            the fused kernels allocate inside.
         rotary_makes: what the backward of the rotary embedding allocates.
     """
 
@@ -85,7 +88,7 @@ class AttentionForm:
 
         window = self.model.window_size
         if shape.cuda:
-            return 0, 0
+            return 0, self._inside_gpu_kernel(widest)
         if window is None or window >= length:
             forward = min(calls(length, length), most)
             summed = 2 * forward // self.queries_per_group  # gradients of a key and a value that served several queries
@@ -97,11 +100,31 @@ class AttentionForm:
         others = [min(calls(n, reach), 2 * most * n // length) for n in (tile, reach)]
         return forward, max(3 * forward, others[0] + 2 * others[1])
 
+    def _inside_gpu_kernel(self, widest: int) -> int:
+        """Return the bytes that the backward of a fused kernel allocates on a GPU; ``widest``: query heads of the largest chunk.
+
+        Keys and values of a group have a gradient for each of its queries, then summed. The kernels of 16-bit types sum
+        the gradient of the queries in fp32; with --deterministic-mode once for each block of keys that runs at a time
+        (flash_api.cpp :: mha_bwd).
+        """
+        shape = self.shape
+        elements = widest * shape.all_tokens * shape.d
+        grouped = 2 * elements * shape.e if self.queries_per_group > 1 else 0
+        if not shape.is_16_bit:
+            return grouped
+        columns = max(1, shape.all_tokens // shape.length * widest)
+        sums = -(-_MULTIPROCESSORS // columns) if self.kernels.deterministic_mode else 1
+        return grouped + sums * elements * 4
+
     @property
     def uses_reference(self) -> bool:
-        """True if attention is computed by plain operations, which write all scores to memory."""
+        """True if attention is computed by plain operations, which write all scores to memory (``ops/attention_choice.py``)."""
         backend = self.kernels.attention_backend
-        return backend in ("unfused", "local") or (backend == "auto" and not self.shape.cuda and self.model.attention_dropout > 0)
+        if backend in ("unfused", "local"):
+            return True
+        if self.shape.cuda:
+            return self.shape.e == 8  # no fused kernel computes in fp64
+        return self.model.attention_dropout > 0  # nor with dropout on a CPU
 
     @property
     def kernel_keeps(self) -> int:

@@ -22,6 +22,7 @@ from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
@@ -110,15 +111,11 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
         raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
-            " start at most that many processes (--nproc-per-node), or use --device cpu"
-        )
     if launch.world_size == 1:
         return torch.device("cuda")
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)
+    device = gpu_of(launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def stored_config(options: argparse.Namespace) -> Config:

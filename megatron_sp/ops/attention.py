@@ -1,4 +1,4 @@
-"""Attention on the fused QKV tensor: one interface, three kernels.
+"""Attention on the fused QKV tensor: one interface, several kernels.
 
 ``attention`` takes the output of the QKV projection's GEMM, rows in group order, and returns the input of the output
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
@@ -7,15 +7,21 @@ queries and one key and value each), so grouped-query attention needs neither a 
 A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's
 CPU kernel is called on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
 
-Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
-``reference`` (plain matrix products; the only one with hash-based attention dropout, and so the only one whose
-dropout is the same in every parallel layout).
+Kernels (``ops/attention_choice.py`` chooses):
+
+    flash2, flash3, flash4    packages of FlashAttention, on a GPU (``ops/flash_packages.py``)
+    sdpa                      torch's scaled_dot_product_attention, with its fused kernels for CPU and GPU
+    cudnn                     the same with cuDNN's kernel before its others, where that knows the mask
+    sdpa-fa3, sdpa-fa4        the same after FlashAttention 3 or 4 has taken the place of its flash kernel
+    reference                 plain matrix products; the only one with hash-based attention dropout, and so the only one whose
+                              dropout is the same in every parallel layout
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,10 +29,12 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_sp.ops import availability
+from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.kernels.launch import is_fused
+from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.ops.packed_attention import (
     Segment,
@@ -37,10 +45,11 @@ from megatron_sp.ops.packed_attention import (
     segments_of_documents,
     segments_of_lengths,
     varlen,
+    window_mask,
 )
 from megatron_sp.ops.rotary import rotate_
 
-KernelName = Literal["flash", "sdpa", "reference"]
+KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,8 @@ class AttentionMask:
         causal: a query attends to keys up to its own position; with fewer queries than keys the *last* query attends to
             all keys.
         key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and masked out. None: no padding.
-        lengths: the same on the host, one for each of the b sequences, so that the host need not wait for the GPU: the
-            kernels then process only real keys, instead of using a mask [b, s, s]. None: taken from ``key_lengths`` if
-            that is on the CPU.
+        lengths: the same on the host, one for each of the b sequences: the kernels process only real keys, so there is
+            no mask [b, s, s]. None: read from ``key_lengths``, for which the host waits if that is on a GPU.
         documents: for each of the b sequences, the ends of its documents (the last is the end of the sequence); a query
             attends only to keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
         window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all
@@ -74,51 +82,6 @@ class AttentionMask:
         if self.lengths is not None or self.key_lengths is None or self.key_lengths.device.type != "cpu":
             return self.lengths
         return tuple(self.key_lengths.tolist())
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """The chosen kernel, and the reason for the choice."""
-
-    name: KernelName
-    reason: str
-
-
-def choose_kernel(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
-    """Choose the kernel for --attention-backend.
-
-    Args:
-        backend: auto, flash, fused, unfused or local.
-        device_type: "cpu" or "cuda".
-        dtype: dtype of the activations.
-        dropout: attention dropout in training.
-    Raises:
-        RuntimeError: ``flash`` was requested but flash-attn cannot run.
-    """
-    chosen = _choose(backend, device_type, dtype, dropout)
-    if dropout > 0 and chosen.name != "reference":
-        return AttentionKernel(chosen.name, f"{chosen.reason}; attention dropout's masks depend on the layout in it")
-    return chosen
-
-
-def _choose(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
-    flash = availability.find("flash_attn")
-    lack = (
-        "it needs a GPU" if device_type != "cuda"
-        else f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}" if dtype not in (torch.bfloat16, torch.float16)
-        else "" if flash.available else flash.reason
-    )  # fmt: skip
-    if backend == "flash":
-        if lack:
-            raise RuntimeError(f"--attention-backend flash cannot be used: {lack}. Use --attention-backend auto.")
-        return AttentionKernel("flash", "asked for")
-    if backend in ("unfused", "local"):
-        return AttentionKernel("reference", "asked for")
-    if backend == "fused":
-        return AttentionKernel("sdpa", "asked for")
-    if device_type == "cpu" and dropout > 0:
-        return AttentionKernel("reference", "attention dropout on CPU: torch's fused kernel falls back to a slower path with it")
-    return AttentionKernel("sdpa", f"flash-attn not used: {lack}") if lack else AttentionKernel("flash", "the fastest found")
 
 
 def attention(
@@ -208,6 +171,8 @@ def core_attention(
         [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
     assert mask.window is None or mask.causal, "a window is for causal attention"
+    if kernel in ("sdpa-fa3", "sdpa-fa4"):
+        kernel = "sdpa"
     if mask.window is not None and mask.window >= k.shape[0]:
         mask = replace(mask, window=None)
     if mask.documents is not None:
@@ -215,13 +180,18 @@ def core_attention(
         return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask, kernel, dropout, dropout_rows)
     by_length = mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] and mask.window is None
     lengths = mask.lengths_on_host() if by_length else None
+    if by_length and lengths is None and q.shape[0] > 1 and mask.key_lengths is not None:
+        lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
     if lengths is not None:
         segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
         return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None)
-    if kernel == "flash":
-        return _flash(q, k, v, mask, dropout)
+    if kernel in FLASH_NAMES:
+        return _flash(kernel, q, k, v, mask, dropout)
     if kernel == "sdpa":
         return _sdpa(q, k, v, mask, dropout)
+    if kernel == "cudnn":
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            return _sdpa(q, k, v, mask, dropout)
     return _reference(q, k, v, mask, dropout, dropout_rows)
 
 
@@ -259,21 +229,20 @@ def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, 
 
 def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
     """Return a kernel for all documents at once (``packed_attention.varlen``), or None if there is none for these arguments."""
-    if kernel == "flash":
-        flash, more = availability.load("flash_attn").flash_attn_varlen_func, _window_of_flash(window)
-        return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal, **more)
-    if kernel == "sdpa" and torch_has_varlen(q):
+    if kernel in FLASH_NAMES:
+        name = kernel
+
+        def of_package(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+            return flash_packages.packed(name, q, k, v, ends, longest, causal=causal, window=window, dropout=dropout)
+
+        return of_package
+    if kernel in ("sdpa", "cudnn") and torch_has_varlen(q):
 
         def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
             return _flash_of_torch(q, k, v, ends, longest, longest, dropout, causal, window)
 
         return of_torch
     return None
-
-
-def _window_of_flash(window: int | None) -> dict[str, tuple[int, int]]:
-    """Return flash-attn's window argument: the number of keys before and after a query's own."""
-    return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _flash_of_torch(
@@ -309,11 +278,11 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
     return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     if mask.key_lengths is not None:
-        return _sdpa(q, k, v, mask, dropout)  # flash-attn wants packed sequences for padding
-    flash_attn_func, more = availability.load("flash_attn").flash_attn_func, _window_of_flash(mask.window)
-    out = flash_attn_func(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), dropout_p=dropout, causal=mask.causal, **more)
+        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
@@ -322,45 +291,116 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) 
         return _sdpa_in_windows(q, k, v, mask.window, dropout)
     s_q, s_k = q.shape[0], k.shape[0]
     aligned = mask.causal and s_q == s_k and mask.key_lengths is None
-    allowed = None if aligned or (mask.key_lengths is None and not (mask.causal and s_q > 1)) else _allowed(mask, s_q, s_k, q.device)
-    if q.device.type == "cpu" and allowed is None and dropout == 0.0 and _HAS_CPU_FLASH:
+    if not aligned and (mask.key_lengths is not None or (mask.causal and s_q > 1)):
+        return _sdpa_with_mask(q, k, v, mask, dropout)
+    if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
         return _CPUFlash.apply(q, k, v, aligned)
-    return _any_sdpa(q, k, v, allowed, dropout, aligned)
+    return _any_sdpa(q, k, v, None, dropout, aligned)
+
+
+def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    """Call SDPA with the mask as a tensor, for some of the queries at a time, so that it is never s_q x s_k for long sequences.
+
+    Training needs no such mask, so nothing keeps the tiles' masks for backward.
+    """
+    s_q, s_k = q.shape[0], k.shape[0]
+    behind = s_k - s_q  # position of the first query among the keys
+    blind = max(0, -behind) if mask.causal else 0  # queries before the first key
+    rows = max(1, _MASK_ELEMENTS // (s_k * (1 if mask.key_lengths is None else q.shape[1])))
+    tiles = [torch.zeros_like(q[:blind])] if blind else []
+    for first in range(blind, s_q, rows):
+        last = min(first + rows, s_q)
+        keys = slice(0 if mask.window is None else max(0, first + behind - mask.window + 1), last + behind if mask.causal else s_k)
+        allowed = _allowed(mask, s_q, s_k, q.device, slice(first, last), keys)
+        tiles.append(_any_sdpa(q[first:last], k[keys], v[keys], allowed, dropout))
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
 def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
     """Call SDPA with torch's choice of kernel; [s, m, r, d] -> [m, r, s, d] and back are views, since the kernels take strides."""
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] > 1)
-    return out.permute(2, 0, 1, 3)
+    if q.device.type == "cuda":
+        return _fused_sdpa(q, k, v, allowed, dropout, causal)
+    q, k, v = _by_head(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal).permute(2, 0, 1, 3)
+
+
+def _fused_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
+    """Call SDPA on a GPU with any of its kernels but the one that writes all scores [m, r, s_q, s_k] to memory.
+
+    SDPA takes that one without a word where no other applies. The flash and cuDNN kernels know grouped queries; the
+    memory-efficient one, which computes in fp32 and with masks, does not: its keys and values are expanded with stride
+    0. It wants heads of a multiple of 16 bytes; zeros beside them change no score.
+
+    Raises:
+        RuntimeError: no fused kernel takes this on this GPU.
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; that zero strides are right in backward, too: pytorch #191085.
+    """
+    r, d = q.shape[2:]
+    with _without_all_scores():
+        by_head = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        params = torch.backends.cuda.SDPAParams(*by_head, None, dropout, causal, r > 1)
+        takes_groups = allowed is None and (
+            torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_cudnn_attention(params)
+        )
+        if not takes_groups:
+            if d % 8:
+                q, k, v = (F.pad(t, (0, -d % 8)) for t in (q, k, v))
+            by_head = _by_head(q, k, v)
+        query, key, value = by_head
+        try:
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=1 / math.sqrt(d),
+                enable_gqa=takes_groups and r > 1,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+                raise
+            raise RuntimeError(
+                f"no fused kernel of torch computes attention in {str(q.dtype).removeprefix('torch.')} with heads {d} wide on this GPU, and"
+                " the plain one holds the scores of all pairs of tokens in memory: --attention-backend unfused asks for it"
+            ) from error
+    return out[..., :d].permute(2, 0, 1, 3)
+
+
+@contextmanager
+def _without_all_scores() -> Iterator[None]:
+    """Keep SDPA from taking its plain form; what else may be taken stays as it is (``torch.nn.attention.sdpa_kernel``)."""
+    before = torch.backends.cuda.math_sdp_enabled()
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_math_sdp(before)
 
 
 def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
     """Causal attention with a sliding window shorter than the keys.
 
-    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one, each
-    with a mask.
+    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one; all
+    but the first and the last share a mask.
     """
     s_q, s_k = q.shape[0], k.shape[0]
     if s_q < s_k:  # generation: the last queries of all
         k, v = (t[max(0, s_k - s_q - window + 1) :] for t in (k, v))
         mask = AttentionMask(window=window if k.shape[0] > window else None)
-        return _any_sdpa(q, k, v, _allowed(mask, s_q, k.shape[0], q.device) if s_q > 1 else None, dropout)
-    if s_q == s_k and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
+        return _sdpa_with_mask(q, k, v, mask, dropout) if s_q > 1 else _any_sdpa(q, k, v, None, dropout)
+    if s_q > s_k:
+        return _sdpa_with_mask(q, k, v, AttentionMask(window=window), dropout)
+    if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
         return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True)
-    if s_q == s_k and torch_has_varlen(q):
+    if torch_has_varlen(q):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
-    if s_q > s_k:
-        return _any_sdpa(q, k, v, _allowed(AttentionMask(window=window), s_q, s_k, q.device), dropout)
     tiles = []
     for tile in in_windows((Segment(0, 0, s_q, s_k),), window):
         seen = slice(tile.start - tile.before, tile.start - tile.before + tile.keys)
-        allowed = _allowed(AttentionMask(window=window), tile.queries, tile.keys, q.device)
-        tiles.append(_any_sdpa(q[tile.start : tile.start + tile.queries], k[seen], v[seen], allowed, dropout))
+        allowed = window_mask(tile.queries, tile.before, q.dtype, q.device) if tile.before else None
+        tiles.append(_any_sdpa(q[tile.start : tile.start + tile.queries], k[seen], v[seen], allowed, dropout, causal=allowed is None))
     return torch.cat(tiles)
 
 
+_MASK_ELEMENTS = 2**24
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
@@ -430,19 +470,25 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
     return torch.matmul(probs.to(v.dtype), v).permute(2, 0, 1, 3)
 
 
-def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> Tensor | None:
-    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where attention is allowed; None if nothing is masked."""
+def _allowed(
+    mask: AttentionMask, s_q: int, s_k: int, device: torch.device, queries: slice | None = None, keys: slice | None = None
+) -> Tensor | None:
+    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where attention is allowed; None if nothing is masked.
+
+    Args:
+        queries, keys: the part of it to make; None: all of it.
+    """
+    rows = torch.arange(s_q, device=device)[queries or slice(None)]
+    at = torch.arange(s_k, device=device)[keys or slice(None)]
     allowed = None
     if mask.causal:
-        allowed = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
-        allowed = allowed if mask.window is None else allowed.triu(s_k - s_q - mask.window + 1)
+        last = rows[:, None] + (s_k - s_q)
+        allowed = at <= last
+        allowed = allowed if mask.window is None else allowed & (at > last - mask.window)
     if mask.key_lengths is not None:
-        at = torch.arange(s_k, device=device)
-        inside = (
-            at < mask.key_lengths[:, None]
-            if mask.key_starts is None
-            else (at < mask.key_lengths[:, None]) & (at >= mask.key_starts[:, None])
-        )
+        inside = at < mask.key_lengths[:, None]
+        if mask.key_starts is not None:
+            inside = inside & (at >= mask.key_starts[:, None])
         inside = inside[:, None, None, :]
         allowed = inside if allowed is None else inside & allowed
     return allowed

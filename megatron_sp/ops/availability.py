@@ -6,6 +6,8 @@ and raises ImportError; any other exception means a broken installation, and its
 PyPI's package ``apex`` is unrelated to NVIDIA's, which is installed from its repository: they are distinguished by
 their files, before any of their code is executed. The kernels of NVIDIA's are extension modules beside it, which a
 build without CUDA lacks.
+
+FlashAttention 4 is ``flash_attn.cute``; where it is alone, ``flash_attn`` is just a folder.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class _Optional:
 
 _OPTIONAL = {
     "flash_attn": _Optional("flash-attn", "flash_attn"),
+    "flash_attn_interface": _Optional("flash_attn_3", "flash_attn_interface"),
+    "flash_attn.cute": _Optional("flash-attn-4", "flash_attn.cute"),
     "apex": _Optional("apex", "apex"),
     "amp_C": _Optional("apex", "amp_C"),
     "fused_layer_norm_cuda": _Optional("apex", "fused_layer_norm_cuda"),
@@ -52,6 +56,8 @@ APEX_EXTENSIONS = ("amp_C", "fused_layer_norm_cuda")
 """Extension modules of NVIDIA's apex with its fused Adam and its fused norms."""
 APEX_DEVICE = "cuda"
 """Type of the device that they run on; tests with a stand-in for them set it to the CPU."""
+GPU = "cuda"
+"""Type of the device that attention kernels run on; tests with stand-ins for them set it to the CPU."""
 _APEX_FILES = ("optimizers/fused_adam.py", "normalization/fused_layer_norm.py")
 FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that name (remove it: pip uninstall apex)"
 
@@ -66,8 +72,11 @@ def installed(name: str) -> Kernel:
     entry = _OPTIONAL[name]
     if name in APEX_EXTENSIONS:
         return _apex_extension(name)
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:  # None: just a folder of that name on the path
+    top, _, inside = name.partition(".")
+    spec = importlib.util.find_spec(top)  # of a module inside a package it would run the package's code
+    locations = [] if spec is None else spec.submodule_search_locations or []
+    is_there = any((Path(place, inside) / "__init__.py").is_file() for place in locations) if inside else spec and spec.origin
+    if spec is None or not is_there:  # without an origin it is just a folder of that name on the path
         return Kernel(name, False, reason=f"{entry.distribution} is not installed")
     version = _version(entry.distribution)
     if name == "apex" and not _is_nvidia_apex(spec.submodule_search_locations):

@@ -214,15 +214,21 @@ class _CPUSegments(torch.autograd.Function):
 def _mask_of(call: _Call, causal: bool, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """Return (whether to use the kernel's causal mask, additive mask or None); only a window tile has an additive mask."""
     segment = call.segments[0]
-    return (False, _window_mask(segment.queries, segment.before, dtype)) if segment.before else (causal, None)
+    return (False, window_mask(segment.queries, segment.before, dtype, torch.device("cpu"))) if segment.before else (causal, None)
 
 
 @lru_cache(maxsize=4)
-def _window_mask(queries: int, before: int, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask [queries, before + queries]: 0 where query i attends to key j, i <= j <= i + before, else -inf."""
-    distance = torch.arange(before + queries) - torch.arange(queries)[:, None]
+def window_mask(queries: int, before: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an additive mask [queries, before + queries]: 0 where query i attends to key j, i <= j <= i + before, else -inf.
+
+    On a GPU its rows are a multiple of 16 elements apart: SDPA then takes it as it is, where it would save a padded copy
+    for each tile.
+    """
+    keys = before + queries
+    distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     hidden = (distance < 0) | (distance > before)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    apart = keys if device.type == "cpu" else -(-keys // 16) * 16
+    return torch.zeros(queries, apart, dtype=dtype, device=device)[:, :keys].masked_fill_(hidden, -torch.inf)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, call: _Call, queries: _Places) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,9 @@
     step = micro-batches * (forward + backward + recomputation) / sustained + exposed communication + update
            + overlap_cost * hidden communication + exposed copies to host memory
 
+``overlap_cost`` is the share of a GPU's multiprocessors that NCCL takes for a collective. With --nccl-sp-ctas and
+--nccl-dp-ctas it takes no more than those, and moves no more than their share of what the link between GPUs carries.
+
 ``sustained`` is the share of its kernels' rates that a run achieves (``estimate/hardware.py``).
 
 ``estimate/traffic.py`` determines which bytes *can* be hidden. The computation that can hide them:
@@ -122,11 +125,20 @@ class _Clock:
         passes = (self.forward + self.backward + self.again).times(self.layers) + self.ends
         computed = passes.times(self.count)
         exchanges = tuple(self._exchanges(list(flows)))
-        hidden = sum(exchange.hidden for exchange in exchanges)
+        slowed = sum(exchange.hidden * self._cost(exchange.flow) for exchange in exchanges)
         return StepTime(
             computed.products, computed.attention, computed.memory + self.work.gradients(), self.again.seconds * self.layers * self.count,
-            self.work.update(), self._host(), self.machine.gpu.overlap_cost * hidden, self._copies(), exchanges,
+            self.work.update(), self._host(), slowed, self._copies(), exchanges,
         )  # fmt: skip
+
+    def _ctas(self, flow: Flow) -> float:
+        """Return the multiprocessors that a collective takes, of those that NCCL takes by itself, as a share."""
+        gpu, most = self.machine.gpu, {"sp": self.parallel.nccl_sp_ctas, "dp x sp": self.parallel.nccl_dp_ctas}.get(flow.group)
+        return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
+
+    def _cost(self, flow: Flow) -> float:
+        """Return the slowdown of the computation that hides a collective, as a share of the hidden time."""
+        return self.machine.gpu.overlap_cost * self._ctas(flow)
 
     def _host(self) -> float:
         """Return the seconds of a step that the GPU waits for Python."""
@@ -180,6 +192,8 @@ class _Clock:
     def _exchange(self, flow: Flow, cover: float) -> Exchange:
         tp, machine = self.form.shape.tp, self.machine
         seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes)
+        if (share := self._ctas(flow)) < 1:
+            seconds = max(seconds, flow.num_bytes / (share * machine.inside.gbs * 1e9))
         hideable = seconds * flow.can_hide / flow.num_bytes if flow.num_bytes else 0.0
         link = machine.link_of(flow.group, flow.ranks, tp).name
         return Exchange(flow, link, seconds, min(hideable, seconds, max(0.0, cover)))

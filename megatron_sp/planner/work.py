@@ -89,6 +89,7 @@ class Work:
 
     def __init__(self, form: RankForm, gpu: Gpu) -> None:
         self.model, self.shape, self.heads, self.zero, self.gpu = form.workload.model, form.shape, form.attention, form.zero, gpu
+        self.kernels = form.workload.kernels
         messages = sum(len(chunk.messages) for chunk in self.heads.chunks)
         self.pieces = max(1, messages)
 
@@ -129,9 +130,17 @@ class Work:
             moved = pairs * shape.wide * (10 if backward else 6)
             return flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12) + moved / (gpu.memory_gbs * 1e9)
         rate = gpu.attention_backward_tflops if backward else gpu.attention_forward_tflops
+        rate *= gpu.flash2_share if self._takes_flash2 else 1.0
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - shape.d) / (_WIDE - _NARROW)))
         share *= shape.length / (shape.length + _SHORT_SEQUENCE) if gpu.units else 1.0
         return flops * (2.5 if backward else 1) * seen_share(self.model) / (rate * 1e12 * share) + self._calls()
+
+    @property
+    def _takes_flash2(self) -> bool:
+        """True if the flags leave nothing newer: the others have no dropout, and torch keeps cuDNN out of deterministic runs."""
+        backend, dropout = self.kernels.attention_backend, self.model.attention_dropout > 0
+        older = backend == "flash2" or (backend == "flash" and dropout)
+        return older or (self.kernels.deterministic_mode and (backend == "fused" or (backend == "auto" and dropout)))
 
     def _calls(self) -> float:
         return len(self.heads.chunks) * self.gpu.launch_us * 1e-6

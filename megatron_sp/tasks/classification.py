@@ -117,7 +117,7 @@ class Classification:
 
 
 def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
-    context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.kernel.name, causal=False)
+    context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.attention.kernel.name, causal=False)
     logits: Tensor | None = run.parts.model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events).logits
     return logits
 

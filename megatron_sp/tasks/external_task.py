@@ -27,7 +27,10 @@ from megatron_sp.utils.errors import ConfigError
 BuildModel = Callable[[Config], nn.Module]
 WriteSchedule = Callable[[Schedule, bool], None]
 
-ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eager", "flash": "flash_attention_2"}
+ATTENTION = {
+    "auto": "sdpa", "fused": "sdpa", "cudnn": "sdpa", "unfused": "eager", "local": "eager", "flash": "flash_attention_2",
+    "flash2": "flash_attention_2", "flash3": "flash_attention_3", "flash4": "flash_attention_4",
+}  # fmt: skip
 """--attention-backend -> the name of the implementation in transformers."""
 
 

@@ -15,6 +15,7 @@ Before the first step:
     sharding.py         the model becomes flat units, one by one
     fingerprint.py      all ranks have the same initial model
     fused.py            --fused-kernels: which kernels of AdamW and the norms run
+    attention.py        --attention-backend auto measures
     probe.py            --sp-overlap-mode auto measures
     memory_estimate.py  predicted memory against what there is
     announcement.py     what the run says at its start

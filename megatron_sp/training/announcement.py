@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def announce(run: Run) -> None:
     """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
-    context, plan, kernel, progress = run.context, run.plan, run.kernel, run.state.progress
+    context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
     num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
     context.console.line(
@@ -31,6 +31,7 @@ def announce(run: Run) -> None:
         world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
         train_iters=plan.train_iters, config=config.to_dict(),
         environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
+        attention={"kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds},
     )  # fmt: skip
     context.status.write(
         "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids

@@ -27,10 +27,15 @@ class MemoryEstimate:
         overlap: resolved overlap mode of the sp exchanges: {"mode", "chunks"}.
         world_size, local_world_size: number of processes in all, and on this host.
         device: device of this rank.
+        attention: name of the attention kernel.
     """
 
-    def __init__(self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = ""
+    ) -> None:
         self._config = config = copy.deepcopy(config)
+        if attention == "reference":
+            config.kernels.attention_backend = "unfused"
         parallel = config.parallel
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
             parallel.sp_overlap_comm, parallel.sp_overlap_mode = False, overlap["mode"]

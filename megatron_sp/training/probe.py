@@ -18,7 +18,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SelfAttention
-from megatron_sp.ops.attention import AttentionMask, choose_kernel
+from megatron_sp.ops.attention import AttentionMask, KernelName
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
@@ -30,14 +30,16 @@ _ROUNDS = 3
 _SECONDS = 20.0  # after which no further round begins
 
 
-def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[OverlapMode, int, str]:
-    """Time all modes and choose the fastest. Collective.
+def choose_overlap(
+    config: Config, groups: ParallelGroups, dtype: torch.dtype, kernel: KernelName = "sdpa"
+) -> tuple[OverlapMode, int, str]:  # fmt: skip
+    """Time all modes with the attention kernel ``kernel`` and choose the fastest. Collective.
 
     Returns:
         (mode, number of chunks, a line for the log).
     """
     choices = candidates(config)
-    timers = [_Timer(config, groups, candidate, dtype) for candidate in choices]
+    timers = [_Timer(config, groups, candidate, dtype, kernel) for candidate in choices]
     seconds: list[list[float]] = [[] for _ in choices]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
@@ -85,7 +87,7 @@ def _max_over_ranks(seconds: float, groups: ParallelGroups) -> float:
 class _Timer:
     """Attention of one block in one mode, ready to be timed."""
 
-    def __init__(self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype, kernel: KernelName) -> None:
         model, device = config.model, groups.device
         assert model.seq_length and model.hidden_size
         mode, chunks = candidate
@@ -97,7 +99,6 @@ class _Timer:
         positions = cut.tp_seq_slice.stop - cut.tp_seq_slice.start
         self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
         rotary = rotary_of(model, torch.arange(model.seq_length, device=device), dtype)
-        kernel = choose_kernel(config.kernels.attention_backend, device.type, dtype, model.attention_dropout).name
         self.ctx = ForwardContext(AttentionMask(), kernel=kernel, length=model.seq_length, rotary=rotary)
 
     def run(self) -> float:

@@ -9,11 +9,11 @@ with an exit code of ``utils/errors.py``:
     build_tokenizer     4  a file is missing, or is not the checkpoint's               3  the checkpoint is of another model
     plan_steps          2  --train-samples is less than one step                       3  the checkpoint's counts are invalid
     build_data          4  a data set is missing, damaged or too short
+    choose_attention    2  the requested kernel does not run here    (--attention-backend auto measures here)
     choose_layout       -  (--sp-overlap-mode auto measures here)
     estimate_memory     2  the ranks of this host need more memory than it has
     build_model         2  the ranks have different models; out of memory
     load_checkpoint     3  tensors are missing or damaged    4  the training data differ    2  the learning-rate schedule differs
-    choose_attention    2  the requested kernel does not run here
     announce            -  (metrics.jsonl says ``start``, run_status.json says "running")
 
 and everywhere 7 if another rank is lost. Resuming is checked in ``training/resume.py``.
@@ -41,13 +41,14 @@ from megatron_sp.data.build import Datasets
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.ops.attention import AttentionKernel, choose_kernel
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
+from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
@@ -210,7 +211,7 @@ class Run:
         memory_estimate: predicted memory of this rank.
         parts: model, weights, gradients, optimizer and loss scaler.
         state: progress, and everything else that a checkpoint holds.
-        kernel: attention kernel.
+        attention: attention kernel, and what the candidates took.
         fused: kernels of AdamW and the norms.
         train_step: takes one step.
         evaluated: what former processes of this run have evaluated at the step it starts from: "valid", "test".
@@ -227,7 +228,7 @@ class Run:
     memory_estimate: MemoryEstimate
     parts: StepParts
     state: TrainingState
-    kernel: AttentionKernel
+    attention: AttentionChoice
     fused: FusedKernels
     train_step: TrainStep
     evaluated: list[str]
@@ -256,16 +257,16 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     tokenizer_record = keep_tokenizer(context, tokenizer)
     plan = plan_steps(context, origin)
     data = build_data(context, plan, tokenizer, closing)
-    layout = choose_layout(context, origin)
-    memory_estimate = estimate_memory(context, layout)
+    attention = choose_attention(context, origin)
+    layout = choose_layout(context, origin, attention)
+    memory_estimate = estimate_memory(context, layout, attention)
     parts, state, fused = build_model(context, layout)
     state.tokenizer, state.evaluation_data = tokenizer_record, data.datasets.evaluation_fingerprints
     if origin is not None:
         plan = load_checkpoint(context, checkpointer, origin, plan, data, parts, state)
         for line in changes:
             console.line(f"  changed since: {line}")
-    kernel = choose_attention(context)
-    train_step = build_step(context, layout, parts, kernel)
+    train_step = build_step(context, layout, parts, attention)
     done = find_evaluated(context, origin, state.progress.step)
     for line in _useless_offloads(config, context.groups.device.type):
         console.line(line)
@@ -273,7 +274,8 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     reporter = StepReporter(config, context.groups, console, metrics, plan.train_iters, memory_estimate)
     run = Run(
         context=context, origin=origin, checkpointer=checkpointer, plan=plan, data=data, layout=layout, memory_estimate=memory_estimate,
-        parts=parts, state=state, kernel=kernel, fused=fused, train_step=train_step, evaluated=done, metrics=metrics, reporter=reporter,
+        parts=parts, state=state, attention=attention, fused=fused, train_step=train_step, evaluated=done,
+        metrics=metrics, reporter=reporter,
     )  # fmt: skip
     announce(run)
     return run
@@ -401,21 +403,43 @@ def _open_loader(
     return closing.enter_context(loader)
 
 
-def choose_layout(context: RunContext, origin: Origin | None) -> RunLayout:
+def choose_attention(context: RunContext, origin: Origin | None) -> AttentionChoice:
+    """Choose the attention kernel, as in the checkpoint if its layout is the same. Collective.
+
+    Raises:
+        ConfigError: the requested one does not run on some rank.
+    """
+    before = None if origin is None else origin.stored.get("layout")
+    alike = isinstance(before, dict) and _is_same_layout(before, _layout_record(context))
+    kept = before.get("attention") if alike and isinstance(before, dict) else None
+    # a model of others has attention of its own
+    return attention_kernels.choose_attention(context.config, context.groups, kept, measure=not context.task.torch_dropout)
+
+
+def _layout_record(context: RunContext) -> dict[str, Any]:
+    groups = context.groups
+    return {
+        "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
+        "tp_seq": context.config.parallel.sequence_parallel,
+    }  # fmt: skip
+
+
+def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
+    return {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention")} == record
+
+
+def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
     """Resolve --sp-overlap-mode auto, as in the checkpoint if its layout is the same, and build the layers' layout. Collective."""
     config, groups, parallel = context.config, context.groups, context.config.parallel
-    record: dict[str, Any] = {
-        "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
-        "tp_seq": parallel.sequence_parallel, "sp_overlap": None,
-    }  # fmt: skip
+    record = _layout_record(context)
     chunks = parallel.sp_head_chunks or 2
     mode: str = parallel.overlap_mode
     if mode == "auto":
         before = None if origin is None else origin.stored.get("layout")
-        if isinstance(before, dict) and {**before, "sp_overlap": None} == record:
+        if isinstance(before, dict) and _is_same_layout(before, record):
             mode, chunks = choice_from(before.get("sp_overlap"))
         if mode == "auto":
-            mode, chunks, report = choose_overlap(config, groups, dtype_of(config))
+            mode, chunks, report = choose_overlap(config, groups, dtype_of(config), attention.kernel.name)
             context.console.line(report)
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
@@ -426,13 +450,15 @@ def choose_layout(context: RunContext, origin: Origin | None) -> RunLayout:
         recorder=None if overlap_report is None else overlap_report.recorder,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
-    return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap})
+    return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap, "attention": attention.kernel.name})
 
 
-def estimate_memory(context: RunContext, layout: RunLayout) -> MemoryEstimate:
+def estimate_memory(context: RunContext, layout: RunLayout, attention: AttentionChoice) -> MemoryEstimate:
     """Predict the memory of this rank, and warn if it will not do. Collective, unless --skip-train is given."""
     launch, status = context.launch, context.status
-    estimate = MemoryEstimate(context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device)
+    estimate = MemoryEstimate(
+        context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name
+    )
     status.explain_memory = estimate.explain
     if not context.config.batch.skip_train:
         with all_ranks_agree(context.groups.control):
@@ -502,24 +528,11 @@ def load_checkpoint(
     return plan
 
 
-def choose_attention(context: RunContext) -> AttentionKernel:
-    """Choose the attention kernel; raises ConfigError on all ranks if the requested one does not run on one of them. Collective."""
-    config = context.config
-    with all_ranks_agree(context.groups.control):
-        try:
-            kernel = choose_kernel(
-                config.kernels.attention_backend, context.groups.device.type, dtype_of(config), config.model.attention_dropout
-            )
-        except RuntimeError as error:
-            raise ConfigError(str(error)) from None
-    return kernel
-
-
-def build_step(context: RunContext, layout: RunLayout, parts: StepParts, kernel: AttentionKernel) -> TrainStep:
+def build_step(context: RunContext, layout: RunLayout, parts: StepParts, attention: AttentionChoice) -> TrainStep:
     """Return what takes a step with these parts."""
     config, task = context.config, context.task
     drops = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
-    options = StepOptions(config.batch.seed, drops, kernel.name, task.torch_dropout)
+    options = StepOptions(config.batch.seed, drops, attention.kernel.name, task.torch_dropout)
     recorder = None if layout.overlap_report is None else layout.overlap_report.recorder
     return TrainStep(parts, task.loss, context.groups, options, context.faults, recorder)
 

@@ -20,11 +20,13 @@ import torch
 
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.devices import gpu_of
+from megatron_sp.comm.groups import Launch, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
-from megatron_sp.config.concessions import NCCL_ON_CPU
+from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
 from megatron_sp.config.schema import Config
+from megatron_sp.training.attention import require_attention
 from megatron_sp.training.fused import require_fused_kernels
 from megatron_sp.utils import output
 from megatron_sp.utils.errors import (
@@ -152,7 +154,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
     """Return the device of this rank.
 
     Raises:
-        ConfigError: --device cuda without a GPU, or more ranks than GPUs on this host.
+        ConfigError: --device cuda without a GPU, or several GPUs and more ranks than those.
     """
     choice = config.kernels.device
     if choice == "auto":
@@ -161,13 +163,9 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` shows why); use --device cpu")
-    if launch.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
-            f" start at most that many processes (--nproc-per-node), or use --device cpu"
-        )
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)
+    device = gpu_of(launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def set_threads(config: Config, launch: Launch) -> int:
@@ -193,25 +191,33 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     """Choose the device, join the process group and build the layout. Collective.
 
     Raises:
-        ConfigError: --fused-kernels apex where apex cannot be used.
+        ConfigError: --fused-kernels apex or a named --attention-backend where it cannot be used; two processes with
+            one GPU; an NCCL without --nccl-cta-policy.
         PeerError: not all ranks joined.
     """
     device = choose_device(config, launch)
     if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
-    require_fused_kernels(config, launch, device)
-    set_threads(config, launch)
+    if device.type == "cpu":
+        config.ignored_flags += tuple(drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"))
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # else torch fills every empty(): our buffers are written before they are read, and filling is a pass over each
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    require_fused_kernels(config, launch, device)
+    require_attention(config, launch, device)
+    set_threads(config, launch)
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    nccl = NcclOptions(parallel.nccl_sp_ctas, parallel.nccl_dp_ctas, parallel.nccl_cta_policy)
+    nccl.of("sp"), nccl.of("dp")  # what NCCL does not know is found out before the ranks wait for each other
     try:
         init_process_group(launch, device, parallel.distributed_backend, timeout)
         return ParallelGroups.create(
             device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout,
-            check=parallel.check_collectives,
+            check=parallel.check_collectives, nccl=nccl,
         )  # fmt: skip
     except RuntimeError as error:
         if not is_peer_failure(error):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,13 +28,14 @@ from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
 from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training.attention import use_of
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
@@ -118,7 +119,10 @@ class _Step:
     def __init__(self, config: Config, task: Task, dtype: torch.dtype, groups: ParallelGroups) -> None:
         self.config, self.task, self.groups = config, task, groups
         backend = config.kernels.attention_backend
-        self.kernel = choose_kernel("auto" if backend == "flash" else backend, groups.device.type, dtype, 0.0).name
+        backend = backend if backend in ("fused", "unfused", "local") else "auto"
+        self.kernel = choose_kernel(
+            backend, groups.device.type, dtype, use=replace(use_of(config, groups.device), dtype=dtype, dropout=0.0)
+        ).name
         config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # there is no update
         config.precision.fp64 = dtype == torch.float64
 

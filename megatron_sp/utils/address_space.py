@@ -7,6 +7,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.torch_version import require_torch
 
 # Measured in a process that has imported it: torch for CPUs, with its threads; numpy with a single one for linear
 # algebra.
@@ -28,15 +29,17 @@ def require_address_space(package: str = "torch") -> None:
 
 
 class _BeforeImports(MetaPathFinder):
-    """Import finder that finds nothing, but checks the limit before torch or numpy is imported."""
+    """Import finder that finds nothing, but checks the limit before torch or numpy is imported, and torch's version."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in NEEDED:
             require_address_space(fullname)
+        if fullname == "torch":
+            require_torch()
         return None
 
 
 def watch_imports() -> None:
-    """Make importing torch or numpy raise ConfigError if there is too little address space, so that programs need no check."""
+    """Make importing torch or numpy raise ConfigError if there is too little address space or torch is too old: programs need no check."""
     if not any(isinstance(finder, _BeforeImports) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeImports())

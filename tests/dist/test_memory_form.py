@@ -139,7 +139,7 @@ def compare(cases: list[Layout]) -> None:
 
 def differences(case: Layout) -> list[str]:
     """What a step holds that the plan does not say, the same on every rank."""
-    packed_attention._window_mask.cache_clear()  # what another case has made is not counted
+    packed_attention.window_mask.cache_clear()  # what another case has made is not counted
     measured = memory.measure(case, SHAPE, BATCH)
     plan = memory.predict(case, SHAPE, BATCH)
     want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}

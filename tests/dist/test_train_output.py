@@ -135,3 +135,10 @@ def test_files_of_the_run_that_are_none(tmp_path: Path, name: str, kind: str) ->
     assert {"link": path.is_symlink, "fifo": path.is_fifo, "folder": path.is_dir}[kind]()
     if name == "metrics.jsonl":
         assert "metrics.jsonl" in json.dumps(status(run)["lost_output"])
+
+
+def test_settings_of_nccl_without_a_gpu_are_named(tmp_path: Path) -> None:
+    """It is found out at the start, since --device auto leaves it open."""
+    train(tmp_path, "--device", "auto", "--nccl-dp-ctas", 8, "--train-iters", 1).expect(
+        0, "ignored: --nccl-dp-ctas (there is no GPU in this run: the ranks talk over gloo)"
+    )

@@ -122,6 +122,8 @@ class Device(TorchDispatchMode):
         self.sites: dict[str, int] = {}  # places where something waits, or host memory is pinned, and how often they were passed
         self.dropped = ""  # the one of them that does not
         self._threads = threading.local()
+        self.square_from = 0  # rows and columns from which on a tensor is noted as a square; 0: none is
+        self.squares: Counter[str] = Counter()  # by operator, shape and place
         self.is_watching = True  # off at the end of a run, when everything is freed in any order
 
     # streams and events
@@ -337,6 +339,9 @@ class Device(TorchDispatchMode):
         if func.is_view:
             return out
         outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        for t in outs if self.square_from else ():
+            if sum(size >= self.square_from for size in t.shape) > 1:
+                self.squares[f"{name} {tuple(t.shape)} at {place()}"] += 1
         if name in _NO_KERNEL:
             for t in outs:
                 self._storage_of(t)

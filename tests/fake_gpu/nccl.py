@@ -157,6 +157,7 @@ def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
     dist.all_to_all_single, dist.broadcast, dist.barrier = all_to_all, broadcast, lambda *_args, **_kwargs: None
     collectives._all_gather, collectives._reduce_scatter = all_gather, reduce_scatter
     groups.fresh_store = lambda *_args: dist.HashStore()
+    groups.require_own_gpu = lambda *_args: None  # the other ranks are not there
     groups._options = lambda *_args, **_kwargs: None  # NCCL's own are not in a CPU wheel
     dist.get_backend = lambda group=None: "nccl" if backend_of(group) == "fake" else backend_of(group)
     dist.new_group = lambda *args, **kwargs: new_group(*args, **{k: v for k, v in kwargs.items() if k not in ("backend", "timeout")})

@@ -42,6 +42,7 @@ class Case:
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
         drop: one of ``Outcome.sites``, which this run leaves out.
         draws_weights: False: initial weights are made on the device without contents, for large models.
+        square_from: ``Outcome.squares`` has tensors with so many rows and columns; 0: none.
     """
 
     flags: list[str]
@@ -52,6 +53,7 @@ class Case:
     skips_first: bool = False
     drop: str = ""
     draws_weights: bool = True
+    square_from: int = 0
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Outcome:
         broadcasts: contents of what its host has broadcast, in order.
         sites: where the package waits for something, or pins host memory, and how often.
         peak: bytes on the device at most.
+        squares: tensors with at least ``Case.square_from`` rows and columns that operations have made: where, and how
+            many.
     """
 
     error: str = ""
@@ -79,6 +83,7 @@ class Outcome:
     sites: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     num_accesses: int = 0
+    squares: dict[str, int] = field(default_factory=dict)
 
 
 def run(case: Case) -> Outcome:
@@ -94,7 +99,7 @@ def run(case: Case) -> Outcome:
     modules.install(device)
     kernels.install(device)
     _watch_steps(device, outcome)
-    device.dropped = case.drop
+    device.dropped, device.square_from = case.drop, case.square_from
     if not case.draws_weights:
         modules.draw_no_weights()
     said = io.StringIO()
@@ -110,7 +115,7 @@ def run(case: Case) -> Outcome:
     outcome.output = said.getvalue()
     outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
-    outcome.sites = device.sites
+    outcome.sites, outcome.squares = device.sites, dict(device.squares)
     outcome.broadcasts = calls.broadcasts
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
     return outcome

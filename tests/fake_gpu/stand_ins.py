@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def install(device: Device) -> None:
         "current_stream": lambda _=None: Stream(stream_id=device.stream), "default_stream": lambda _=None: Stream(stream_id=0),
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
         "set_device": lambda _: None, "get_device_capability": lambda _=None: CAPABILITY, "get_device_name": lambda _=None: NAME,
+        "get_device_properties": lambda _=None: SimpleNamespace(name=NAME, uuid="fake"),
         "mem_get_info": lambda _=None: (MEMORY, MEMORY), "memory_allocated": lambda _=None: device.memory.num_bytes,
         "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
         "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda _state, _device=None: None,
@@ -180,8 +182,34 @@ def _install_rms_norm(device: Device) -> None:
 
 
 def _install_attention(device: Device) -> None:
-    """SDPA as a GPU computes it: the flash kernel where it can, else as torch's own code on the device."""
-    plain = F.scaled_dot_product_attention
+    """SDPA as a GPU computes it: the first of its kernels that is switched on and takes the call.
+
+    Facts from aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and attention.cpp.
+    """
+    plain, backends, aten = F.scaled_dot_product_attention, torch.backends.cuda, torch.ops.aten
+    low = (torch.bfloat16, torch.float16)
+
+    def takes_flash(params: Any, debug: bool = False) -> bool:
+        q = params.query
+        return backends.flash_sdp_enabled() and q.dtype in low and params.attn_mask is None and q.shape[-1] <= 256
+
+    def takes_efficient(q: Tensor, k: Tensor) -> bool:
+        whole = q.shape[-1] % (8 if q.dtype in low else 4) == 0
+        return backends.mem_efficient_sdp_enabled() and whole and q.dtype in (*low, torch.float32) and q.shape[1] == k.shape[1]
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float) -> Tensor:
+        d = q.shape[-1]
+        q, k, v = (F.pad(t, (0, -d % 8)) if d % 8 else t for t in (q, k, v))
+        out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
+        return out[..., :d]
+
+    def as_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """The mask that the memory-efficient kernel reads: numbers, rows 16 elements apart."""
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        if any(stride % 16 for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+        return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -189,11 +217,23 @@ def _install_attention(device: Device) -> None:
     ) -> Tensor:  # fmt: skip
         if not is_on_device(q):
             return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.shape[-1] % 8 == 0:
-            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        assert attn_mask is None or not is_causal, "Explicit attn_mask should not be set when is_causal=True"
+        scale = scale or q.shape[-1] ** -0.5
+        if takes_flash(backends.SDPAParams(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)) and (
+            enable_gqa or q.shape[1] == k.shape[1]
+        ):
+            return flash(q, k, v, dropout_p, is_causal, scale)
+        if takes_efficient(q, k):
+            bias = None if attn_mask is None else as_bias(attn_mask, q, k)
+            train = torch.is_grad_enabled() and q.requires_grad
+            out: Tensor = aten._scaled_dot_product_efficient_attention(q, k, v, bias, train, dropout_p, is_causal, scale=scale)[0]
             return out
+        if not backends.math_sdp_enabled():
+            raise RuntimeError("No available kernel. Aborting execution.")
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    backends.can_use_flash_attention = takes_flash
+    backends.can_use_cudnn_attention = lambda _params, _debug=False: False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from support.op_checks import randn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention
+from megatron_sp.ops.attention_choice import AttentionUse, find_candidates, lack
+from megatron_sp.ops.flash_packages import FLASH_NAMES
 
 pytestmark = pytest.mark.gpu
 S, B, G, D = 96, 2, 2, 64
@@ -60,18 +62,32 @@ def test_the_plain_reference(mask: str) -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "all"])
 @pytest.mark.parametrize("r", [1, 3])
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_each_backend(backend: SDPBackend, r: int, mask: str) -> None:
     with sdpa_kernel(backend):
         compare(torch.bfloat16, r, MASKS[mask], "sdpa", BF16)
 
 
 @pytest.mark.parametrize("mask", ["causal", "all"])
+@pytest.mark.parametrize("r", [1, 3])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
-def test_the_efficient_backend(dtype: torch.dtype, tolerance: float, mask: str) -> None:
-    """It knows no grouped queries."""
+def test_the_efficient_backend(dtype: torch.dtype, tolerance: float, r: int, mask: str) -> None:
+    """It knows no grouped queries: their keys are expanded."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        compare(dtype, 1, MASKS[mask], "sdpa", tolerance)
+        compare(dtype, r, MASKS[mask], "sdpa", tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_the_size_of_all_scores(dtype: torch.dtype) -> None:
+    """Grouped queries in fp32, heads that no kernel takes as wide as they are: memory grows with s, not with its square."""
+    peaks = []
+    for s in (1024, 4096):
+        qkv = torch.randn(s, 1, 5 * 20, device="cuda", dtype=dtype, requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(qkv, 3, 20, MASKS["causal"]).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 6 * peaks[0], peaks
 
 
 def test_packed_documents_are_one_call_and_the_host_does_not_wait() -> None:
@@ -99,11 +115,39 @@ def test_a_window_is_one_call_of_torchs_flash_kernel(mask: str) -> None:
     assert calls.get("aten::_flash_attention_forward") == 1 and calls.get("aten::_flash_attention_backward") == 1, calls
 
 
-@pytest.mark.skipif(not availability.find("flash_attn").available, reason="flash-attn is not installed")
+def use(r: int, **more: Any) -> AttentionUse:
+    return AttentionUse(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, head_dim=D, queries_per_group=r, **more)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("r", [1, 3])
-def test_flash_attn(r: int, mask: str) -> None:
-    compare(torch.bfloat16, r, MASKS[mask], "flash", BF16)
+@pytest.mark.parametrize("name", [*FLASH_NAMES, "cudnn"])
+def test_each_kernel_that_is_here(name: KernelName, r: int, mask: str) -> None:
+    """Of those that a run may choose; the others say why they are not."""
+    if reason := lack(name, use(r)):
+        pytest.skip(reason)
+    compare(torch.bfloat16, r, MASKS[mask], name, BF16)
+
+
+@pytest.mark.parametrize("name", [*FLASH_NAMES, "sdpa"])
+def test_deterministic_backward(name: KernelName) -> None:
+    """Bit for bit the same twice, with keys that many queries share."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        if reason := lack(name, use(3, deterministic=True)):
+            pytest.skip(reason)
+        qkv, grad = torch.randn(2048, 1, 5 * D).bfloat16().cuda(), torch.randn(2048, 1, 3 * D)
+        runs = [run(qkv, grad, 3, MASKS["causal"], name) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][key], runs[1][key]) for key in ("out", "qkv"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", [{}, {"dropout": 0.1}, {"window": 20}, {"documents": True}, {"deterministic": True}])
+def test_torchs_own_is_always_a_candidate(more: dict[str, Any]) -> None:
+    found = find_candidates("auto", use(3, **more))
+    assert "sdpa" in found.names, (found.names, found.lacks)
+    assert all(found.lacks[name] for name in ("flash4", "flash3", "flash2", "cudnn") if name not in found.names)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])

@@ -264,8 +264,15 @@ def require_settled(start: dict[str, Any]) -> None:
     """Check in the ``start`` record of a training that no setting was chosen by timing, which may differ after a restart.
 
     Raises:
-        ConfigError: --sp-overlap-mode was chosen by timing.
+        ConfigError: --sp-overlap-mode or --attention-backend was chosen by timing.
     """
+    attention = start.get("attention", {})
+    if attention.get("ms"):
+        names = {"sdpa": "fused", "sdpa-fa3": "flash3", "sdpa-fa4": "flash4"}
+        raise ConfigError(
+            "the training settles --attention-backend by timing; killed before its first save it may choose another kernel, which rounds"
+            f" differently: add --attention-backend {names.get(attention['kernel'], attention['kernel'])}, which it has chosen now"
+        )
     parallel = Config.from_dict(start["config"])[0].parallel
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode == "auto":
         chosen = start["environment"]["layout"]["sp_overlap"]

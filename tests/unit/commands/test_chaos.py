@@ -170,6 +170,19 @@ def test_what_timing_settles_is_refused(flags: dict[str, Any], mode: dict[str, A
         require_settled(record)
 
 
+@pytest.mark.parametrize("kernel, flag", [("flash3", "flash3"), ("sdpa", "fused"), ("sdpa-fa4", "flash4")])
+def test_a_timed_attention_kernel_is_refused_too(kernel: str, flag: str) -> None:
+    record = {
+        "config": Config().to_dict(),
+        "environment": {"layout": {}},
+        "attention": {"kernel": kernel, "ms": {kernel: 1.0, "cudnn": 2.0}},
+    }
+    with pytest.raises(ConfigError, match=f"add --attention-backend {flag}, which it has chosen now"):
+        require_settled(record)
+    record["attention"]["ms"] = {}
+    require_settled(record)
+
+
 def test_only_what_we_have_started_gets_a_signal(tmp_path: Path) -> None:
     """A status file that names another process of this machine, this one, does not make it a rank."""
     process = subprocess.Popen(["/bin/sh", "-c", "setsid sleep 100 & wait"], start_new_session=True)

@@ -57,7 +57,7 @@ def test_the_versions_are_those_of_setup_py() -> None:
     ("version", "status"),
     [
         ("2.9.1", "lack"),
-        ("2.10.0", "warn"),
+        ("2.10.0", "lack"),
         ("2.11.0a0+nv25", "ok"),
         ("2.13.0+cpu", "ok"),
         ("2.14.0", "warn"),
@@ -99,6 +99,27 @@ def test_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: prop)
     found = row("GPU 1")
     assert found.status == "warn" and "Tesla T4, 16 GiB, capability 7.5" in found.found and "--fp16" in found.remedy
+
+
+@pytest.mark.parametrize("variables, status, words", [
+    ({}, "warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "warn",
+     "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "warn", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments:True"}, "ok", ""),
+    ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "ok", ""),
+    ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "warn",
+     "export PYTORCH_ALLOC_CONF=a:1,expandable_segments:True"),
+])  # fmt: skip
+def test_the_allocator_of_a_gpu(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], status: str, words: str) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert not list(doctor._allocator()), "without a GPU it does not matter"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (row,) = doctor._allocator()
+    assert (row.name, row.status) == ("allocator", status) and row.remedy.endswith(words)
 
 
 def test_a_gpu_that_this_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

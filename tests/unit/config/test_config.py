@@ -535,3 +535,18 @@ def test_ignored_flags_do_not_make_a_difference() -> None:
     other = config()
     other.ignored_flags = ("--x",)
     assert other == config() and "ignored_flags" not in other.to_dict()
+
+
+def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
+    """They change no result; each is named with the reason. Numbers that NCCL would refuse stay for the rules."""
+    from megatron_sp.config.concessions import concede
+
+    given = {"parallel__nccl_sp_ctas": 8, "parallel__nccl_dp_ctas": 4, "parallel__nccl_cta_policy": "zero"}
+    c = config(kernels__device="cpu", **given)
+    said = [*c.ignored_flags, *concede(c)]
+    assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, None, "default")
+    assert [line.partition(" ")[0] for line in said if "gloo" in line] == ["--nccl-sp-ctas", "--nccl-dp-ctas", "--nccl-cta-policy"]
+    c = config(**given)
+    said = [*c.ignored_flags, *concede(c)]
+    assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, 4, "zero")
+    assert "--nccl-sp-ctas (--sequence-parallel-size is 1: there are no exchanges)" in said

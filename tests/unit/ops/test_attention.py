@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import packed_attention
-from megatron_sp.ops.attention import AttentionMask, KernelName, attention, choose_kernel, core_attention, head_row_keys, split_qkv
+from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 
@@ -170,7 +169,7 @@ def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> No
 def test_a_window_costs_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "_allowed", lambda *args: pytest.fail("a mask of all pairs was made"))
     attention(randn(300, 1, 3 * D), 1, D, AttentionMask(window=100))
-    packed_attention._window_mask.cache_clear()
+    packed_attention.window_mask.cache_clear()
     tiles = packed_attention.in_windows((packed_attention.Segment(0, 0, 300, 300),), 100)
     assert [(t.start, t.queries, t.keys, t.before) for t in tiles] == [
         (0, 100, 100, 0),
@@ -263,71 +262,6 @@ def test_only_some_parts_are_used() -> None:
     want = torch.zeros(4, 3, 2, 4, D, dtype=qkv.dtype)
     want[:, :, :, 2] = 1
     assert torch.equal(qkv.grad, want.view(qkv.shape))  # type: ignore[arg-type]
-
-
-def flash(available: bool) -> SimpleNamespace:
-    return SimpleNamespace(
-        available=available, version="2.8" if available else None, reason="" if available else "flash-attn is not installed"
-    )
-
-
-CHOICES = [
-    # backend, device, dtype, dropout, flash found, kernel, part of the reason
-    ("auto", "cpu", torch.float32, 0.0, True, "sdpa", "needs a GPU"),
-    ("auto", "cpu", torch.float32, 0.1, True, "reference", "dropout on CPU"),
-    ("auto", "cuda", torch.bfloat16, 0.1, True, "flash", "fastest"),
-    ("auto", "cuda", torch.bfloat16, 0.1, False, "sdpa", "not installed"),
-    ("auto", "cuda", torch.float32, 0.0, True, "sdpa", "not float32"),
-    ("flash", "cuda", torch.float16, 0.0, True, "flash", "asked for"),
-    ("fused", "cuda", torch.float16, 0.0, True, "sdpa", "asked for"),
-    ("unfused", "cuda", torch.float16, 0.0, True, "reference", "asked for"),
-    ("local", "cpu", torch.float32, 0.1, False, "reference", "asked for"),
-    ("auto", "cuda", torch.bfloat16, 0.1, True, "flash", "attention dropout's masks depend on the layout"),
-    ("fused", "cpu", torch.float32, 0.1, False, "sdpa", "attention dropout's masks depend on the layout"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("backend, device, dtype, dropout, found, kernel, reason", CHOICES)
-def test_the_choice_of_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, dtype: torch.dtype, dropout: float, found: bool, kernel: str, reason: str
-) -> None:
-    monkeypatch.setattr(attention_module.availability, "find", lambda name: flash(found))
-    chosen = choose_kernel(backend, device, dtype, dropout)
-    assert chosen.name == kernel and reason in chosen.reason
-    assert ("depend on the layout" in chosen.reason) == (dropout > 0 and kernel != "reference")
-
-
-@pytest.mark.parametrize("device, dtype, found, lack", [
-    ("cpu", torch.bfloat16, True, "it needs a GPU"), ("cuda", torch.float32, True, "not float32"),
-    ("cuda", torch.float16, False, "not installed"),
-])  # fmt: skip
-def test_flash_demanded_where_it_cannot_run(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, found: bool, lack: str
-) -> None:
-    monkeypatch.setattr(attention_module.availability, "find", lambda name: flash(found))
-    with pytest.raises(RuntimeError, match=lack) as error:
-        choose_kernel("flash", device, dtype, 0.0)
-    assert "--attention-backend auto" in str(error.value)
-
-
-def test_the_flash_path_with_its_calling_convention_played_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn itself needs a GPU; its layout [m, s, heads, d], its names and its causal alignment are pinned here."""
-
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
-        assert dropout_p == 0.0 and (window_size[0] < 0) == (window_size[1] < 0)
-        mask = AttentionMask(causal, window=None if window_size[0] < 0 else window_size[0] + 1)
-        out = core_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, kernel="reference")
-        return out.transpose(0, 1).contiguous()
-
-    monkeypatch.setattr(attention_module.availability, "load", lambda name: SimpleNamespace(flash_attn_func=flash_attn_func))
-    s, b, g, r = 7, 3, 2, 3
-    qkv, grad = randn(s, b, g * (r + 2) * D), randn(s, b, g * r * D, seed=1)
-    for mask in (
-        AttentionMask(True), AttentionMask(False), AttentionMask(True, torch.tensor([7, 3, 0])), AttentionMask(window=3),
-        AttentionMask(window=9),
-    ):  # fmt: skip
-        want = gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="reference"), leaves(qkv=qkv), grad)
-        assert_law(gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="flash"), leaves(qkv=qkv), grad), want, FP64)
 
 
 @pytest.mark.parametrize("r", [1, 3])

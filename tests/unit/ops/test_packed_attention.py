@@ -14,7 +14,7 @@ from support.op_checks import in_blocks, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import packed_attention
+from megatron_sp.ops import flash_packages, packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, split_qkv
 from megatron_sp.ops.packed_attention import Segment, batches_of, segments_of_documents, segments_of_lengths
 from megatron_sp.parallel.forward_context import micro_batch_context
@@ -177,21 +177,21 @@ def test_flash_attn_takes_all_documents_at_once(
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-        dropout_p: float = 0.0, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        dropout_p: float = 0.0, causal: bool = False, window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
     ) -> Tensor:  # fmt: skip
         calls.append(dropout_p)
         assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
         return varlen_by_loop(q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size[0] + 1 if window_size[0] >= 0 else None)
 
-    monkeypatch.setattr(attention_module.availability, "load", lambda name: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr(flash_packages.availability, "load", lambda name: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     qkv, q, k, v = inputs(30, len(documents) * groups, r)
     grad, mask = randn(*q.shape, seed=1), AttentionMask(causal, documents=documents)
     want = result(qkv, alone(q, k, v, documents, causal), grad)
-    assert_law(result(qkv, core_attention(q, k, v, mask, kernel="flash"), grad), want, FP64)
+    assert_law(result(qkv, core_attention(q, k, v, mask, kernel="flash2"), grad), want, FP64)
     assert calls == [0.0]
     if causal:
         want = result(qkv, alone(q, k, v, documents, causal, window=4), grad)
-        assert_law(result(qkv, core_attention(q, k, v, replace(mask, window=4), kernel="flash"), grad), want, FP64)
+        assert_law(result(qkv, core_attention(q, k, v, replace(mask, window=4), kernel="flash2"), grad), want, FP64)
 
 
 def test_torchs_own_kernel_for_documents_has_the_arguments_it_is_called_with() -> None:

@@ -129,6 +129,20 @@ def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:
     assert work("--attention-backend unfused").attention(False) > 3 * once, "scores go through memory"
 
 
+@pytest.mark.parametrize("flags, is_older", [
+    ("--attention-backend flash2", True), ("--attention-backend flash", False), ("--attention-backend flash --attention-dropout 0.1", True),
+    ("--attention-backend cudnn --attention-dropout 0.1", False), ("--attention-backend fused", False),
+    ("--attention-backend fused --deterministic-mode", True), ("--deterministic-mode", False),
+    ("--deterministic-mode --attention-dropout 0.1", True), ("--attention-dropout 0.1", False), ("--attention-backend flash4", False),
+])  # fmt: skip
+def test_an_older_attention_kernel_is_slower(flags: str, is_older: bool) -> None:
+    """On a Hopper; on an A100 nothing is faster."""
+    share = H100.flash2_share if is_older else 1.0
+    for backward in (False, True):
+        assert work(flags).attention(backward) == pytest.approx(work().attention(backward) / share)
+    assert work(flags, flash2_share=1.0).attention(True) == pytest.approx(work().attention(True)) and share <= 1
+
+
 def test_a_layer_is_what_hand_arithmetic_says() -> None:
     """1B at 64K, sp 8 on H100: 1.18 + 3.67 ms forward, 2.36 + 10.18 ms backward."""
     one = work("--seq-length 65536 --sp-size 8")
@@ -209,3 +223,27 @@ def test_an_mlp_in_pieces_computes_its_first_layer_again() -> None:
     again = sum(product_seconds(pieces.gpu, product, 2) for product in pieces.mlp()[::2])
     assert pieces.block_forward().products == pytest.approx(whole.block_forward().products, rel=0.05)
     assert pieces.block_backward().products == pytest.approx(whole.block_backward().products + again, rel=0.05)
+
+
+def test_fewer_multiprocessors_for_nccl_slow_down_what_they_carry_and_not_what_hides_it() -> None:
+    """An H100's NCCL takes 0.15 of 132 by itself; half of that costs half, and moves half."""
+
+    def stepped(flags: str, **parallel: int) -> StepTime:
+        config = config_of(f"{flags} --sp-overlap-mode chunked --zero-stage 1 --sp-size 2")
+        for name, value in parallel.items():
+            setattr(config.parallel, name, value)
+        return step_time(config, machine())
+
+    free, same = stepped(""), stepped("", nccl_sp_ctas=64, nccl_dp_ctas=20)
+    assert same == free, "as many as it takes anyway"
+    for name, group in (("nccl_sp_ctas", "sp"), ("nccl_dp_ctas", "dp x sp")):
+        few = stepped("", **{name: 5})
+        share = 5 / (0.15 * 132)
+        for before, after in zip(free.exchanges, few.exchanges, strict=True):
+            if before.flow.group == group:
+                least = before.flow.num_bytes / (share * LINKS["nvlink4"].gbs * 1e9)
+                assert after.seconds == pytest.approx(max(before.seconds, least))
+            else:
+                assert after.seconds == before.seconds
+        cost = sum(0.15 * (share if e.flow.group == group else 1.0) * e.hidden for e in few.exchanges)
+        assert few.overlap == pytest.approx(cost) and few.overlap != free.overlap

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.paths import ROOT
 
 from megatron_sp.comm import groups
+from megatron_sp.utils.errors import ConfigError
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -47,6 +48,52 @@ def test_options_of_nccl_groups(size: int, urgent: bool, wanted: bool | None, mo
     monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=_NCCLWorld()))
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    options = groups._options(size, torch.device("cuda", 0), urgent=urgent)
+    options = groups._options(size, torch.device("cuda", 0), urgent)
     assert (None if options is None else options.urgent) == wanted
     assert options is None or options._timeout == timedelta(minutes=3)
+
+
+class _Options:
+    """As much of ``ProcessGroupNCCL.Options`` as is set; NCCL's configuration has these fields from torch 2.11 on."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.urgent, self._timeout = is_high_priority_stream, timedelta(0)
+        self.config = SimpleNamespace(max_ctas=-(2**31), cta_policy=-(2**31))
+
+
+def test_ctas_of_sp_and_dp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each axis has its own; with a setting dp has a communicator of its own even where it is everybody."""
+    made = SimpleNamespace(Options=_Options, NCCL_CTA_POLICY_EFFICIENCY=1)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=_NCCLWorld()))
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    nccl, unset = groups.NcclOptions(sp_ctas=8, dp_ctas=4, cta_policy="efficiency"), -(2**31)
+    found = {axis: groups._options(8, torch.device("cuda", 0), axis != "dp", nccl.of(axis)) for axis in ("tp", "sp", "dp")}
+    fields = {axis: (options.urgent, options.config.max_ctas, options.config.cta_policy) for axis, options in found.items()}
+    assert fields == {"tp": (True, unset, unset), "sp": (True, 8, 1), "dp": (False, 4, 1)}
+    assert groups.NcclOptions().of("dp") == {} and groups.NcclOptions(sp_ctas=3).of("dp") == {}
+
+
+def test_settings_that_nccl_here_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(), raising=False)
+    with pytest.raises(ConfigError, match=r"--nccl-cta-policy zero: torch .* an NCCL without NCCL_CTA_POLICY_ZERO; use default"):
+        groups.NcclOptions(cta_policy="zero").of("sp")
+    monkeypatch.setenv("NCCL_MIN_CTAS", "16")
+    with pytest.raises(ConfigError, match=r"--nccl-dp-ctas \(8\) is less than NCCL_MIN_CTAS \(16\)"):
+        groups.NcclOptions(dp_ctas=8).of("dp")
+    assert groups.NcclOptions(dp_ctas=16).of("dp") == {"max_ctas": 16}
+
+
+def test_they_are_found_out_before_the_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank alike, since the flags are."""
+    from megatron_sp.config.flags.arguments import config_from_args
+    from megatron_sp.training import setup
+
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16"
+    config = config_from_args([*flags.split(), "--nccl-cta-policy", "efficiency"], world_size=2)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(), raising=False)
+    monkeypatch.setattr(setup, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(setup, "set_threads", lambda *_: 1)
+    monkeypatch.setattr(setup, "init_process_group", lambda *_: pytest.fail("the ranks met"))
+    with pytest.raises(ConfigError, match="--nccl-cta-policy efficiency: torch"):
+        setup.join(config, groups.Launch(0, 0, 2, 2, 0))

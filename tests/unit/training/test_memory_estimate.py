@@ -57,6 +57,13 @@ def test_the_share_of_a_rank_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert foreseen.warning() == [], "unknown is no reason to warn"
 
 
+def test_scores_in_memory_are_counted_whoever_chose_them() -> None:
+    """A GPU without a fused kernel for this has the plain one, whatever the flag says."""
+    shape, chunks = config("--seq-length", "4096", "--attention-dropout", "0"), {"mode": "none", "chunks": 2}
+    plain, fused = (MemoryEstimate(shape, chunks, 4, 2, torch.device("cpu"), name).memory.peak for name in ("reference", "sdpa"))
+    assert plain > fused and shape.kernels.attention_backend == "auto", "and the run's own configuration is as it was"
+
+
 def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foresight, "resident_bytes", lambda: 300 * 2**20)
     foreseen = foresee("--zero-stage", "1")

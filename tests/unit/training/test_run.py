@@ -33,8 +33,8 @@ from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
 BUILDERS = [
-    "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "choose_layout",
-    "estimate_memory", "build_model", "load_checkpoint", "choose_attention", "build_step", "find_evaluated", "open_metrics", "announce",
+    "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "choose_attention",
+    "choose_layout", "estimate_memory", "build_model", "load_checkpoint", "build_step", "find_evaluated", "open_metrics", "announce",
 ]  # fmt: skip
 FRESH = [name for name in BUILDERS if name != "load_checkpoint"]
 

@@ -1,0 +1,68 @@
+"""The GPU of a process, and the check that it is nobody else's.
+
+Launchers give GPUs to processes in two ways: each process sees all GPUs of its host and takes the one of its local rank
+(torchrun), or each sees its own alone, as device 0 (Slurm's --gpus-per-task=1). In the second case a wrong setting, such
+as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity, so the processes compare that before NCCL is
+asked, which would hang or report an internal error.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+
+from megatron_sp.utils.errors import ConfigError
+
+
+def gpu_of(local_rank: int) -> torch.device:
+    """Return this process's GPU: the only one that it sees, or the one of its local rank.
+
+    Raises:
+        ConfigError: it sees several, and its local rank is beyond them.
+    """
+    visible = torch.cuda.device_count()
+    if visible == 1:
+        return torch.device("cuda", 0)
+    if local_rank >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: this process sees {visible}; start at most that many processes on a host"
+            " (--nproc-per-node), let each see one alone (Slurm's --gpus-per-task=1), or use --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def identity_of(device: torch.device) -> str:
+    """Return what tells a GPU from all others, on every host: its UUID, or else host and place on the bus; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    uuid = getattr(found, "uuid", None)
+    if uuid is not None:
+        return f"GPU-{uuid}"
+    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return f"{':'.join(map(str, place))} of {socket.gethostname()}" if None not in place else ""
+
+
+def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str) -> None:
+    """Check that no two processes of the job use the same GPU, before any of them calls NCCL. All ranks call this.
+
+    Args:
+        store: new for this attempt of the job; its timeout ends the wait for ranks that do not come.
+        identity: ``identity_of`` this rank's device; "" if there is nothing to compare.
+    Raises:
+        ConfigError: two do; on every rank, with the same message.
+    """
+    if identity:
+        owner = store.compare_set(f"gpu/{identity}", "", str(rank)).decode()
+        if owner != str(rank):
+            store.compare_set("gpu shared", "", f"ranks {owner} and {rank} use the same GPU ({identity})")
+    if store.add("gpus compared", 1) == world_size:
+        store.set("all gpus compared", "1")
+    store.get("all gpus compared")  # waits
+    if store.check(["gpu shared"]):
+        raise ConfigError(
+            f"{store.get('gpu shared').decode()}: each process needs one of its own. Let all processes of a host see all its GPUs, or"
+            " each another one alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task=1), and start no more processes than there are GPUs"
+        )

@@ -1,0 +1,279 @@
+"""Candidates for the attention kernel (--attention-backend), each tried on a small example before it is used.
+
+    --attention-backend         candidates, best guess first (on a GPU; on a CPU there are only torch's and the plain one)
+    auto                        flash4, flash3, cudnn, flash2, sdpa
+    flash                       flash4, flash3, flash2
+    fused                       sdpa
+    flash2 flash3 flash4 cudnn  that one
+    unfused, local              reference
+
+Where the function of a package fails, the kernels of FlashAttention 3 and 4 may still work through torch, which calls
+other parts of the package (``sdpa-fa3``, ``sdpa-fa4``; ``torch.nn.attention.activate_flash_attention_impl``, "FA4" from
+torch 2.10, "FA3" from 2.11). With several candidates left, ``training/attention.py`` times them.
+
+The example is forward and backward of what the run will ask for: its heads' width, grouped queries, mask, window and
+documents. Its error is compared with the plain kernel's. Builds for another GPU or another torch fail there, with a
+reason. If no fused kernel is left, ``reference`` is taken and its cost said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import cast
+
+import torch
+import torch.nn.attention as attention_of_torch
+from torch import Tensor
+
+from megatron_sp.ops import availability
+from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
+from megatron_sp.ops.flash_packages import MOST_HEAD_DIM, PACKAGES
+
+ALL_SCORES = "the scores of all pairs of tokens are in memory"
+_GROUPS: dict[str, tuple[KernelName, ...]] = {
+    "auto": ("flash4", "flash3", "cudnn", "flash2", "sdpa"), "flash": ("flash4", "flash3", "flash2"), "fused": ("sdpa",),
+}  # fmt: skip
+_THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {"flash4": ("sdpa-fa4", "FA4"), "flash3": ("sdpa-fa3", "FA3")}
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest element; fp32 may be TF32 inside
+_16_BIT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The chosen kernel, and the reason for the choice."""
+
+    name: KernelName
+    reason: str
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """Requirements of a run on its attention kernel.
+
+    Attributes:
+        device, dtype: of the activations.
+        dropout: of the probabilities, in training.
+        head_dim: width of a head.
+        queries_per_group: query heads for each key head.
+        causal: causal mask.
+        window: keys that a query attends to, itself included; None: all before it.
+        documents: sequences are packed documents (--reset-attention-mask).
+        deterministic: --deterministic-mode.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dropout: float = 0.0
+    head_dim: int = 64
+    queries_per_group: int = 1
+    causal: bool = True
+    window: int | None = None
+    documents: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Kernels that work here, best guess first, and why the others do not.
+
+    Attributes:
+        names: at least one.
+        reason: why the first is taken if it is not timed.
+        lacks: (kernel, why it is not a candidate).
+    """
+
+    names: tuple[KernelName, ...]
+    reason: str
+    lacks: dict[str, str] = field(default_factory=dict)
+
+
+def choose_kernel(
+    backend: str, device_type: str, dtype: torch.dtype, dropout: float = 0.0, use: AttentionUse | None = None
+) -> AttentionKernel:
+    """Choose a kernel for --attention-backend without timing: the first candidate. Not collective.
+
+    Args:
+        backend: value of the flag.
+        device_type: "cpu" or "cuda".
+        dtype: dtype of the activations.
+        dropout: attention dropout in training.
+        use: what else is known of the run.
+    Raises:
+        RuntimeError: the requested kernel cannot run.
+    """
+    found = find_candidates(backend, use or AttentionUse(torch.device(device_type), dtype, dropout))
+    return chosen(found.names[0], found.reason, dropout)
+
+
+def chosen(name: KernelName, reason: str, dropout: float) -> AttentionKernel:
+    """Return the choice; with attention dropout inside a kernel its reason says so."""
+    if dropout > 0 and name != "reference":
+        reason += "; attention dropout's masks depend on the layout in it"
+    return AttentionKernel(name, reason)
+
+
+def find_candidates(backend: str, use: AttentionUse) -> Candidates:
+    """Return the kernels that can be used here for --attention-backend.
+
+    Raises:
+        RuntimeError: a kernel was requested and cannot run, or none of several.
+    """
+    if backend in ("unfused", "local"):
+        return Candidates(("reference",), "asked for")
+    wanted = _GROUPS.get(backend, (cast(KernelName, backend),))
+    if use.device.type != availability.GPU and backend in ("auto", "fused"):
+        return _on_cpu(backend, use)
+    names: list[KernelName] = []
+    lacks: dict[str, str] = {}
+    for name in wanted:
+        for way in (name, *_ways_through_torch(name, use)):
+            lacks[way] = lack(way, use)
+            if not lacks[way]:
+                names.append(way)
+                break
+    if names:
+        return Candidates(tuple(names), "asked for" if backend not in ("auto", "flash") else _without(names, lacks), _only_reasons(lacks))
+    if "sdpa" in wanted:
+        return Candidates(("reference",), f"no fused kernel works here ({_listed(lacks)}): {ALL_SCORES}", _only_reasons(lacks))
+    raise RuntimeError(f"--attention-backend {backend} cannot be used: {_listed(lacks)}. Use --attention-backend auto.")
+
+
+def _on_cpu(backend: str, use: AttentionUse) -> Candidates:
+    if backend == "auto" and use.dropout > 0:
+        return Candidates(("reference",), "attention dropout on CPU: torch's fused kernel falls back to a slower path with it")
+    cost = f"; with attention dropout on a CPU {ALL_SCORES}" if use.dropout > 0 else ""
+    return Candidates(("sdpa",), f"asked for{cost}" if backend == "fused" else "flash-attn not used: it needs a GPU")
+
+
+def _without(names: list[KernelName], lacks: dict[str, str]) -> str:
+    """Return the reason for a choice without timing: what is not used, and why."""
+    others = {name: why for name, why in lacks.items() if why and name not in names}
+    return f"not used: {_listed(others)}" if others else "the fastest by reputation"
+
+
+def _listed(lacks: dict[str, str]) -> str:
+    """Return kernels and why each is not used; kernels with the same reason share it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in lacks.items():
+        if why:
+            by_reason.setdefault(why, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+
+
+def _only_reasons(lacks: dict[str, str]) -> dict[str, str]:
+    return {name: why for name, why in lacks.items() if why}
+
+
+def lack(name: KernelName, use: AttentionUse) -> str:
+    """Return why a kernel cannot be used for this; empty if it can. Nothing is imported where the device rules it out."""
+    return _known_lack(name, use) or _trial(name, replace(use, dropout=0.0))
+
+
+def _known_lack(name: KernelName, use: AttentionUse) -> str:
+    general = (
+        "it needs a GPU" if use.device.type != availability.GPU
+        else "no fused kernel computes in float64" if use.dtype == torch.float64
+        else "" if name == "sdpa"
+        else f"it needs bf16 or fp16, not {str(use.dtype).removeprefix('torch.')}" if use.dtype not in _16_BIT
+        else f"it takes heads up to {MOST_HEAD_DIM} wide, not {use.head_dim}" if use.head_dim > MOST_HEAD_DIM
+        else ""
+    )  # fmt: skip
+    return general or _own_lack(name, use)
+
+
+def _own_lack(name: KernelName, use: AttentionUse) -> str:
+    if name == "cudnn":
+        return _cudnn_lack(use)
+    package = next((p for p in (name, *(n for n, way in _THROUGH_TORCH.items() if way[0] == name)) if p in PACKAGES), None)
+    if package is None:
+        return ""
+    flash = PACKAGES[package]  # type: ignore[index]
+    capability = compute_capability(use.device)
+    if capability[0] not in flash.majors:
+        return f"it has no kernels for compute capability {capability[0]}.{capability[1]}"
+    if use.dropout > 0 and not flash.has_dropout:
+        return "it has no attention dropout"
+    return availability.find(flash.package).reason
+
+
+def _cudnn_lack(use: AttentionUse) -> str:
+    if use.deterministic:
+        return "SDPA refuses it with --deterministic-mode"
+    if use.window is not None or use.documents:
+        return f"SDPA cannot give it {'windows' if use.window is not None else 'documents'}"
+    if not torch.backends.cudnn.is_available():
+        return "torch has no cuDNN here"
+    q, k = (torch.empty(1, n, 64, use.head_dim, device=use.device, dtype=use.dtype) for n in (use.queries_per_group, 1))
+    params = torch.backends.cuda.SDPAParams(q, k, k, None, use.dropout, use.causal, use.queries_per_group > 1)
+    return "" if torch.backends.cuda.can_use_cudnn_attention(params) else f"SDPA does not take it on {_gpu_words(use.device)}"
+
+
+def _gpu_words(device: torch.device) -> str:
+    return f"compute capability {'.'.join(map(str, compute_capability(device)))} for heads like these"
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _ways_through_torch(name: KernelName, use: AttentionUse) -> tuple[KernelName, ...]:
+    """Return how torch may call a package whose own function does not work; nothing if there is more amiss than that."""
+    return (_THROUGH_TORCH[name][0],) if name in _THROUGH_TORCH and not _known_lack(name, use) else ()
+
+
+def activate(name: KernelName) -> None:
+    """Put the flash kernel of ``name`` into torch's dispatcher, or torch's own back; for the whole process.
+
+    Raises:
+        RuntimeError: this torch does not know it, or could not give its own back.
+    """
+    wanted = next((impl for way, impl in _THROUGH_TORCH.values() if way == name), None)
+    current = getattr(attention_of_torch, "current_flash_attention_impl", lambda: None)()
+    if current == wanted:
+        return
+    restore = getattr(attention_of_torch, "restore_flash_attention_impl", None)
+    if restore is None or (wanted is not None and wanted not in attention_of_torch.list_flash_attention_impls()):
+        raise RuntimeError(f"torch {torch.__version__} cannot take {wanted or 'its own kernel'} for its flash kernel")
+    if wanted is None:
+        restore()
+    else:
+        attention_of_torch.activate_flash_attention_impl(wanted)
+
+
+@cache
+def _trial(name: KernelName, use: AttentionUse) -> str:
+    """Return what goes wrong with a small example on the device; empty if the kernel's result is the plain one's."""
+    try:
+        activate(name)
+        error = example_error(name, use)
+    except Exception as failure:  # foreign code: the run goes on without it, or ends with this reason
+        return f"it fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+    finally:
+        activate("sdpa")
+    return "" if error <= _TOLERANCE[use.dtype] else f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
+
+
+def example_error(name: KernelName, use: AttentionUse) -> float:
+    """Return the error of a small example, forward and backward: the largest difference, relative to the largest element."""
+    s, m, r, d = 80, 2, use.queries_per_group, use.head_dim
+    documents = ((30, 31, s),) if use.documents else None
+    window = None if use.window is None else min(use.window, 17)
+    mask = AttentionMask(use.causal, documents=documents, window=window)
+    grad = _wave(s, m, r, d, use=use, phase=3)
+    results: list[list[Tensor]] = []
+    names: tuple[KernelName, ...] = (name, "reference")
+    for kernel in names:
+        q, k, v = (_wave(s, m, n, d, use=use, phase=i).requires_grad_() for i, n in enumerate((r, 1, 1)))
+        with torch.enable_grad():
+            out = core_attention(q, k, v, mask, kernel=kernel)
+        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])
+    pairs = zip(*results, strict=True)
+    return max(float((got.double() - want.double()).abs().max() / want.double().abs().max()) for got, want in pairs)
+
+
+def _wave(*shape: int, use: AttentionUse, phase: float) -> Tensor:
+    """Return numbers of about 1 with either sign, without drawing from a generator."""
+    at = torch.arange(1, 1 + torch.Size(shape).numel(), device=use.device, dtype=torch.float32)
+    return torch.sin(at * 1.7 + phase).view(shape).to(use.dtype)

@@ -1,0 +1,189 @@
+"""Choice of a run's attention kernel (--attention-backend): refused before the first collective, timed, and the same on all ranks.
+
+With several candidates (``ops/attention_choice.py``) each computes forward and backward of one block's attention at the
+run's own shape for about a second in all, in turn within each round; its time is the median over rounds of the slowest
+rank's. A resumed run keeps the kernel of its checkpoint if layout and flag leave it the choice: another one would round
+differently.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.collectives import all_reduce, barrier
+from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.objects import gather_json
+from megatron_sp.config.schema import Config
+from megatron_sp.ops.attention import AttentionMask, KernelName, attention
+from megatron_sp.ops.attention_choice import AttentionKernel, AttentionUse, Candidates, activate, chosen, find_candidates
+from megatron_sp.utils.errors import ConfigError
+
+CHOSEN_HERE = ("auto", "flash")
+"""Values of --attention-backend that leave a choice."""
+NAMED = ("flash", "flash2", "flash3", "flash4", "cudnn")
+"""Values that are an error where they cannot be used."""
+_SECONDS = 1.0  # after which no further round begins
+_ROUNDS = 20
+_MOST_TOKENS = 2**16  # of a timed sequence: longer ones take the kernels' time in the same proportion
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The run's attention kernel.
+
+    Attributes:
+        kernel: name and reason.
+        milliseconds: of one block's attention, forward and backward, by candidate; empty if nothing was timed.
+    """
+
+    kernel: AttentionKernel
+    milliseconds: dict[KernelName, float]
+
+
+def require_attention(config: Config, launch: Launch, device: torch.device) -> None:
+    """Check a named --attention-backend before any rank waits for another; one process of each host reports what is missing there.
+
+    Raises:
+        ConfigError: it cannot be used on this rank.
+    """
+    if config.kernels.attention_backend not in NAMED or config.parallel.verify_parallelism:
+        return
+    try:
+        _find(config, device)
+    except ConfigError as error:
+        error.on_all_ranks = launch.rank == 0 or launch.local_rank != 0
+        raise
+
+
+def choose_attention(config: Config, groups: ParallelGroups, before: Any = None, *, measure: bool = True) -> AttentionChoice:
+    """Choose the kernel of all ranks. Collective.
+
+    Args:
+        before: the checkpoint's kernel, if it has the same layout; None: there is none.
+        measure: time the candidates; else the first is taken.
+    Raises:
+        ConfigError: a requested kernel cannot be used on some rank.
+    """
+    with all_ranks_agree(groups.control):
+        mine = _find(config, groups.device)
+    names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
+    dropout, milliseconds = config.model.attention_dropout, dict[KernelName, float]()
+    reason = mine.reason if names == list(mine.names) else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
+    if config.kernels.attention_backend in CHOSEN_HERE and before in names:
+        name, reason = before, "as before the resume"
+        activate(name)
+        return AttentionChoice(chosen(name, reason, dropout), milliseconds)
+    if len(names) > 1 and measure:
+        milliseconds, failed = _timed(names, config, groups)
+        names = sorted(milliseconds, key=lambda name: milliseconds[name]) or ["reference"]
+        listed = ", ".join(f"{name} {milliseconds[name]:.3g} ms" for name in names if name in milliseconds)
+        reason = f"the fastest: {listed}" if milliseconds else "no other works at this size"
+        unused = {**lacks, **failed}
+        reason += "".join(f"; {name}: {why}" for name, why in unused.items())
+    if isinstance(before, str) and before != names[0]:
+        reason += f"; {before} before the resume"
+    activate(names[0])
+    return AttentionChoice(chosen(names[0], reason, dropout), milliseconds)
+
+
+def _find(config: Config, device: torch.device) -> Candidates:
+    try:
+        return find_candidates(config.kernels.attention_backend, use_of(config, device))
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None
+
+
+def use_of(config: Config, device: torch.device) -> AttentionUse:
+    """Return what a configuration asks of its attention kernel."""
+    model = config.model
+    assert model.num_attention_heads
+    window = model.window_size if model.window_size is not None and model.window_size < (model.seq_length or 0) else None
+    return AttentionUse(
+        device, getattr(torch, config.precision.params_dtype), model.attention_dropout, model.head_dim,
+        model.num_attention_heads // model.num_groups, not model.is_bert, window, config.data.reset_attention_mask,
+        config.kernels.deterministic_mode,
+    )  # fmt: skip
+
+
+def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelName], dict[str, str]]:
+    """Return the candidates of all ranks, in this rank's order, and why others are not; ``reference`` works everywhere."""
+    names = [name for name in mine.names if all(name in theirs for theirs, _, _ in of_ranks)]
+    lacks: dict[str, str] = {}
+    for rank, (theirs, reasons, reason) in enumerate(of_ranks):
+        for name in {name for others, _, _ in of_ranks for name in others}.difference(theirs):
+            lacks.setdefault(name, f"rank {rank}: {reasons.get(name, reason)}")
+    everywhere = {name: why for name, why in mine.lacks.items() if name not in lacks}
+    return names or ["reference"], {**lacks, **everywhere}
+
+
+def _timed(names: list[KernelName], config: Config, groups: ParallelGroups) -> tuple[dict[KernelName, float], dict[str, str]]:
+    """Return milliseconds by candidate, the same on every rank, and why others fail at this size. Collective."""
+    with all_ranks_agree(groups.control):  # one rank may lack the memory
+        block = _Block(config, groups)
+    failed: dict[str, str] = {}
+    for name in names:  # warm-up, in which some kernels are compiled
+        errors = [error for error in gather_json(block.failure(name), groups.control) if error]
+        if errors:
+            failed[name] = errors[0]
+    left = [name for name in names if name not in failed]
+    seconds: dict[KernelName, list[float]] = {name: [] for name in left}
+    began = time.monotonic()
+    for _ in range(_ROUNDS if len(left) > 1 else min(1, len(left))):
+        for name in left:
+            barrier(groups.control)
+            seconds[name].append(_slowest(block.run(name), groups))
+        if _slowest(time.monotonic() - began, groups) > _SECONDS:
+            break
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()  # the model's buffers come next
+    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}, failed
+
+
+def _slowest(seconds: float, groups: ParallelGroups) -> float:
+    """Return the maximum over all ranks. Collective."""
+    return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
+
+
+class _Block:
+    """The attention of one block, as a rank computes it, ready to be timed; of the rank with most heads."""
+
+    def __init__(self, config: Config, groups: ParallelGroups) -> None:
+        model, parts = config.model, groups.tp.size() * groups.sp.size()
+        assert model.num_attention_heads and model.seq_length
+        use = use_of(config, groups.device)
+        self.device, self.d, self.dropout = groups.device, model.head_dim, model.attention_dropout
+        num_groups = -(-model.num_groups // parts)
+        self.r = max(1, -(-model.num_attention_heads // parts) // num_groups)
+        s, b = min(model.seq_length, _MOST_TOKENS), config.batch.micro_batch_size
+        at = torch.arange(s * b * num_groups * (self.r + 2) * self.d, device=self.device, dtype=torch.float32)
+        self.qkv = torch.sin(at * 1.7).view(s, b, -1).to(use.dtype).requires_grad_()
+        documents = ((s // 2, s),) * b if use.documents and s > 1 else None
+        self.mask = AttentionMask(use.causal, documents=documents, window=use.window)
+
+    def failure(self, name: KernelName) -> str:
+        """Compute once; return what goes wrong, or an empty string."""
+        try:
+            self.run(name)
+        except Exception as error:  # foreign code, or too little memory for a kernel
+            return f"it fails at this size: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ""
+
+    def run(self, name: KernelName) -> float:
+        """Return the seconds of one forward and backward pass."""
+        activate(name)
+        self._synchronize()
+        began = time.perf_counter()
+        out = attention(self.qkv, self.r, self.d, self.mask, kernel=name, dropout=self.dropout)
+        torch.autograd.grad(out, self.qkv, out.detach())
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()

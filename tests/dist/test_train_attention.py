@@ -1,0 +1,160 @@
+"""Whole runs with FlashAttention's packages, played by stand-ins: the choice by timing, a resume, what is said and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, install_flash
+from support.training import NO_DROPOUT, records, train
+
+from megatron_sp.ops import attention_choice
+from megatron_sp.training import attention
+
+__all__ = ["install_flash"]
+ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}
+FLAGS = (*NO_DROPOUT, "--device", "auto", "--bf16")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
+    """Seconds of a kernel on a rank, in place of those that the clock would say; 1 unless a test says otherwise."""
+    seconds: dict[tuple[str, int], float] = {}
+    run, made = attention._Block.run, attention._Block.__init__
+
+    def remember(self: Any, config: Any, groups: Any) -> None:
+        made(self, config, groups)
+        self.rank = groups.rank
+
+    def timed(self: Any, name: str) -> float:
+        run(self, name)
+        return seconds.get((name, self.rank), 1.0)
+
+    monkeypatch.setattr(attention._Block, "__init__", remember)
+    monkeypatch.setattr(attention._Block, "run", timed)
+    return seconds
+
+
+def test_all_ranks_take_what_is_fastest_on_the_slowest_and_a_resume_keeps_it(
+    install_flash: Install, clock: dict[tuple[str, int], float], tmp_path: Path
+) -> None:
+    install_flash(**ALL)
+    clock.update({("flash4", 0): 0.1, ("flash4", 1): 2.0, ("flash3", 0): 0.5, ("flash3", 1): 0.25})
+    run = tmp_path / "run"
+    said = "attention: flash3 (the fastest: flash3 500 ms, flash2 1e+03 ms, sdpa 1e+03 ms, flash4 2e+03 ms; cudnn: torch has no cuDNN here)"
+    layout = ("--sequence-parallel-size", 2)
+    train(tmp_path, "--save", run, "--exit-interval", 2, *FLAGS, *layout, ranks=2).expect(0, said)
+    start = records(run, "start")[0]
+    assert start["attention"]["kernel"] == start["environment"]["attention"] == start["environment"]["layout"]["attention"] == "flash3"
+    assert start["attention"]["ms"] == {"flash3": 500.0, "flash2": 1000.0, "sdpa": 1000.0, "flash4": 2000.0}
+
+    clock.update({("flash2", 0): 0.01, ("flash2", 1): 0.01})
+    train(tmp_path, "--save", run, "--auto-resume", "--exit-interval", 3, *FLAGS, *layout, ranks=2).expect(
+        0, "attention: flash3 (as before the resume)"
+    )
+    train(tmp_path, "--save", run, "--auto-resume", "--exit-interval", 4, *FLAGS, *layout, "--attention-backend", "flash4", ranks=2).expect(
+        0, "attention: flash4 (asked for; flash3 before the resume)"
+    )
+    other = ("--tensor-model-parallel-size", 2)
+    train(tmp_path, "--save", run, "--auto-resume", *FLAGS, *other, ranks=2).expect(0, "attention: flash2 (the fastest: flash2 10 ms")
+
+
+def test_a_resume_without_the_kernel_says_so(install_flash: Install, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    install_flash(**ALL)
+    train(tmp_path, "--save", run, "--exit-interval", 2, *FLAGS, "--attention-backend", "flash4").expect(0, "flash4 (asked for)")
+    install_flash((8, 0), **ALL)
+    train(tmp_path, "--save", run, "--auto-resume", *FLAGS, "--attention-backend", "fused").expect(
+        0, "attention: sdpa (asked for; flash4 before the resume)"
+    )
+
+
+def test_all_ranks_do_without_what_one_lacks(install_flash: Install, clock: dict[tuple[str, int], float], tmp_path: Path) -> None:
+    install_flash(flash2=f"import os\nif os.environ['RANK'] == '1': raise OSError('no such symbol')\n{FLASH2}")
+    outcome = train(tmp_path, "--train-iters", 1, *FLAGS, ranks=2)
+    outcome.expect(
+        0, "attention: sdpa (not used: flash2: rank 1: flash-attn is broken: OSError: no such symbol; flash4: flash-attn-4 is not"
+    )
+
+
+def test_a_kernel_that_fails_at_the_runs_size_is_left_out(install_flash: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "right = flash_attn_func\ndef flash_attn_func(q, *rest, **more):\n    assert q.shape[1] != 32, 'too little memory'\n"
+    install_flash(flash2=f"{FLASH2}{text}    return right(q, *rest, **more)\n")
+    outcome = train(tmp_path, "--train-iters", 1, *FLAGS)
+    assert "flash2: it fails at this size: AssertionError: too little memory" in outcome.text, outcome.text
+    outcome.expect(0, "attention: sdpa (the fastest: sdpa ")
+
+
+def test_a_rank_without_the_memory_to_try_them_ends_all(install_flash: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The others do not wait for it."""
+    install_flash(flash2=FLASH2)
+
+    def made(self: Any, config: Any, groups: Any) -> None:
+        if groups.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(attention._Block, "__init__", made)
+    outcome = train(tmp_path, "--train-iters", 1, *FLAGS, ranks=2)
+    assert outcome.codes == [1, 2] or outcome.codes == [2, 2], outcome
+    assert "[rank 1] error: out of memory: CUDA out of memory. Tried to allocate 9 GiB" in outcome.text
+
+
+@pytest.mark.parametrize("fastest, impl", [("sdpa-fa4", "FA4"), ("sdpa", "None")])
+def test_torchs_flash_kernel_is_the_chosen_one_in_the_end(
+    install_flash: Install, clock: dict[tuple[str, int], float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: str, impl: str
+) -> None:
+    monkeypatch.setattr(attention_choice, "attention_of_torch", Registry(("FA4",), tmp_path / "impl"))
+    install_flash(flash4="x = 1")
+    clock[fastest, 0] = 0.1
+    train(tmp_path, "--train-iters", 1, *FLAGS).expect(0, f"attention: {fastest} (the fastest: {fastest} 100 ms")
+    assert (tmp_path / "impl").read_text() == impl
+
+
+def test_a_named_kernel_that_is_not_there(install_flash: Install, tmp_path: Path) -> None:
+    """Before any rank waits for another: every rank ends with the code of a wrong flag, and one of the host says why."""
+    install_flash(flash2=FLASH2)
+    outcome = train(tmp_path, "--save", tmp_path / "run", "--attention-backend", "flash3", *FLAGS, ranks=2)
+    outcome.expect(
+        2, "error: --attention-backend flash3 cannot be used: flash3: flash_attn_3 is not installed. Use --attention-backend auto."
+    )
+    assert outcome.text.count("error: ") == 1 and "Traceback" not in outcome.text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (("--attention-backend", "flash3", "--attention-dropout", 0.1, "--bf16", "--device", "auto"), "FlashAttention 3 has no attention"),
+    (("--attention-backend", "cudnn", "--deterministic-mode", *FLAGS), "cudnn and --deterministic-mode exclude each other"),
+    (("--attention-backend", "cudnn", "--window-size", 4, *FLAGS), "cudnn and --window-size exclude each other"),
+    (("--attention-backend", "flash4", *NO_DROPOUT, "--device", "auto"), "flash-attn computes in bf16 and fp16 only, not float32"),
+    (("--attention-backend", "flash4", *NO_DROPOUT), "--attention-backend flash4 needs a GPU, but --device cpu was given"),
+])  # fmt: skip
+def test_flags_that_exclude_each_other(tmp_path: Path, flags: tuple[Any, ...], sentence: str) -> None:
+    train(tmp_path, *flags).expect(2, sentence)
+
+
+def test_the_losses_are_the_same(install_flash: Install, tmp_path: Path) -> None:
+    install_flash(**ALL)
+    losses = {}
+    for backend in ("fused", "flash2", "flash3", "flash4"):
+        run = tmp_path / backend
+        train(tmp_path, "--save", run, "--attention-backend", backend, *FLAGS).expect(
+            0, f"{'sdpa' if backend == 'fused' else backend} (asked"
+        )
+        losses[backend] = [r["loss"] for r in records(run)]
+    for found in losses.values():
+        assert found == pytest.approx(losses["fused"], rel=5e-3) and len(found) > 2
+
+
+def test_deterministic_mode_reaches_the_kernel_and_fills_nothing(install_flash: Install, tmp_path: Path) -> None:
+    """torch would fill every buffer that is not initialized: ours are written before they are read."""
+    note = (
+        "import torch\nright = flash_attn_func\n"
+        "def flash_attn_func(*a, **more):\n"
+        "    filled = torch.utils.deterministic.fill_uninitialized_memory\n"
+        "    open('seen', 'a').write(f'{torch.are_deterministic_algorithms_enabled()} {more[\"deterministic\"]} {filled}\\n')\n"
+        "    return right(*a, **more)\n"
+    )
+    install_flash(flash2=f"{FLASH2}{note}")
+    train(tmp_path, "--train-iters", 1, *FLAGS, "--attention-backend", "flash2", "--deterministic-mode").expect(0)
+    assert set((tmp_path / "seen").read_text().splitlines()) == {"True True False"}
