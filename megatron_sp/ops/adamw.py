@@ -43,7 +43,7 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """What differs between steps, as tensors on the device of the weights: the host need not know it, and a graph can be captured.
+    """Numbers that differ between steps, as tensors on the device of the weights: they may change under a captured graph.
 
     Attributes:
         lr: learning rate, a scalar; fp32 on a GPU, fp64 on the host, as torch's kernels read it.

@@ -33,8 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
-from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.ops.packed_attention import (
     Segment,

@@ -37,7 +37,7 @@ MUTANTS = [
     ("dropout: channels count from 0", DROPOUT, "mix64(first_channel + column.to(tl.int64) + 1)", "mix64(column.to(tl.int64) + 1)"),
     ("dropout: kept elements are not scaled", DROPOUT, "x * scale, 0.0)", "x, 0.0)"),
     ("dropout: the residual is dropped", DROPOUT, "        y += tl.load(RESIDUAL", "        y += 0.0 * tl.load(RESIDUAL"),
-    ("dropout: one too few is dropped", DROPOUT, "tl.where(h >= threshold,", "tl.where(h > threshold - 4096,"),
+    ("dropout: kept and dropped change places", DROPOUT, "tl.where(h >= threshold,", "tl.where(h < threshold,"),
     ("dropout: the site does not count", DROPOUT, "other=0) + site)", "other=0))"),
     ("dropout: keys that broadcast are read as they lie", DROPOUT, "row_keys.expand(x.shape[:-1]).contiguous()", "row_keys.contiguous()"),
     # activations
