@@ -313,7 +313,7 @@ class Device(TorchDispatchMode):
             non_blocking = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
             if host[0].numel() and not (non_blocking and self.is_pinned(host[0])):
                 self.host_waits("copy from memory that is not pinned" if non_blocking else "copy from the host")
-        elif any(t.dim() for t in host):
+        elif any(t.dim() for t in host) and name not in _NO_KERNEL:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but {[tuple(t.shape) for t in host if t.dim()]} is on the host"
             )

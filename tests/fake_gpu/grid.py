@@ -1,4 +1,4 @@
-"""The trainings that are run on the fake device."""
+"""The trainings that are run on the fake device, and the other programs."""
 
 from __future__ import annotations
 
@@ -51,4 +51,29 @@ JOBS = {
     "QK norm, rope, 1p, GEGLU, sp": Job(
         f"--bf16 --qk-layernorm --position-embedding-type rope --apply-layernorm-1p --geglu {SP} {CHUNKED}", 2
     ),
+}  # fmt: skip
+
+_TINY_BERT = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-file vocab.txt"
+_CLASSIFIER = "--global-batch-size 8 --micro-batch-size 2 --train-iters 2 --lr 0.01 --bf16"
+_DIFFERS = "exit code 5"  # sums of what one rank contributes are wrong where all ranks are alike, so the loss is
+_VERIFY = "--verify-parallelism"
+
+PROGRAMS = {
+    "generate": Job("--prompt abc --max-new-tokens 3 --greedy", program="generate"),
+    "generate, tp, sp": Job("--prompt abc --max-new-tokens 3 --num-samples 2 --tp-size 2 --sp-size 2", 4, program="generate"),
+    "serve": Job("", program="serve"), "serve, sp": Job("--sp-size 2", 2, program="serve"),
+    "serve, tp, sp": Job("--tp-size 2 --sp-size 2", 4, program="serve"),
+    "evaluate": Job("--load gpt --text text.jsonl", program="evaluate"),
+    "evaluate, tp, dp": Job("--load gpt --choices choices.jsonl --tp-size 2", 4, program="evaluate"),
+    "evaluate, sp": Job("--load gpt --text text.jsonl --sp-size 2", 2, program="evaluate"),
+    "evaluate BERT, tp": Job("--load bert --text text.jsonl --tp-size 2", 2, program="evaluate"),
+    "evaluate BERT, sp": Job("--load bert --text text.jsonl --sp-size 2", 2, program="evaluate"),
+    "classifier": Job(f"{_CLASSIFIER} --pretrained-checkpoint bert", program="finetune"),
+    "classifier, sp, stage 2": Job(f"{_CLASSIFIER} {_TINY_BERT} {SP} --zero-stage 2", 4, program="finetune"),
+    "classifier, tp, stage 3, optimizer on the host": Job(
+        f"{_CLASSIFIER} {_TINY_BERT} {TP} --zero-stage 3 --offload-optimizer", 4, program="finetune"
+    ),
+    "verify, tp": Job(f"{_VERIFY} {TP}", 2, error=_DIFFERS), "verify, tp_seq": Job(f"{_VERIFY} --bf16 {TP_SEQ}", 2, error=_DIFFERS),
+    "verify, all modes of sp, stage 2": Job(f"{_VERIFY} {SP} --sp-overlap-mode auto --zero-stage 2", 4, error=_DIFFERS),
+    "verify BERT, sp": Job(f"{_VERIFY} {SP}", 2, "bert", error=_DIFFERS),
 }  # fmt: skip

@@ -25,15 +25,17 @@ BASE = """
 
 @dataclass(frozen=True)
 class Job:
-    """A training on the fake device.
+    """A training on the fake device, or another program.
 
     Attributes:
-        flags: beside ``BASE``.
+        flags: beside ``BASE``; of another program all of them.
         world_size: number of ranks.
         family: gpt or bert.
         micro_batches: of each rank in a step.
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
+        program: pretrain, or one of ``programs.PROGRAMS``.
+        error: how the program ends.
     """
 
     flags: str
@@ -42,6 +44,8 @@ class Job:
     micro_batches: int = 2
     skips_first: bool = False
     drop: str = ""
+    program: str = "pretrain"
+    error: str = ""
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -60,6 +64,9 @@ class Job:
     def case(self, rank: int) -> dict[str, Any]:
         """Return the case of one rank (``program.Case``)."""
         words = self.flags.split()
+        case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop}
+        if self.program != "pretrain":
+            return {**case, "flags": words}
         sizes = [
             int(words[words.index(flag) + 1]) for flag in ("--tensor-model-parallel-size", "--sequence-parallel-size") if flag in words
         ]
@@ -67,14 +74,7 @@ class Job:
         for size in sizes:
             replicas //= size
         batch = ["--global-batch-size", str(2 * self.micro_batches * replicas)]
-        return {
-            "flags": [*BASE.split(), *batch, *words],
-            "world_size": self.world_size,
-            "rank": rank,
-            "family": self.family,
-            "skips_first": self.skips_first,
-            "drop": self.drop,
-        }
+        return {**case, "flags": [*BASE.split(), *batch, *words], "family": self.family, "skips_first": self.skips_first}
 
 
 @cache
@@ -105,9 +105,9 @@ def run_rank(job: Job, rank: int = 0) -> dict[str, Any]:
     return outcome
 
 
-def require_sound(outcome: dict[str, Any]) -> None:
-    """Fail unless the program ran to its end and the checker found nothing."""
-    assert not outcome["error"], f"{outcome['error']}\n{outcome['output'][-3000:]}"
+def require_sound(outcome: dict[str, Any], error: str = "") -> None:
+    """Fail unless the program ran to its end, or failed as expected, and the checker found nothing."""
+    assert outcome["error"] == error, f"{outcome['error']}\n{outcome['output'][-3000:]}"
     assert "wait() was never called" not in outcome["output"], outcome["output"]
     assert not outcome["problems"], "\n".join(outcome["problems"])
 

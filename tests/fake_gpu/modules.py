@@ -12,7 +12,7 @@ from fake_gpu.device import CUDA, Device
 
 
 def install(device: Device) -> None:
-    """Replace ``Module.to`` and what makes a tensor of a storage."""
+    """Replace ``Module.to``, ``Module.to_empty`` and what makes a tensor of a storage."""
     _install_to()
     _install_bytes_of(device)
 
@@ -42,7 +42,8 @@ def _install_to() -> None:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, FakeTensor):
                     if id(parameter) not in moved:
-                        fake = nn.Parameter(parameter.data.to(device, non_blocking=True), requires_grad=parameter.requires_grad)
+                        there = torch.empty_like(parameter.data, device=device) if parameter.is_meta else parameter.data.to(device)
+                        fake = nn.Parameter(there, requires_grad=parameter.requires_grad)
                         moved[id(parameter)] = (fake, parameter)
                     module._parameters[name] = moved[id(parameter)][0]
             for name, buffer in module._buffers.items():
@@ -50,4 +51,10 @@ def _install_to() -> None:
                     module._buffers[name] = buffer.to(device)
         return self
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        if torch.device(device).type == "cpu":
+            return plain_to_empty(self, device=device, recurse=recurse)
+        return to(self, device)
+
+    plain_to_empty = nn.Module.to_empty
+    nn.Module.to, nn.Module.to_empty = to, to_empty  # type: ignore[method-assign,assignment]

@@ -1,4 +1,4 @@
-"""The real training program on the fake device, as one rank of a job, and what the checker found.
+"""The real programs on the fake device, each as one rank of a job, and what the checker found.
 
 ``python -m fake_gpu.program`` (with tests/ on the path) reads cases from standard input, one JSON object a line, and
 answers each with a line of JSON; a process is forked for every case, after everything has been imported once.
@@ -35,10 +35,11 @@ class Case:
     """One rank of a job.
 
     Attributes:
-        flags: of the training program.
+        flags: of the program.
         world_size, rank: which rank of how many.
-        family: gpt or bert.
-        broadcasts: what the host of rank 0 has broadcast (``Outcome.broadcasts``); for other ranks.
+        program: pretrain, or one of ``programs.PROGRAMS``.
+        family: of the model that is pretrained, gpt or bert.
+        broadcasts: what the host of rank 0 has sent to all (``Outcome.broadcasts``); for other ranks.
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
         drop: one of ``Outcome.sites``, which this run leaves out.
     """
@@ -46,6 +47,7 @@ class Case:
     flags: list[str]
     world_size: int = 1
     rank: int = 0
+    program: str = "pretrain"
     family: str = "gpt"
     broadcasts: list[list[int]] = field(default_factory=list)
     skips_first: bool = False
@@ -62,7 +64,8 @@ class Outcome:
         problems: of the checker (``memory.Problem``), as text, with their numbers.
         steps: of each training step: launches, bytes by operator, and the places where the host waited.
         calls, communicators: of NCCL (``nccl.Nccl``).
-        broadcasts: contents of what its host has broadcast, in order.
+        broadcasts: contents of what its host has sent to all others, in order.
+        host_waits: places where the host waited after the last step, or in a program without steps.
         sites: where the package waits for something, or pins host memory, and how often.
         peak: bytes on the device at most.
     """
@@ -74,6 +77,7 @@ class Outcome:
     calls: list[Any] = field(default_factory=list)
     communicators: list[Any] = field(default_factory=list)
     broadcasts: list[list[int]] = field(default_factory=list)
+    host_waits: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     num_accesses: int = 0
@@ -81,10 +85,12 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     """Run a case in this process, which is of no other use afterwards."""
-    from fake_gpu import modules, nccl, stand_ins
+    from fake_gpu import modules, nccl, programs, stand_ins
     from fake_gpu.device import Device
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if case.program != "pretrain":
+        programs.prepare()
     outcome = Outcome()
     device = Device(LIBRARY, _values_of(case, outcome))
     stand_ins.install(device)
@@ -96,7 +102,7 @@ def run(case: Case) -> Outcome:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             with device:
-                code = _train(case)
+                code = _train(case) if case.program == "pretrain" else programs.PROGRAMS[case.program](case.flags)
             if code:
                 outcome.error = f"exit code {code}"
         except BaseException:
@@ -105,7 +111,7 @@ def run(case: Case) -> Outcome:
     outcome.output = said.getvalue()
     outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
-    outcome.sites = device.sites
+    outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
     outcome.broadcasts = calls.broadcasts
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
     return outcome
@@ -120,10 +126,8 @@ def _train(case: Case) -> int:
     from megatron_sp.training.setup import RunStatus
 
     config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        launch = Launch.from_env()
-        return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
+    launch = Launch.from_env()
+    return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
 
 
 def _values_of(case: Case, outcome: Outcome) -> Callable[[Tensor], Tensor]:
@@ -198,7 +202,9 @@ def answer(line: str) -> str:
     if child == 0:
         os.close(reading)
         signal.alarm(300)
-        text = json.dumps(asdict(run(Case(**json.loads(line)))))
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            text = json.dumps(asdict(run(Case(**json.loads(line)))))
         with os.fdopen(writing, "w") as out:
             out.write(text)
         os._exit(0)

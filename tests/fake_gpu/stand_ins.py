@@ -109,6 +109,7 @@ def install(device: Device) -> None:
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.nccl.version = lambda: (2, 29, 3)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it on the host and copies it, seen by the mode
     torch.backends.cuda.is_flash_attention_available = lambda: True
     _install_threads(device)
     _install_addresses(device)

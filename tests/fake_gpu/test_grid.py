@@ -1,4 +1,4 @@
-"""The CUDA branch of the training program, one rank at a time: no race, no early free, one wait of the host in a step.
+"""The CUDA branch of the programs, one rank at a time: no race, no early free, one wait of the host in a step or for a token.
 
 What is run is the whole program, from the command line to its last step (``program.py``), on tensors that are not
 there.
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fake_gpu.grid import JOBS
+from fake_gpu.grid import JOBS, PROGRAMS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank
 
 IN_EVERY_RUN = (
@@ -18,10 +18,18 @@ IN_EVERY_RUN = (
     "full recomputation, stage 3", "BERT, tp, sp", "saves",
 )  # fmt: skip
 GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
+PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "classifier", "verify, tp_seq")
+OTHER_PROGRAMS = [pytest.param(name, marks=[] if name in PROGRAMS_IN_EVERY_RUN else pytest.mark.long) for name in PROGRAMS]
+COMPARED_IN_EVERY_RUN = ("sp, uneven", "generate, tp, sp", "serve, sp")
+COMPARED = [
+    pytest.param(name, marks=[] if name in COMPARED_IN_EVERY_RUN else pytest.mark.long)
+    for name, job in (JOBS | PROGRAMS).items()
+    if job.world_size > 1
+]
 
 
 def waits(step: dict[str, Any]) -> dict[str, int]:
-    """Where the host waited in a step, and how often; places without their lines."""
+    """Where the host waited in a step, or after all, and how often; places without their lines."""
     counted: dict[str, int] = {}
     for where, count in step["host_waits"].items():
         name = where.partition(":")[0]
@@ -44,12 +52,31 @@ def test_a_rank(name: str) -> None:
             assert waits(step) == {**expected, **of_units}, step["host_waits"]
 
 
-@pytest.mark.parametrize(
-    "name", ["sp, uneven", pytest.param("tp_seq, sp, dp, stage 1", marks=pytest.mark.long), pytest.param("stage 3", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_another_program(name: str) -> None:
+    job = PROGRAMS[name]
+    outcome = run_rank(job)
+    require_sound(outcome, job.error)
+    assert outcome["num_accesses"] > 300, outcome["output"]
+    assert len(outcome["steps"]) == (2 if job.program == "finetune" else 0)
+    if job.error:
+        differences = [line.split()[0] for line in outcome["output"].splitlines() if line.endswith("<- differs")]
+        assert set(differences) == {"loss"}, outcome["output"]
+
+
+@pytest.mark.parametrize(("name", "agree"), [("generate", {}), ("generate, tp, sp", {"item at parallel/gather.py": 6})])
+def test_a_token_makes_the_host_wait_once(name: str, agree: dict[str, int]) -> None:
+    """It waits for the logits; several ranks agree on the token, which takes another wait. What goes to the device is not pinned."""
+    found, tokens = waits(run_rank(PROGRAMS[name])), 6 if agree else 3
+    assert {place: count for place, count in found.items() if not place.startswith("copy from the host")} == {
+        "copy to the host at inference/generation.py": tokens, **agree
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARED)
 def test_all_ranks_call_the_same(name: str) -> None:
-    job = JOBS[name]
+    job = (JOBS | PROGRAMS)[name]
     outcomes = [run_rank(job, rank) for rank in range(job.world_size)]
     for outcome in outcomes:
-        require_sound(outcome)
+        require_sound(outcome, job.error)
     require_agreement(outcomes)
