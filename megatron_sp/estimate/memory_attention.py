@@ -24,7 +24,8 @@ class AttentionForm:
         joins: True if that is a tensor of its own: our CPU kernel alone writes its output as the projection reads it.
         num_queries: query heads that this rank computes.
         made_heads: heads that are not views of what arrived: repeated for uneven groups, or normed.
-        attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward.
+        attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; what a GPU's
+            kernel allocates beside its results.
         rotary_makes: what the backward of the rotary embedding allocates.
     """
 
@@ -58,7 +59,7 @@ class AttentionForm:
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
 
     def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
-        """Return the bytes of the rotary embedding's backward for a chunk of heads: products of half the width, and copies unless packed.
+        """Return the bytes of the rotary embedding's backward for a chunk: products of half the width, a sine, copies unless packed.
 
         Args:
             channels: elements of one head at all positions.
@@ -72,10 +73,11 @@ class AttentionForm:
         turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
         # four products in fp32 by promotion, or the first half of the heads as they were
         products = 4 * max(4, self.shape.wide) if self.shape.is_16_bit else e
-        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2)
+        turned_back = self.shape.length * self.model.rotary_dim // 2 * max(4, self.shape.wide)  # the sine, negated
+        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2) + turned_back
 
     def _kernel_blocks(self, widest: int) -> tuple[int, int]:
-        """Return the bytes that calls of the CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
+        """Return ``attention_blocks`` and ``attention_grad_blocks``; ``widest``: query heads of the largest chunk."""
         shape, length = self.shape, self.shape.length
         row = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
         most = shape.all_tokens * widest * shape.d * shape.e  # bytes of all positions
@@ -84,8 +86,9 @@ class AttentionForm:
             return 2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries  # the current call, and the results of the previous one
 
         window = self.model.window_size
-        if shape.cuda:
-            return 0, 0
+        if shape.cuda:  # flash-attn's backward sums the query's gradient in fp32; keys of several queries get one for each first
+            expanded = 2 * most if self.queries_per_group > 1 else 0
+            return 0, most * 4 // shape.e + expanded if shape.is_16_bit else 0
         if window is None or window >= length:
             forward = min(calls(length, length), most)
             summed = 2 * forward // self.queries_per_group  # gradients of a key and a value that served several queries

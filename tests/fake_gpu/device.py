@@ -47,6 +47,9 @@ _NO_KERNEL = {
 }  # fmt: skip
 
 
+# position of its query and key
+_FLASH_BACKWARD = {"aten::_scaled_dot_product_flash_attention_backward": (1, 2), "aten::_flash_attention_backward": (1, 2)}
+
 # in place, without an implementation for tensors without contents: nothing to be found out but what they read and write
 _NO_META = {"aten::_fused_sgd_"}
 
@@ -283,6 +286,8 @@ class Device(TorchDispatchMode):
             return self.is_pinned(args[0])
         if name == "aten::_pin_memory":
             return args[0].clone() if self.drops("pin_memory") else self.pin(args[0].clone())
+        if name == "aten::copy_" and args[1].is_meta:  # initial weights that were not drawn (modules.install_large)
+            return args[0]
         wants_pinned = bool(kwargs.pop("pin_memory", False))
         out = func(*args, **kwargs)
         if wants_pinned and not self.drops("pin_memory"):
@@ -325,6 +330,7 @@ class Device(TorchDispatchMode):
                 lambda x: self._like(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x, (args, kwargs)
             )
         with self.fake:
+            self.fake.cache_enabled = name != "aten::set_"  # the key of a cached result would keep the storage for ever
             out = None if name in _NO_META else func(*args, **kwargs)
         if func.is_view:
             return out
@@ -339,6 +345,8 @@ class Device(TorchDispatchMode):
         updated = writes if name.endswith("_") and name not in ("aten::copy_", "aten::zero_", "aten::fill_") else []
         writes = writes + [t for t in outs if id(t) not in ids]
         self.use(self.stream, [*reads, *updated, *sent], writes, name)
+        if self.is_watching and name in _FLASH_BACKWARD:
+            self.memory.borrow(_flash_workspace(name, args), self.stream, place())
         self.count(str(func), [*reads, *updated], writes)
         return out
 
@@ -354,6 +362,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _flash_workspace(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes that the backward of the flash kernel allocates beside its results.
+
+    The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each first
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded, dv_expanded).
+    """
+    query, key = (args[i] for i in _FLASH_BACKWARD[name])
+    expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
+    return int(4 * query.numel() + expanded)
 
 
 def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:

@@ -35,6 +35,7 @@ class Job:
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
         program: pretrain, or one of ``programs.PROGRAMS``.
+        large: the model is large (``program.Case``); ``flags`` are then all of them.
         error: how the program ends.
     """
 
@@ -45,6 +46,7 @@ class Job:
     skips_first: bool = False
     drop: str = ""
     program: str = "pretrain"
+    large: bool = False
     error: str = ""
 
     @property
@@ -65,8 +67,8 @@ class Job:
         """Return the case of one rank (``program.Case``)."""
         words = self.flags.split()
         case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop}
-        if self.program != "pretrain":
-            return {**case, "flags": words}
+        if self.program != "pretrain" or self.large:
+            return {**case, "flags": words, "large": self.large}
         sizes = [
             int(words[words.index(flag) + 1]) for flag in ("--tensor-model-parallel-size", "--sequence-parallel-size") if flag in words
         ]
@@ -83,8 +85,9 @@ def _server() -> subprocess.Popen[str]:
     build()  # here, so that a missing compiler is this test's message
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "fake_gpu.program"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "fake_gpu.program"], cwd=TESTS.parent, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     atexit.register(server.kill)
     return server
 

@@ -58,3 +58,21 @@ def _install_to() -> None:
 
     plain_to_empty = nn.Module.to_empty
     nn.Module.to, nn.Module.to_empty = to, to_empty  # type: ignore[method-assign,assignment]
+
+
+def install_large(device: Device) -> None:
+    """Draw no initial weights and no bits to compare them by, and hand no contents of large tensors to the host."""
+    import sys
+
+    from megatron_sp.parallel import init
+    from megatron_sp.training.fingerprint import Fingerprint
+
+    drawn = init.draw_normal
+
+    def draw_normal(shape: tuple[int, ...], *_: Any) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "draw_normal", None) is drawn:
+            module.draw_normal = draw_normal  # type: ignore[attr-defined]
+    Fingerprint.add = lambda *_: None  # type: ignore[method-assign]

@@ -41,6 +41,7 @@ class Case:
         family: of the model that is pretrained, gpt or bert.
         broadcasts: what the host of rank 0 has sent to all (``Outcome.broadcasts``); for other ranks.
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
+        large: the model is large: initial weights are not drawn, and the host gets no contents of large tensors.
         drop: one of ``Outcome.sites``, which this run leaves out.
     """
 
@@ -51,6 +52,7 @@ class Case:
     family: str = "gpt"
     broadcasts: list[list[int]] = field(default_factory=list)
     skips_first: bool = False
+    large: bool = False
     drop: str = ""
 
 
@@ -68,6 +70,9 @@ class Outcome:
         host_waits: places where the host waited after the last step, or in a program without steps.
         sites: where the package waits for something, or pins host memory, and how often.
         peak: bytes on the device at most.
+        reserved, expandable: bytes that the caching allocator takes for them, with segments and with expandable ones.
+        held: of the peak, by place, the largest first.
+        plan: the form's prediction (``MemoryPlan.as_dict``); of a training.
     """
 
     error: str = ""
@@ -80,12 +85,17 @@ class Outcome:
     host_waits: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     peak: int = 0
+    reserved: int = 0
+    expandable: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     num_accesses: int = 0
 
 
 def run(case: Case) -> Outcome:
     """Run a case in this process, which is of no other use afterwards."""
     from fake_gpu import modules, nccl, programs, stand_ins
+    from fake_gpu.allocator import Allocator, held_at_peak
     from fake_gpu.device import Device
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -96,7 +106,10 @@ def run(case: Case) -> Outcome:
     stand_ins.install(device)
     calls = nccl.install(device, case.broadcasts)
     modules.install(device)
+    if case.large:
+        modules.install_large(device)
     _watch_steps(device, outcome)
+    _watch_plan(outcome)
     device.dropped = case.drop
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -114,6 +127,9 @@ def run(case: Case) -> Outcome:
     outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
     outcome.broadcasts = calls.broadcasts
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
+    outcome.held = dict(list(held_at_peak(device.memory.history).items())[:40])
+    outcome.reserved = Allocator().run(device.memory.history).peak_reserved
+    outcome.expandable = Allocator(expandable=True).run(device.memory.history).peak_reserved
     return outcome
 
 
@@ -167,6 +183,19 @@ def _watch_steps(device: Device, outcome: Outcome) -> None:
         return result
 
     TrainStep.run = run_step  # type: ignore[method-assign]
+
+
+def _watch_plan(outcome: Outcome) -> None:
+    """Note the memory that the form predicts."""
+    from megatron_sp.training.memory_estimate import MemoryEstimate
+
+    original = MemoryEstimate.__init__
+
+    def begin(self: MemoryEstimate, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        outcome.plan = self.memory.as_dict()
+
+    MemoryEstimate.__init__ = begin  # type: ignore[method-assign]
 
 
 def _summary(tally: Tally) -> dict[str, Any]:

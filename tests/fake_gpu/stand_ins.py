@@ -168,7 +168,7 @@ def _install_attention(device: Device) -> None:
         if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.shape[-1] % 8 == 0:
             out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
             return out
-        if enable_gqa:
+        if enable_gqa:  # the flash kernel does without
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
 
