@@ -114,8 +114,9 @@ class Device(TorchDispatchMode):
         self._entries = (ctypes.c_int64 * 3000)()
         self._pinned: set[int] = set()
         self._lock = threading.RLock()  # loaders and writers of checkpoints have threads
-        self.sites: dict[str, int] = {}  # places where something waits, or host memory is pinned, and how often they were passed
-        self.dropped = ""  # the one of them that does not
+        self.sites: dict[str, int] = {}  # places that ``drops`` was asked about, and how often they were passed
+        self.dropped = ""  # the one of them that is left out
+        self.passed: set[str] = set()  # lines of the package with a call that orders something
         self._threads = threading.local()
         self.is_watching = True  # off at the end of a run, when everything is freed in any order
 
@@ -182,9 +183,14 @@ class Device(TorchDispatchMode):
         self.tally.host_waits[why, place(1)] += 1
         self.clocks.host_waits_for(self.stream if stream is None else stream)
 
-    def drops(self, kind: str) -> bool:
-        """Take note of a place where the package waits for something; return whether this run leaves it out."""
-        site = f"{kind} in {functions()}"
+    def passes(self) -> None:
+        """Take note of the lines of the package that order something: where the call is, and its callers."""
+        self.passed.update(place(3).split(" < "))
+
+    def drops(self, kind: str, depth: int = 2) -> bool:
+        """Take note of a place where the package waits for something, or keeps memory for it; return whether this run leaves it out."""
+        self.passes()
+        site = f"{kind} in {functions(depth)}"
         self.sites[site] = self.sites.get(site, 0) + 1
         return site == self.dropped
 
@@ -309,7 +315,8 @@ class Device(TorchDispatchMode):
         return to
 
     def _record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.memory.record_stream(self._storage_of(tensor), stream.stream_id if hasattr(stream, "stream_id") else stream.id)
+        if not self.drops("record_stream"):
+            self.memory.record_stream(self._storage_of(tensor), stream.stream_id if hasattr(stream, "stream_id") else stream.id)
 
     def _on_device(self, func: Any, name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = [t for t in tensors if not isinstance(t, FakeTensor)]

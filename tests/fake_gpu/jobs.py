@@ -54,11 +54,6 @@ class Job:
         """True if the master weights are in host memory."""
         return "--offload-optimizer" in self.flags
 
-    @property
-    def does_more(self) -> bool:
-        """True if the host has more to do than steps: it measures collectives, validates or writes checkpoints."""
-        return any(flag in self.flags for flag in ("--report-overlap ", "--eval-interval ", "--save "))
-
     def skips(self, step: int) -> bool:
         """True if a step, from 0, does not update the weights."""
         return self.skips_first and step == 0

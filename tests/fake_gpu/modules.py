@@ -12,9 +12,23 @@ from fake_gpu.device import CUDA, Device
 
 
 def install(device: Device) -> None:
-    """Replace ``Module.to``, ``Module.to_empty`` and what makes a tensor of a storage."""
+    """Replace ``Module.to``, ``Module.to_empty`` and what makes a tensor of a storage; watch what handles of collectives keep."""
     _install_to()
     _install_bytes_of(device)
+    _install_handles(device)
+
+
+def _install_handles(device: Device) -> None:
+    """A handle keeps its operand, and can be made to forget it."""
+    from megatron_sp.comm.collectives import Handle
+
+    plain = Handle.__init__
+
+    def begin(self: Handle, work: Any, result: Tensor, name: str, finish: Any = None, operand: Tensor | None = None) -> None:
+        forgets = work is not None and operand is not None and device.drops("operand", depth=1)
+        plain(self, work, result, name, finish, None if forgets else operand)
+
+    Handle.__init__ = begin  # type: ignore[method-assign]
 
 
 def _install_bytes_of(device: Device) -> None:

@@ -64,11 +64,13 @@ class Outcome:
         error: traceback, if the program failed.
         output: what it said.
         problems: of the checker (``memory.Problem``), as text, with their numbers.
-        steps: of each training step: launches, bytes by operator, and the places where the host waited.
+        steps: of each training step: launches, bytes by operator, the places where the host waited, and the bytes on the
+            device after it.
         calls, communicators: of NCCL (``nccl.Nccl``).
         broadcasts: contents of what its host has sent to all others, in order.
         host_waits: places where the host waited after the last step, or in a program without steps.
-        sites: where the package waits for something, or pins host memory, and how often.
+        sites: where the package waits for something, keeps memory until then or pins host memory, and how often.
+        passed: lines of the package with such a call, as ``file:line``.
         peak: bytes on the device at most.
         reserved, expandable: bytes that the caching allocator takes for them, with segments and with expandable ones.
         held: of the peak, by place, the largest first.
@@ -84,6 +86,7 @@ class Outcome:
     broadcasts: list[list[int]] = field(default_factory=list)
     host_waits: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
     peak: int = 0
     reserved: int = 0
     expandable: int = 0
@@ -125,6 +128,7 @@ def run(case: Case) -> Outcome:
     outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
     outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
+    outcome.passed = sorted(device.passed)
     outcome.broadcasts = calls.broadcasts
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
     outcome.held = dict(list(held_at_peak(device.memory.history).items())[:40])
@@ -136,11 +140,13 @@ def run(case: Case) -> Outcome:
 def _train(case: Case) -> int:
     from megatron_sp.comm.groups import Launch
     from megatron_sp.commands.pretrain import parse_config
+    from megatron_sp.data import mock_dataset
     from megatron_sp.tasks.bert import bert_task
     from megatron_sp.tasks.gpt import GPT
     from megatron_sp.training.loop import _pretrain
     from megatron_sp.training.setup import RunStatus
 
+    mock_dataset._EOD_PROBABILITY = 1 / 8  # so that short sequences have several documents
     config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)
     launch = Launch.from_env()
     return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
@@ -178,7 +184,7 @@ def _watch_steps(device: Device, outcome: Outcome) -> None:
         if not outcome.steps:
             device.tally = Tally()  # what came before the first step is not of a step
         result = original(self, *args, **kwargs)
-        outcome.steps.append(_summary(device.tally))
+        outcome.steps.append({**_summary(device.tally), "allocated": device.memory.num_bytes})
         device.tally = Tally()  # the next one begins with its batches
         return result
 

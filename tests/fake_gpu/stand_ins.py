@@ -34,6 +34,7 @@ def install(device: Device) -> None:
             self.number = device.new_event()
 
         def record(self, stream: Stream | None = None) -> None:
+            device.passes()
             device.record(self.number, None if stream is None else stream.stream_id)
 
         def wait(self, stream: Stream | None = None) -> None:
@@ -72,10 +73,12 @@ def install(device: Device) -> None:
 
         def record_event(self, event: Event | None = None) -> Event:
             event = event or Event()
-            event.record(self)
+            if not device.drops("record_event"):
+                event.record(self)
             return event
 
         def synchronize(self) -> None:
+            device.passes()
             device.host_waits("stream.synchronize", self.stream_id)
 
         def query(self) -> bool:
@@ -92,6 +95,7 @@ def install(device: Device) -> None:
             device.stream = before
 
     def synchronize(*_: Any) -> None:
+        device.passes()
         device.tally.host_waits["synchronize", place(1)] += 1
         device.follow_engine()
         device.clocks.host_waits_for_all()
