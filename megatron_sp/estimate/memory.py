@@ -43,17 +43,20 @@ def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") 
     moments = [*head.forward(), *block.forward(), *head.backward()]
     for layer in _telling_layers(form):
         moments += block.backward(layer)
-    widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit else 0)
+    # or, of the same width, a copy without other ranks' rows
+    widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0)
     moments.append(Moment("backward", "embedding", (*gradient_lines(zero.at(0)), *block.stream_gradients(), widened)))
     moments += _reductions(form, head)
     moments.append(Moment("update", "optimizer", gradient_lines(zero.after())))
-    return MemoryPlan(_resident(form, optimizer), tuple(moments), form.activations.host)
+    return MemoryPlan(_resident(form, optimizer), tuple(moments), form.activations.host, _optimizer_host(form, optimizer))
 
 
 def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
     """Return the memory held for the whole run."""
     shape, zero = form.shape, form.zero
     kept = zero.num_params // zero.parts * shape.wide
+    if shape.cuda and form.workload.parallel.offload_optimizer:
+        kept = 0
     data = shape.num_micro_batches * shape.all_tokens * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
     return (
         Line("parameters", zero.kept_params * shape.e), Line("buffers for whole parameters", zero.buffers * shape.e),
@@ -62,6 +65,15 @@ def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
         Line("micro-batches", data), Line("tables of the forward pass", _tables(form)),
         Line("activations' copies in host memory", 0 if shape.cuda else form.activations.host),
     )  # fmt: skip
+
+
+def _optimizer_host(form: RankForm, optimizer: str) -> int:
+    """Return the bytes of --offload-optimizer in a GPU's host: master weights, state, gradients, and what is sent back in 16 bits."""
+    shape, zero = form.shape, form.zero
+    if not (shape.cuda and form.workload.parallel.offload_optimizer):
+        return 0
+    each = shape.wide * (4 if optimizer == "adam" else 3) + (shape.e if shape.is_16_bit else 0)
+    return zero.num_params // zero.parts * each
 
 
 def _tables(form: RankForm) -> int:

@@ -61,7 +61,7 @@ class AttentionForm:
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
 
     def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
-        """Return the bytes of the rotary embedding's backward for a chunk of heads: products of half the width, and copies unless packed.
+        """Return the bytes of the rotary embedding's backward for a chunk: products of half the width, a sine, copies unless packed.
 
         Args:
             channels: elements of one head at all positions.
@@ -75,10 +75,11 @@ class AttentionForm:
         turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
         # four products in fp32 by promotion, or the first half of the heads as they were
         products = 4 * max(4, self.shape.wide) if self.shape.is_16_bit else e
-        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2)
+        turned_back = self.shape.length * self.model.rotary_dim // 2 * max(4, self.shape.wide)  # the sine, negated
+        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2) + turned_back
 
     def _kernel_blocks(self, widest: int) -> tuple[int, int]:
-        """Return the bytes that calls of the CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
+        """Return ``attention_blocks`` and ``attention_grad_blocks``; ``widest``: query heads of the largest chunk."""
         shape, length = self.shape, self.shape.length
         row = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
         most = shape.all_tokens * widest * shape.d * shape.e  # bytes of all positions

@@ -183,8 +183,8 @@ class BlockMoments:
         if selective:  # recomputed
             log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)
-        # recomputation returns three separate gradients; the fused projection needs them in one tensor
-        apart = selective and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
+        # recomputation and a GPU's kernels return three separate gradients; the fused projection needs them in one tensor
+        apart = (selective or shape.cuda) and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
         base = [*self.activations.attention_keeps, *self._at_attention(layer)]
         out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]
         return [

@@ -6,7 +6,7 @@ from megatron_sp.estimate.memory_plan import Line, Moment
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_zero import gradient_lines
 
-_LOGITS = ("one chunk of logits", "its gradient")
+_LOGITS, _GRADIENT = "one chunk of logits", "its gradient"
 _PRODUCT = "gradient of the table, one chunk"
 _WEIGHTED = "head's input of a chunk, weighted, or the last chunk's logits"
 
@@ -48,6 +48,9 @@ class HeadMoments:
         chunk = min(tokens, shape.head_chunk)
         # a last chunk that is shorter gets logits of its own while the others' still exist
         rest = tokens % chunk * shape.rows * shape.wide
+        weighted = max(chunk * shape.h * shape.e, rest)
+        if shape.cuda and shape.is_16_bit:
+            weighted = 0  # neither exists while the gradient is divided in fp32, which takes more
         more = chunk * shape.rows * (shape.wide + shape.e) if shape.is_16_bit else 0  # divided, and rounded
         product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
         before = shape.head_stream if shape.num_micro_batches > 1 else 0
@@ -55,8 +58,8 @@ class HeadMoments:
         return [
             *gradient_lines(self.zero.at_head()), self.params(), *self._kept_by_all(), Line("head's input", entering),
             Line("head's input, gathered", 0 if bert else shape.gathered), Line("gradient of the head's input", tokens * shape.h * shape.e),
-            Line("one chunk of logits", chunk * shape.rows * shape.wide), Line("its gradient", more), Line(_PRODUCT, product),
-            Line("gradient of the table", self._table_gradient()), Line(_WEIGHTED, max(chunk * shape.h * shape.e, rest)),
+            Line(_LOGITS, chunk * shape.rows * shape.wide), Line(_GRADIENT, more), Line(_PRODUCT, product),
+            Line("gradient of the table", self._table_gradient()), Line(_WEIGHTED, weighted),
             Line("the last micro-batch's gradient of the head's input", before),
             Line("labels, masks", shape.sp_tokens * 16 + chunk * 20),
             Line("labels of the masked tokens", tokens * 21 if bert else 0),
@@ -65,11 +68,11 @@ class HeadMoments:
     def _end(self, lines: list[Line]) -> Moment:
         """Return the moment at the end: the reduction of the input's gradient starts while the last chunk of logits still exists."""
         shape = self.shape
-        kept = [line for line in lines if line.name not in (_WEIGHTED, _PRODUCT)]
+        kept = [line for line in lines if line.name not in (_WEIGHTED, _PRODUCT, _GRADIENT)]
         chunk = min(shape.head_tokens, shape.head_chunk)
         last = shape.head_tokens % chunk
         if last:  # its logits have replaced those of the full chunks
-            kept = [Line(line.name, round(line.num_bytes * (last / chunk))) if line.name in _LOGITS else line for line in kept]
+            kept = [Line(line.name, round(line.num_bytes * (last / chunk))) if line.name == _LOGITS else line for line in kept]
         scattered = Line("gradient of the head's input, scattered", 0 if self.model.is_bert else shape.scattering)
         return Moment("forward", "end of the LM head", (*kept, scattered))
 

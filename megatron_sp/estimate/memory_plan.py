@@ -46,11 +46,13 @@ class MemoryPlan:
         moments: the moments of a step that can be the peak.
         host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also
             of a save's copy.
+        optimizer_host: bytes of master weights, optimizer state and copies in a GPU's host memory (--offload-optimizer).
     """
 
     stays: tuple[Line, ...]
     moments: tuple[Moment, ...]
     host: int = 0
+    optimizer_host: int = 0
 
     @property
     def resident(self) -> int:
@@ -83,7 +85,7 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plan for ``--dry-run json``."""
         return {
-            "resident": self.resident, "peak": self.peak, "host": self.host,
+            "resident": self.resident, "peak": self.peak, "host": self.host, "optimizer_host": self.optimizer_host,
             "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
             "stays": {line.name: line.num_bytes for line in self.stays},
             "worst": {"phase": self.worst.phase, "name": self.worst.name, **{line.name: line.num_bytes for line in self.worst.lines}},

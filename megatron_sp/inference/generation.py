@@ -100,11 +100,12 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> int:
-    """Choose the next token id from logits [v].
+    """Choose the next token id from logits [v]; on a GPU the host waits once, for all of them.
 
     Raises:
         NumericsError: logits are NaN or infinite.
     """
+    logits = logits.cpu()
     if not bool(torch.isfinite(logits).all()):
         raise NumericsError(
             f"the logits at position {position} are not finite: the weights are damaged, or overflow in {logits.dtype}; try --dtype float32"

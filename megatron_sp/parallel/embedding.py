@@ -56,7 +56,8 @@ class _Embedding(torch.autograd.Function):
         whole = gathered.wait()
         grad2 = whole.reshape(-1, whole.shape[-1]).to(view.dtype)
         if elsewhere is not None:
-            grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)  # not an index by mask: its size would have to come from the GPU
+            fill = grad2.masked_fill if grad2.dtype == whole.dtype else grad2.masked_fill_  # the widened copy is ours
+            grad2 = fill(elsewhere[:, None], 0.0)  # not an index by mask: its size would have to come from the GPU
         view.index_add_(0, rows, grad2)
         return None, view if reserved is None else None, None, None
 

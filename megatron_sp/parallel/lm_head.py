@@ -172,6 +172,7 @@ class _LMHeadLoss(torch.autograd.Function):
             if grads.any_needed:
                 grad_logits, row_weight = loss.grad_of_logits_(mask1[part, None], x.dtype)
                 grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)
+                del grad_logits  # not beside the next chunk's
         ctx.save_for_backward(None if grads.is_ahead else grads.weight, grads.bias)
         ctx.ahead = grads.weight if grads.is_ahead else None
         ctx.params, ctx.tp, ctx.main_grad = (weight, bias), tp, main_grad
@@ -192,6 +193,7 @@ class _LMHeadLoss(torch.autograd.Function):
         x = None if ctx.grad_x is None else _scaled(ctx.grad_x, grad_sum).view(ctx.shape)
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
+            ctx.ahead = None  # the graph lives on, and with ZeRO 2 and 3 the unit's whole gradients must not
             ctx.main_grad.finish(weight)
         of_bias = None if grad_bias is None else put_grad(ctx.main_grad, bias, grad_bias * grad_sum)
         of_weight = None if grad_weight is None else _put_scaled(ctx.main_grad, weight, grad_weight, grad_sum)

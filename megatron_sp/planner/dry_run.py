@@ -91,6 +91,8 @@ class RunPlan:
             beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
             activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
             lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
+        if memory.optimizer_host:
+            lines.append(f"the optimizer in host memory: {format_bytes(memory.optimizer_host)} of each rank")
         if self.copy_of_saves:
             where = "host memory, pinned" if self.device == "cuda" else "memory, counted above"
             lines.append(

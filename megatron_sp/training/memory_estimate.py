@@ -94,7 +94,7 @@ class MemoryEstimate:
         if host is None:
             return None
         if self._kind == "cuda":
-            to_come = self.memory.host - kept_for_saves
+            to_come = self.memory.host + self.memory.optimizer_host - kept_for_saves
         else:
             to_come = self._before + self.memory.peak - kept_for_saves - resident_bytes()
         return host // self._local_world_size - max(0, to_come)

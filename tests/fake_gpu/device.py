@@ -52,6 +52,8 @@ _NO_KERNEL = {
 _NEW = {"aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::zeros_like", "aten::ones_like", "aten::full_like"}
 # the addend is copied to where the result is to be before a product is added to it, unless it is there already
 _COPY_FIRST = {"aten::addmm", "aten::baddbmm", "aten::addmv"}
+# position of its query and key
+_FLASH_BACKWARD = {"aten::_scaled_dot_product_flash_attention_backward": (1, 2), "aten::_flash_attention_backward": (1, 2)}
 
 # in place, without an implementation for tensors without contents: nothing to be found out but what they read and write
 _NO_META = {"aten::_fused_sgd_", "aten::_fused_adamw_"}
@@ -119,8 +121,9 @@ class Device(TorchDispatchMode):
         self._entries = (ctypes.c_int64 * 3000)()
         self._pinned: set[int] = set()
         self._lock = threading.RLock()  # loaders and writers of checkpoints have threads
-        self.sites: dict[str, int] = {}  # places where something waits, or host memory is pinned, and how often they were passed
-        self.dropped = ""  # the one of them that does not
+        self.sites: dict[str, int] = {}  # places that ``drops`` was asked about, and how often they were passed
+        self.dropped = ""  # the one of them that is left out
+        self.passed: set[str] = set()  # lines of the package with a call that orders something
         self._threads = threading.local()
         self.square_from = 0  # rows and columns from which on a tensor is noted as a square; 0: none is
         self.squares: Counter[str] = Counter()  # by operator, shape and place
@@ -189,9 +192,14 @@ class Device(TorchDispatchMode):
         self.tally.host_waits[why, place(1)] += 1
         self.clocks.host_waits_for(self.stream if stream is None else stream)
 
-    def drops(self, kind: str) -> bool:
-        """Take note of a place where the package waits for something; return whether this run leaves it out."""
-        site = f"{kind} in {functions()}"
+    def passes(self) -> None:
+        """Take note of the lines of the package that order something: where the call is, and its callers."""
+        self.passed.update(place(3).split(" < "))
+
+    def drops(self, kind: str, depth: int = 2) -> bool:
+        """Take note of a place where the package waits for something, or keeps memory for it; return whether this run leaves it out."""
+        self.passes()
+        site = f"{kind} in {functions(depth)}"
         self.sites[site] = self.sites.get(site, 0) + 1
         return site == self.dropped
 
@@ -293,6 +301,8 @@ class Device(TorchDispatchMode):
             return self.is_pinned(args[0])
         if name == "aten::_pin_memory":
             return args[0].clone() if self.drops("pin_memory") else self.pin(args[0].clone())
+        if name == "aten::copy_" and args[1].is_meta:  # initial weights that were not drawn (modules.install_large)
+            return args[0]
         wants_pinned = bool(kwargs.pop("pin_memory", False))
         out = func(*args, **kwargs)
         if wants_pinned and not self.drops("pin_memory"):
@@ -314,7 +324,8 @@ class Device(TorchDispatchMode):
         return to
 
     def _record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.memory.record_stream(self._storage_of(tensor), stream.stream_id if hasattr(stream, "stream_id") else stream.id)
+        if not self.drops("record_stream"):
+            self.memory.record_stream(self._storage_of(tensor), stream.stream_id if hasattr(stream, "stream_id") else stream.id)
 
     def _on_device(self, func: Any, name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = [t for t in tensors if not isinstance(t, FakeTensor)]
@@ -323,7 +334,7 @@ class Device(TorchDispatchMode):
             non_blocking = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
             if host[0].numel() and not (non_blocking and self.is_pinned(host[0])):
                 self.host_waits("copy from memory that is not pinned" if non_blocking else "copy from the host")
-        elif any(t.dim() for t in host):
+        elif any(t.dim() for t in host) and name not in _NO_KERNEL:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but {[tuple(t.shape) for t in host if t.dim()]} is on the host"
             )
@@ -335,6 +346,7 @@ class Device(TorchDispatchMode):
                 lambda x: self._like(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x, (args, kwargs)
             )
         with self.fake:
+            self.fake.cache_enabled = name != "aten::set_"  # the key of a cached result would keep the storage for ever
             out = None if name in _NO_META else func(*args, **kwargs)
         if func.is_view:
             return out
@@ -356,6 +368,8 @@ class Device(TorchDispatchMode):
             self.count("copy of the addend", [args[0]], writes)
             reads = [t for t in reads if t is not args[0]]
             updated = writes  # the product is added to it
+        if self.is_watching and name in _FLASH_BACKWARD:
+            self.memory.borrow(_flash_workspace(name, args), self.stream, place())
         self.count(str(func), [*reads, *updated], writes)
         return out
 
@@ -371,6 +385,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _flash_workspace(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes that the backward of the flash kernel allocates beside its results.
+
+    The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each first
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded, dv_expanded).
+    """
+    query, key = (args[i] for i in _FLASH_BACKWARD[name])
+    expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
+    return int(4 * query.numel() + expanded)
 
 
 def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The trainings that are run on the fake device."""
+"""The trainings that are run on the fake device, and the other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ JOBS = {
     "tp": Job(f"--bf16 {TP}", 2), "tp_seq, dp": Job(f"--bf16 {TP_SEQ}", 4),
     "sp, no overlap": Job(f"--bf16 {SP}", 2), "sp, split": Job(f"--bf16 --sequence-parallel-size 4 {SPLIT}", 4),
     "sp, chunked": Job(f"--bf16 {SP} {CHUNKED}", 2), "sp, chunked, fp32": Job(f"{SP} {CHUNKED}", 2),
+    "sp, the mode is timed": Job(f"--bf16 {SP} --sp-overlap-mode auto --attention-dropout 0", 2),
     "sp, uneven": Job(f"--bf16 --sequence-parallel-size 3 {CHUNKED} --num-query-groups 2", 3),
+    "tp, sp, fp32": Job(f"{TP} {SP} {CHUNKED}", 4),
     "tp_seq, sp, dp, stage 1": Job(f"--bf16 {TP_SEQ} {SP} {CHUNKED} --zero-stage 1", 8),
     "dp": Job("--bf16", 4), "stage 1": Job("--bf16 --zero-stage 1", 4), "stage 2": Job("--bf16 --zero-stage 2", 4),
     "stage 3": Job("--bf16 --zero-stage 3", 4), "stage 3, fp32": Job("--zero-stage 3", 4),
@@ -44,11 +46,42 @@ JOBS = {
     "window": Job("--bf16 --attention-dropout 0 --window-size 8"), "window, fp32": Job("--attention-dropout 0 --window-size 8"),
     "documents": Job(f"--bf16 --attention-dropout 0 {DOCUMENTS}"), "documents, sp": Job(f"--bf16 {SP} {SPLIT} {DOCUMENTS}", 2),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
-    "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2), "saves": Job("--bf16 --save run --save-interval 1"),
+    "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
+    "overlap report, tp_seq": Job(f"--bf16 {TP_SEQ} --mlp-chunks 4 --report-overlap 1", 2),
+    "saves": Job("--bf16 --save run --save-interval 1"),
     "saves, not asynchronous": Job("--bf16 --save run --save-interval 1 --no-async-save"),
     "BERT": Job("--bf16", family="bert"), "BERT, tp, sp": Job(f"--bf16 --attention-dropout 0 {TP} {SP}", 4, "bert"),
+    "BERT, post-norm, tp_seq, MLP in chunks": Job(
+        f"--bf16 --attention-dropout 0 {TP_SEQ} --norm-placement post --mlp-chunks 2", 2, "bert"
+    ),
+    "BERT, post-norm, tp, sp": Job(f"--bf16 --attention-dropout 0 {TP} {SP} --norm-placement post", 4, "bert"),
     "BERT, stage 2, fp32": Job("--zero-stage 2", 2, "bert"),
     "QK norm, rope, 1p, GEGLU, sp": Job(
         f"--bf16 --qk-layernorm --position-embedding-type rope --apply-layernorm-1p --geglu {SP} {CHUNKED}", 2
     ),
+}  # fmt: skip
+
+_TINY_BERT = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-file vocab.txt"
+_CLASSIFIER = "--global-batch-size 8 --micro-batch-size 2 --train-iters 2 --lr 0.01 --bf16"
+_DIFFERS = "exit code 5"  # sums of what one rank contributes are wrong where all ranks are alike, so the loss is
+_VERIFY = "--verify-parallelism"
+
+PROGRAMS = {
+    "generate": Job("--prompt abc --max-new-tokens 3 --greedy", program="generate"),
+    "generate, tp, sp": Job("--prompt abc --max-new-tokens 3 --num-samples 2 --tp-size 2 --sp-size 2", 4, program="generate"),
+    "serve": Job("", program="serve"), "serve, sp": Job("--sp-size 2", 2, program="serve"),
+    "serve, tp, sp": Job("--tp-size 2 --sp-size 2", 4, program="serve"),
+    "evaluate": Job("--load gpt --text text.jsonl", program="evaluate"),
+    "evaluate, tp, dp": Job("--load gpt --choices choices.jsonl --tp-size 2", 4, program="evaluate"),
+    "evaluate, sp": Job("--load gpt --text text.jsonl --sp-size 2", 2, program="evaluate"),
+    "evaluate BERT, tp": Job("--load bert --text text.jsonl --tp-size 2", 2, program="evaluate"),
+    "evaluate BERT, sp": Job("--load bert --text text.jsonl --sp-size 2", 2, program="evaluate"),
+    "classifier": Job(f"{_CLASSIFIER} --pretrained-checkpoint bert", program="finetune"),
+    "classifier, sp, stage 2": Job(f"{_CLASSIFIER} {_TINY_BERT} {SP} --zero-stage 2", 4, program="finetune"),
+    "classifier, tp, stage 3, optimizer on the host": Job(
+        f"{_CLASSIFIER} {_TINY_BERT} {TP} --zero-stage 3 --offload-optimizer", 4, program="finetune"
+    ),
+    "verify, tp": Job(f"{_VERIFY} {TP}", 2, error=_DIFFERS), "verify, tp_seq": Job(f"{_VERIFY} --bf16 {TP_SEQ}", 2, error=_DIFFERS),
+    "verify, all modes of sp, stage 2": Job(f"{_VERIFY} {SP} --sp-overlap-mode auto --zero-stage 2", 4, error=_DIFFERS),
+    "verify BERT, sp": Job(f"{_VERIFY} {SP}", 2, "bert", error=_DIFFERS),
 }  # fmt: skip

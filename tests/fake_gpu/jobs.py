@@ -25,17 +25,19 @@ BASE = """
 
 @dataclass(frozen=True)
 class Job:
-    """A training on the fake device.
+    """A training on the fake device, or another program.
 
     Attributes:
-        flags: beside ``BASE``.
+        flags: beside ``BASE``; of another program all of them.
         world_size: number of ranks.
         family: gpt or bert.
         micro_batches: of each rank in a step.
         skips_first: the first step is skipped (``program.Case``).
         drop: a wait to be left out (``program.Case``).
-        draws_weights: see ``program.Case``.
         square_from: size from which on square tensors are noted (``program.Case``).
+        program: pretrain, or one of ``programs.PROGRAMS``.
+        large: the model is large (``program.Case``); ``flags`` are then all of them.
+        error: how the program ends.
     """
 
     flags: str
@@ -44,18 +46,15 @@ class Job:
     micro_batches: int = 2
     skips_first: bool = False
     drop: str = ""
-    draws_weights: bool = True
     square_from: int = 0
+    program: str = "pretrain"
+    large: bool = False
+    error: str = ""
 
     @property
     def offloads_optimizer(self) -> bool:
         """True if the master weights are in host memory."""
         return "--offload-optimizer" in self.flags
-
-    @property
-    def does_more(self) -> bool:
-        """True if the host has more to do than steps: it measures collectives, validates or writes checkpoints."""
-        return any(flag in self.flags for flag in ("--report-overlap ", "--eval-interval ", "--save "))
 
     def skips(self, step: int) -> bool:
         """True if a step, from 0, does not update the weights."""
@@ -64,24 +63,17 @@ class Job:
     def case(self, rank: int) -> dict[str, Any]:
         """Return the case of one rank (``program.Case``)."""
         words = self.flags.split()
+        case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop, "square_from": self.square_from}
+        if self.program != "pretrain" or self.large:
+            return {**case, "flags": words, "large": self.large}
         sizes = [
             int(words[words.index(flag) + 1]) for flag in ("--tensor-model-parallel-size", "--sequence-parallel-size") if flag in words
         ]
         replicas = self.world_size
         for size in sizes:
             replicas //= size
-        size = int(words[words.index("--micro-batch-size") + 1]) if "--micro-batch-size" in words else 2
-        batch = ["--global-batch-size", str(size * self.micro_batches * replicas)]
-        return {
-            "flags": [*BASE.split(), *batch, *words],
-            "world_size": self.world_size,
-            "rank": rank,
-            "family": self.family,
-            "skips_first": self.skips_first,
-            "drop": self.drop,
-            "draws_weights": self.draws_weights,
-            "square_from": self.square_from,
-        }
+        batch = ["--global-batch-size", str(2 * self.micro_batches * replicas)]
+        return {**case, "flags": [*BASE.split(), *batch, *words], "family": self.family, "skips_first": self.skips_first}
 
 
 @cache
@@ -90,8 +82,9 @@ def _server() -> subprocess.Popen[str]:
     build()  # here, so that a missing compiler is this test's message
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "fake_gpu.program"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "fake_gpu.program"], cwd=TESTS.parent, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     atexit.register(server.kill)
     return server
 
@@ -112,9 +105,9 @@ def run_rank(job: Job, rank: int = 0) -> dict[str, Any]:
     return outcome
 
 
-def require_sound(outcome: dict[str, Any]) -> None:
-    """Fail unless the program ran to its end and the checker found nothing."""
-    assert not outcome["error"], f"{outcome['error']}\n{outcome['output'][-3000:]}"
+def require_sound(outcome: dict[str, Any], error: str = "") -> None:
+    """Fail unless the program ran to its end, or failed as expected, and the checker found nothing."""
+    assert outcome["error"] == error, f"{outcome['error']}\n{outcome['output'][-3000:]}"
     assert "wait() was never called" not in outcome["output"], outcome["output"]
     assert not outcome["problems"], "\n".join(outcome["problems"])
 

@@ -27,6 +27,7 @@ _7B = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096"
 _1B = "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 65536"
 _SP8 = "--sequence-parallel-size 8 --sp-overlap-mode chunked --sp-overlap-comm"
 _NO_DROPOUT = "--hidden-dropout 0"
+_STEP = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --eval-iters 0 --lr 1e-2 --vocab-size 60 --mock-data"
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _kind(file: str, op: str) -> str:
 
 def layer(case: Case, *, fused: bool) -> Layer:
     """Count a layer."""
-    flags = f"{case.flags} --micro-batch-size 1 --train-iters 1 --fused-kernels {'auto' if fused else 'torch'}"
-    job = Job(flags, case.world_size, micro_batches=1, draws_weights=False)
+    flags = f"{case.flags} {_STEP} --fused-kernels {'auto' if fused else 'torch'}"
+    job = Job(flags, case.world_size, large=True)
     result = Layer(Counter(), Counter(), Counter())
     for sign, layers in ((-1, 2), (1, 3)):
         outcome = run_rank(replace(job, flags=f"{flags} --num-layers {layers}"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fake_gpu.allocator import Entry
 from fake_gpu.clocks import Clocks
 
 _ROUND = 512  # the allocator's smallest block
@@ -82,7 +83,9 @@ class Memory:
         self._clocks, self._name_of = clocks, name_of
         self._blocks: dict[int, _Block] = {}
         self.problems: dict[Problem, int] = {}
+        self.history: list[Entry] = []  # of the device's storages
         self.num_accesses = 0
+        self._last_borrowed = 0  # keys of storages are above 0
         self.num_bytes = 0  # allocated on the device now, rounded as the allocator does
         self.peak = 0
 
@@ -97,6 +100,8 @@ class Memory:
         if not pinned:
             number = self._clocks.start(stream)
             block.accesses.append(_Access(0, num_bytes, stream, number, writes=True, op="earlier work", where=where))
+            if num_bytes:
+                self.history.append(Entry(key, num_bytes, stream, where))
             self.num_bytes += _rounded(num_bytes)
             self.peak = max(self.peak, self.num_bytes)
 
@@ -105,6 +110,8 @@ class Memory:
         block = self._blocks.pop(key, None)
         if block is None or block.pinned:
             return
+        if block.num_bytes:
+            self.history.append(Entry(key, 0, block.stream, where=""))
         self.num_bytes -= _rounded(block.num_bytes)
         for access in block.accesses:
             if access.stream in block.recorded or self._clocks.is_before(access.stream, access.number, block.stream):
@@ -113,6 +120,12 @@ class Memory:
                 "freed", f"memory of stream {self._name_of(block.stream)}, allocated at {block.where}",
                 f"{access.op} on {self._name_of(access.stream)} at {access.where} may still use it",
             )  # fmt: skip
+
+    def borrow(self, num_bytes: int, stream: int, where: str) -> None:
+        """Take note of memory that one kernel takes and gives back."""
+        self._last_borrowed -= 1
+        self.history += [Entry(self._last_borrowed, num_bytes, stream, where), Entry(self._last_borrowed, 0, stream, where="")]
+        self.peak = max(self.peak, self.num_bytes + _rounded(num_bytes))
 
     def record_stream(self, key: int, stream: int) -> None:
         """Take note that the allocator knows that ``stream`` uses the storage."""

@@ -12,10 +12,24 @@ from fake_gpu.device import CUDA, Device
 
 
 def install(device: Device) -> None:
-    """Replace ``Module.to`` and what makes a tensor of a storage."""
+    """Replace ``Module.to``, ``Module.to_empty`` and what makes a tensor of a storage; watch what handles of collectives keep."""
     _install_to()
     _install_bytes_of(device)
     _install_examples()
+    _install_handles(device)
+
+
+def _install_handles(device: Device) -> None:
+    """A handle keeps its operand, and can be made to forget it."""
+    from megatron_sp.comm.collectives import Handle
+
+    plain = Handle.__init__
+
+    def begin(self: Handle, work: Any, result: Tensor, name: str, finish: Any = None, operand: Tensor | None = None) -> None:
+        forgets = work is not None and operand is not None and device.drops("operand", depth=1)
+        plain(self, work, result, name, finish, None if forgets else operand)
+
+    Handle.__init__ = begin  # type: ignore[method-assign]
 
 
 def _install_bytes_of(device: Device) -> None:
@@ -50,7 +64,8 @@ def _install_to() -> None:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, FakeTensor):
                     if id(parameter) not in moved:
-                        fake = nn.Parameter(parameter.data.to(device, non_blocking=True), requires_grad=parameter.requires_grad)
+                        there = torch.empty_like(parameter.data, device=device) if parameter.is_meta else parameter.data.to(device)
+                        fake = nn.Parameter(there, requires_grad=parameter.requires_grad)
                         moved[id(parameter)] = (fake, parameter)
                     module._parameters[name] = moved[id(parameter)][0]
             for name, buffer in module._buffers.items():
@@ -58,13 +73,28 @@ def _install_to() -> None:
                     module._buffers[name] = buffer.to(device)
         return self
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        if torch.device(device).type == "cpu":
+            return plain_to_empty(self, device=device, recurse=recurse)
+        return to(self, device)
+
+    plain_to_empty = nn.Module.to_empty
+    nn.Module.to, nn.Module.to_empty = to, to_empty  # type: ignore[method-assign,assignment]
 
 
-def draw_no_weights() -> None:
-    """Make initial weights on the device, without contents, and leave them out of the fingerprint."""
-    import megatron_sp.parallel.init as init
+def install_large(device: Device) -> None:
+    """Draw no initial weights and no bits to compare them by, and hand no contents of large tensors to the host."""
+    import sys
+
+    from megatron_sp.parallel import init
     from megatron_sp.training.fingerprint import Fingerprint
 
-    init.draw_normal = lambda shape, *_: torch.empty(shape, device=CUDA)
-    Fingerprint.add = lambda self, named: None  # type: ignore[method-assign]
+    drawn = init.draw_normal
+
+    def draw_normal(shape: tuple[int, ...], *_: Any) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "draw_normal", None) is drawn:
+            module.draw_normal = draw_normal  # type: ignore[attr-defined]
+    Fingerprint.add = lambda *_: None  # type: ignore[method-assign]

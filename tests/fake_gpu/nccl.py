@@ -48,7 +48,8 @@ class Nccl:
 
     Attributes:
         calls: in the order in which the rank has made them.
-        broadcasts: contents of the host's broadcasts, in order.
+        broadcasts: what the host of this rank has sent to all others, in order: contents of broadcasts, its part of what
+            is gathered.
         communicators: ranks of each group, in the order of their first call, which is when NCCL creates it.
     """
 
@@ -102,7 +103,7 @@ def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
     """Make this process one rank of a job that is not there; return the list of its calls.
 
     Groups for the host (gloo) answer as if all ranks were like this one: what it gathers are copies of its own. What
-    others broadcast to it is ``received``, in order.
+    rank 0 has sent to it is ``received``, in order.
     """
     nccl = Nccl(device)
     coming = iter(received)
@@ -120,6 +121,11 @@ def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
         assert x.device.type == "cpu", "lists are gathered by the host only"
         for part in parts:
             part.copy_(x)
+        if dist.get_rank() == 0:
+            nccl.broadcasts.append(x.flatten().tolist())
+        elif len(parts) == dist.get_world_size():
+            first = torch.tensor(next(coming), dtype=x.dtype)
+            parts[0].view(-1)[: first.numel()] = first
         return _on_host(x, async_op)
 
     def all_gather(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:

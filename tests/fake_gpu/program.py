@@ -1,4 +1,4 @@
-"""The real training program on the fake device, as one rank of a job, and what the checker found.
+"""The real programs on the fake device, each as one rank of a job, and what the checker found.
 
 ``python -m fake_gpu.program`` (with tests/ on the path) reads cases from standard input, one JSON object a line, and
 answers each with a line of JSON; a process is forked for every case, after everything has been imported once.
@@ -35,24 +35,26 @@ class Case:
     """One rank of a job.
 
     Attributes:
-        flags: of the training program.
+        flags: of the program.
         world_size, rank: which rank of how many.
-        family: gpt or bert.
-        broadcasts: what the host of rank 0 has broadcast (``Outcome.broadcasts``); for other ranks.
+        program: pretrain, or one of ``programs.PROGRAMS``.
+        family: of the model that is pretrained, gpt or bert.
+        broadcasts: what the host of rank 0 has sent to all (``Outcome.broadcasts``); for other ranks.
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
+        large: the model is large: initial weights are not drawn, and the host gets no contents of large tensors.
         drop: one of ``Outcome.sites``, which this run leaves out.
-        draws_weights: False: initial weights are made on the device without contents, for large models.
         square_from: ``Outcome.squares`` has tensors with so many rows and columns; 0: none.
     """
 
     flags: list[str]
     world_size: int = 1
     rank: int = 0
+    program: str = "pretrain"
     family: str = "gpt"
     broadcasts: list[list[int]] = field(default_factory=list)
     skips_first: bool = False
+    large: bool = False
     drop: str = ""
-    draws_weights: bool = True
     square_from: int = 0
 
 
@@ -64,13 +66,19 @@ class Outcome:
         error: traceback, if the program failed.
         output: what it said.
         problems: of the checker (``memory.Problem``), as text, with their numbers.
-        steps: of each training step: launches, bytes by operator, and the places where the host waited.
+        steps: of each training step: launches, bytes by operator, the places where the host waited, and the bytes on the
+            device after it.
         calls, communicators: of NCCL (``nccl.Nccl``).
-        broadcasts: contents of what its host has broadcast, in order.
-        sites: where the package waits for something, or pins host memory, and how often.
+        broadcasts: contents of what its host has sent to all others, in order.
+        host_waits: places where the host waited after the last step, or in a program without steps.
+        sites: where the package waits for something, keeps memory until then or pins host memory, and how often.
+        passed: lines of the package with such a call, as ``file:line``.
         peak: bytes on the device at most.
         squares: tensors with at least ``Case.square_from`` rows and columns that operations have made: where, and how
             many.
+        reserved, expandable: bytes that the caching allocator takes for them, with segments and with expandable ones.
+        held: of the peak, by place, the largest first.
+        plan: the form's prediction (``MemoryPlan.as_dict``); of a training.
     """
 
     error: str = ""
@@ -80,33 +88,43 @@ class Outcome:
     calls: list[Any] = field(default_factory=list)
     communicators: list[Any] = field(default_factory=list)
     broadcasts: list[list[int]] = field(default_factory=list)
+    host_waits: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
     peak: int = 0
+    reserved: int = 0
+    expandable: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     num_accesses: int = 0
     squares: dict[str, int] = field(default_factory=dict)
 
 
 def run(case: Case) -> Outcome:
     """Run a case in this process, which is of no other use afterwards."""
-    from fake_gpu import kernels, modules, nccl, stand_ins
+    from fake_gpu import kernels, modules, nccl, programs, stand_ins
+    from fake_gpu.allocator import Allocator, held_at_peak
     from fake_gpu.device import Device
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if case.program != "pretrain":
+        programs.prepare()
     outcome = Outcome()
     device = Device(LIBRARY, _values_of(case, outcome))
     stand_ins.install(device)
     calls = nccl.install(device, case.broadcasts)
     modules.install(device)
     kernels.install(device)
+    if case.large:
+        modules.install_large(device)
     _watch_steps(device, outcome)
+    _watch_plan(outcome)
     device.dropped, device.square_from = case.drop, case.square_from
-    if not case.draws_weights:
-        modules.draw_no_weights()
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             with device:
-                code = _train(case)
+                code = _train(case) if case.program == "pretrain" else programs.PROGRAMS[case.program](case.flags)
             if code:
                 outcome.error = f"exit code {code}"
         except BaseException:
@@ -115,25 +133,29 @@ def run(case: Case) -> Outcome:
     outcome.output = said.getvalue()
     outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
-    outcome.sites, outcome.squares = device.sites, dict(device.squares)
+    outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
+    outcome.passed, outcome.squares = sorted(device.passed), dict(device.squares)
     outcome.broadcasts = calls.broadcasts
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
+    outcome.held = dict(list(held_at_peak(device.memory.history).items())[:40])
+    outcome.reserved = Allocator().run(device.memory.history).peak_reserved
+    outcome.expandable = Allocator(expandable=True).run(device.memory.history).peak_reserved
     return outcome
 
 
 def _train(case: Case) -> int:
     from megatron_sp.comm.groups import Launch
     from megatron_sp.commands.pretrain import parse_config
+    from megatron_sp.data import mock_dataset
     from megatron_sp.tasks.bert import bert_task
     from megatron_sp.tasks.gpt import GPT
     from megatron_sp.training.loop import _pretrain
     from megatron_sp.training.setup import RunStatus
 
+    mock_dataset._EOD_PROBABILITY = 1 / 8  # so that short sequences have several documents
     config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        launch = Launch.from_env()
-        return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
+    launch = Launch.from_env()
+    return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))
 
 
 def _values_of(case: Case, outcome: Outcome) -> Callable[[Tensor], Tensor]:
@@ -170,11 +192,24 @@ def _watch_steps(device: Device, outcome: Outcome) -> None:
         if not outcome.steps:
             device.tally = Tally()  # what came before the first step is not of a step
         result = original(self, *args, **kwargs)
-        outcome.steps.append(_summary(device.tally))
+        outcome.steps.append({**_summary(device.tally), "allocated": device.memory.num_bytes})
         device.tally = Tally()  # the next one begins with its batches
         return result
 
     TrainStep.run = run_step  # type: ignore[method-assign]
+
+
+def _watch_plan(outcome: Outcome) -> None:
+    """Note the memory that the form predicts."""
+    from megatron_sp.training.memory_estimate import MemoryEstimate
+
+    original = MemoryEstimate.__init__
+
+    def begin(self: MemoryEstimate, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        outcome.plan = self.memory.as_dict()
+
+    MemoryEstimate.__init__ = begin  # type: ignore[method-assign]
 
 
 def _summary(tally: Tally) -> dict[str, Any]:
@@ -211,7 +246,9 @@ def answer(line: str) -> str:
     if child == 0:
         os.close(reading)
         signal.alarm(300)
-        text = json.dumps(asdict(run(Case(**json.loads(line)))))
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            text = json.dumps(asdict(run(Case(**json.loads(line)))))
         with os.fdopen(writing, "w") as out:
             out.write(text)
         os._exit(0)

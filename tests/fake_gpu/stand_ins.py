@@ -35,6 +35,7 @@ def install(device: Device) -> None:
             self.number = device.new_event()
 
         def record(self, stream: Stream | None = None) -> None:
+            device.passes()
             device.record(self.number, None if stream is None else stream.stream_id)
 
         def wait(self, stream: Stream | None = None) -> None:
@@ -73,10 +74,12 @@ def install(device: Device) -> None:
 
         def record_event(self, event: Event | None = None) -> Event:
             event = event or Event()
-            event.record(self)
+            if not device.drops("record_event"):
+                event.record(self)
             return event
 
         def synchronize(self) -> None:
+            device.passes()
             device.host_waits("stream.synchronize", self.stream_id)
 
         def query(self) -> bool:
@@ -93,6 +96,7 @@ def install(device: Device) -> None:
             device.stream = before
 
     def synchronize(*_: Any) -> None:
+        device.passes()
         device.tally.host_waits["synchronize", place(1)] += 1
         device.follow_engine()
         device.clocks.host_waits_for_all()
@@ -111,6 +115,7 @@ def install(device: Device) -> None:
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.nccl.version = lambda: (2, 29, 3)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it on the host and copies it, seen by the mode
     torch.backends.cuda.is_flash_attention_available = lambda: True
     _install_threads(device)
     _install_addresses(device)

@@ -1,4 +1,4 @@
-"""The CUDA branch of the training program, one rank at a time: no race, no early free, one wait of the host in a step.
+"""The CUDA branch of the programs, one rank at a time: no race, no early free, one wait of the host in a step or for a token.
 
 What is run is the whole program, from the command line to its last step (``program.py``), on tensors that are not
 there.
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fake_gpu.grid import JOBS
+from fake_gpu.grid import DOCUMENTS, JOBS, PROGRAMS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank
 
 IN_EVERY_RUN = (
@@ -18,10 +18,19 @@ IN_EVERY_RUN = (
     "full recomputation, stage 3", "BERT, tp, sp", "saves",
 )  # fmt: skip
 GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
+PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "classifier", "verify, tp_seq")
+BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
+OTHER_PROGRAMS = [pytest.param(name, marks=[] if name in PROGRAMS_IN_EVERY_RUN else pytest.mark.long) for name in PROGRAMS]
+COMPARED_IN_EVERY_RUN = ("sp, uneven", "generate, tp, sp", "serve, sp")
+COMPARED = [
+    pytest.param(name, marks=[] if name in COMPARED_IN_EVERY_RUN else pytest.mark.long)
+    for name, job in (JOBS | PROGRAMS).items()
+    if job.world_size > 1
+]
 
 
 def waits(step: dict[str, Any]) -> dict[str, int]:
-    """Where the host waited in a step, and how often; places without their lines."""
+    """Where the host waited in a step, or after all, and how often; places without their lines."""
     counted: dict[str, int] = {}
     for where, count in step["host_waits"].items():
         name = where.partition(":")[0]
@@ -31,7 +40,11 @@ def waits(step: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", GRID)
 def test_a_rank(name: str) -> None:
-    """The host waits once, for the losses and the norm; with the optimizer on the host also for the gradients of each unit."""
+    """The host waits once, for the losses and the norm; with the optimizer on the host also for the gradients of each unit.
+
+    So it waits for nothing in a micro-batch: a step has two. Between the steps it waits once for a validation's sums, and
+    once to see that what is saved is finite; a measurement of collectives synchronizes as it likes.
+    """
     job = JOBS[name]
     outcome = run_rank(job, rank=job.world_size - 1 if "uneven" in name else 0)
     require_sound(outcome)
@@ -40,16 +53,38 @@ def test_a_rank(name: str) -> None:
     num_units = 5  # embedding, three layers, the last norm
     for number, step in enumerate(outcome["steps"]):
         of_units = {"event.synchronize at optim/offload.py": num_units} if job.offloads_optimizer and not job.skips(number) else {}
-        if not job.does_more:
-            assert waits(step) == {**expected, **of_units}, step["host_waits"]
+        between = {place: 1 for flag, place in BETWEEN.items() if flag in job.flags and number > 0}
+        found = {place: count for place, count in waits(step).items() if place != "synchronize at comm/recorder.py"}
+        assert found == {**expected, **of_units, **between}, step["host_waits"]
+    if not job.skips_first and DOCUMENTS not in job.flags:  # ends of documents are cached
+        assert outcome["steps"][0]["allocated"] == outcome["steps"][1]["allocated"], "a step leaves nothing behind"
 
 
-@pytest.mark.parametrize(
-    "name", ["sp, uneven", pytest.param("tp_seq, sp, dp, stage 1", marks=pytest.mark.long), pytest.param("stage 3", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_another_program(name: str) -> None:
+    job = PROGRAMS[name]
+    outcome = run_rank(job)
+    require_sound(outcome, job.error)
+    assert outcome["num_accesses"] > 300, outcome["output"]
+    assert len(outcome["steps"]) == (2 if job.program == "finetune" else 0)
+    if job.error:
+        differences = [line.split()[0] for line in outcome["output"].splitlines() if line.endswith("<- differs")]
+        assert set(differences) == {"loss"}, outcome["output"]
+
+
+@pytest.mark.parametrize(("name", "agree"), [("generate", {}), ("generate, tp, sp", {"item at parallel/gather.py": 6})])
+def test_a_token_makes_the_host_wait_once(name: str, agree: dict[str, int]) -> None:
+    """It waits for the logits; several ranks agree on the token, which takes another wait. What goes to the device is not pinned."""
+    found, tokens = waits(run_rank(PROGRAMS[name])), 6 if agree else 3
+    assert {place: count for place, count in found.items() if not place.startswith("copy from the host")} == {
+        "copy to the host at inference/generation.py": tokens, **agree
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARED)
 def test_all_ranks_call_the_same(name: str) -> None:
-    job = JOBS[name]
+    job = (JOBS | PROGRAMS)[name]
     outcomes = [run_rank(job, rank) for rank in range(job.world_size)]
     for outcome in outcomes:
-        require_sound(outcome)
+        require_sound(outcome, job.error)
     require_agreement(outcomes)

@@ -207,6 +207,12 @@ def test_new_memory_may_be_in_use_by_earlier_work_of_its_stream() -> None:
     assert machine.kinds == ["race"]
 
 
+def test_what_a_kernel_borrows_counts_for_the_peak(machine: Machine) -> None:
+    machine.memory.borrow(1000, SIDE, "there")
+    assert (machine.memory.num_bytes, machine.memory.peak) == (4096, 4096 + 1024)
+    assert [entry.num_bytes for entry in machine.memory.history] == [4096, 1000, 0]
+
+
 def test_bytes_are_counted_in_blocks(machine: Machine) -> None:
     assert machine.memory.num_bytes == 4096
     machine.memory.allocate(2, 1, SIDE, "there")

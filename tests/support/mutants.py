@@ -98,7 +98,7 @@ MUTANTS = [
            "TensorParallel().leave_async(grads.x.view(x.shape[0] * tp.parts, *x.shape[1:])[: x.shape[0]])"),
     Mutant("head: labels of other ranks count here", HEAD, "            at_label.masked_fill_(self._elsewhere, 0.0)\n", "            pass\n"),
     Mutant("embedding: rows of other ranks are not zeroed", TABLE, "        if elsewhere is not None:\n            out.view", "        if False:\n            out.view"),
-    Mutant("embedding: gradients of other ranks' rows land here", TABLE, "            grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)", "            pass"),
+    Mutant("embedding: gradients of other ranks' rows land here", TABLE, "            grad2 = fill(elsewhere[:, None], 0.0)", "            pass"),
     Mutant("gradients: not summed over dp and sp", GRADIENTS, "self._handles[index] = all_reduce_async(travels, self.group)", "self._handles[index] = Handle(None, travels, 'nothing')"),
     Mutant("gradients: summed twice over dp and sp", GRADIENTS, "self._handles[index] = all_reduce_async(travels, self.group)",
            "self._handles[index] = all_reduce_async(all_reduce(unit.grads, self.group), self.group)"),
