@@ -52,7 +52,7 @@ class AttentionForm:
             for chunk in self.chunks
         ]
         self.out_whole = shape.sp_tokens * self.proj_columns * shape.e
-        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or shape.cuda or self.uses_reference
+        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or self.uses_reference
         self.num_queries = sum(len(share.queries) for share in shares)
         repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
@@ -73,10 +73,13 @@ class AttentionForm:
         widths = {message.part: len(message.rows[0]) for message in chunk.messages if message.part != "v"}
         packed = "qkv" in widths and keys and is_uniform(chunk.shares[0], self.queries_per_group) and not self.model.qk_layernorm
         turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
+        copied = 0 if packed else sum(widths.values()) * e
+        if self.shape.fused:
+            return channels * copied
         # four products in fp32 by promotion, or the first half of the heads as they were
         products = 4 * max(4, self.shape.wide) if self.shape.is_16_bit else e
         turned_back = self.shape.length * self.model.rotary_dim // 2 * max(4, self.shape.wide)  # the sine, negated
-        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2) + turned_back
+        return channels * (copied + turned * products // 2) + turned_back
 
     def _kernel_blocks(self, widest: int) -> tuple[int, int]:
         """Return ``attention_blocks`` and ``attention_grad_blocks``; ``widest``: query heads of the largest chunk."""

@@ -49,9 +49,12 @@ class HeadMoments:
         # a last chunk that is shorter gets logits of its own while the others' still exist
         rest = tokens % chunk * shape.rows * shape.wide
         weighted = max(chunk * shape.h * shape.e, rest)
-        if shape.cuda and shape.is_16_bit:
+        if shape.cuda and shape.is_16_bit and not shape.fused:
             weighted = 0  # neither exists while the gradient is divided in fp32, which takes more
-        more = chunk * shape.rows * (shape.wide + shape.e) if shape.is_16_bit else 0  # divided, and rounded
+        divided = 0 if shape.fused else shape.wide
+        more = chunk * shape.rows * (divided + shape.e) if shape.is_16_bit else 0  # divided, and rounded
+        if shape.fused:  # by the time of the last chunk's logits the gradient of the others is gone
+            weighted = max(chunk * shape.h * shape.e, rest - more)
         product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
         before = shape.head_stream if shape.num_micro_batches > 1 else 0
         entering = tokens * shape.h * shape.e if bert else shape.stream

@@ -13,6 +13,7 @@ from megatron_sp.utils.numbers import round_up
 BLOCK_BYTES = 2**20  # block size of ops/memory.py :: blocks on the CPU, one thread
 _MIB = 2**20
 _LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # defaults of the LM head in parallel/; a test compares the two
+_NORM_PROGRAMS = 256  # as in ops/kernels/norms.py
 _LM_HEAD_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
@@ -41,6 +42,7 @@ class RankShape:
         scattering: a reduce_scatter of the stream that is under way.
         norm_stats, norm_temporaries: what a norm saves beside its input, and what its backward takes.
         gate_block: what a gated activation computes at a time.
+        fused: Triton's kernels compute norms and elementwise operations.
         mlp_pieces: tokens of this rank in each piece of a chunked MLP (--mlp-chunks).
     """
 
@@ -86,6 +88,10 @@ class RankShape:
         norm_block = min(self.stream, BLOCK_BYTES) if not self.cuda else self.stream
         self.norm_temporaries = (2 if self.norms == 2 else 3) * norm_block
         self.gate_block = BLOCK_BYTES if not self.cuda else self.sp_tokens * self.ffn * self.e
+        # Triton's kernels, which come with torch's CUDA wheels, have no temporaries but partial sums of a norm's gradients
+        self.fused = self.cuda and not precision.fp64 and kernels.fused_kernels != "torch"
+        if self.fused:
+            self.norm_temporaries, self.gate_block = _NORM_PROGRAMS * self.norms * self.h * 4, 0
 
     @property
     def chunked(self) -> bool:

@@ -7,6 +7,8 @@ allocate.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fake_gpu.allocator import Allocator, Entry, held_at_peak
@@ -57,6 +59,11 @@ CASES = {
     "MLP": large(f"{ONE} --seq-length 32768 {MLP}", 8, 8), "MLP, tp_seq": large(f"{ONE} --seq-length 32768 {TP_SEQ} {MLP}", 8, 4),
     "MLP, GPT": large(f"{GPT} --seq-length 32768 {MLP}", 8, 8),
 }  # fmt: skip
+# the form knows both: Triton's kernels have no temporaries
+CASES |= {
+    f"{name}, without Triton": replace(CASES[name], flags=f"{CASES[name].flags} --fused-kernels torch")
+    for name in ("7B", "7B, stage 3", "64K", "GPT", "attention", "attention, full", "attention, sp", "MLP", "MLP, tp_seq", "MLP, GPT")
+}
 IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host", "attention, groups")
 
 
@@ -67,7 +74,7 @@ def test_the_form_predicts_the_peak(name: str) -> None:
     peak, plan = outcome["peak"], outcome["plan"]
     held = "\n".join(f"{num_bytes / MIB:10.1f} MiB of {where}" for where, num_bytes in outcome["held"].items())
     assert plan["peak"] == pytest.approx(peak, rel=TOLERANCE), f"{plan['worst']}\nfound {peak / MIB:.1f} MiB:\n{held}"
-    assert peak <= outcome["expandable"] < 1.2 * peak, "expandable segments: this much beside the peak"
+    assert peak <= outcome["expandable"] < 1.25 * peak, "expandable segments: this much beside the peak"
     assert peak <= outcome["reserved"] < 1.45 * peak, "segments of fixed sizes"
 
 

@@ -196,6 +196,22 @@ def test_both_ways_of_an_update_are_equal(monkeypatch: pytest.MonkeyPatch) -> No
         assert_equal(weights_of(device), weights_of(host))
 
 
+def test_clipping_in_fp64_is_not_rounded_to_fp32(on_device: bool) -> None:
+    """The first moment is a multiple of the clipped gradients: it is in proportion to the bound."""
+    changes = []
+    for clip in (1e-3, 1e-3 / 3):
+        step = make_step(clip=clip)
+        assert run(step).grad_norm > 10 * clip
+        changes.append(moments_of(step))
+    for name, first in changes[0].items():
+        torch.testing.assert_close(first / 3, changes[1][name], rtol=1e-12, atol=0, msg=name)
+
+
+def moments_of(step: TrainStep) -> dict[str, Tensor]:
+    """Adam's first moment of each unit."""
+    return {str(i): state.exp_avg.clone() for i, state in enumerate(step.optimizer.states)}
+
+
 def test_the_loss_scale_cancels(on_device: bool) -> None:
     """A power of two is exact: norm and update are those of scale 1, to the last bit."""
     scaled, plain = make_step(clip=0.05, scaler=make_scaler(enabled=True)), make_step(clip=0.05)
