@@ -109,6 +109,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"kernels__use_flash_attn": True, "kernels__attention_backend": "fused"}, "--use-flash-attn means --attention-backend flash"),
     ({"kernels__use_flash_attn": True, "kernels__device": "cpu", "precision__bf16": True}, "--attention-backend flash needs a GPU"),
     ({"kernels__attention_backend": "flash"}, "flash-attn computes in bf16 and fp16 only, not float32"),
+    ({"kernels__fused_kernels": "triton", "kernels__device": "cpu"}, "--fused-kernels triton needs a GPU, but --device cpu was given"),
+    ({"kernels__fused_kernels": "triton", "precision__fp64": True}, "triton computes in fp32, bf16 and fp16 only, not float64"),
     ({"kernels__fused_kernels": "apex", "kernels__device": "cpu"}, "--fused-kernels apex needs a GPU, but --device cpu was given"),
     ({"kernels__fused_kernels": "apex", "precision__fp64": True}, "apex computes in fp32, bf16 and fp16 only, not float64"),
     ({"kernels__fused_kernels": "apex", "parallel__offload_optimizer": True}, "apex updates on the GPU, --offload-optimizer on the host"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.ops import adamw as adamw_module
+from megatron_sp.ops import availability, fused_kernels
 from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels, KernelUse, choose_fused_kernels
+from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm, norm_backward, norm_forward
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer
@@ -306,3 +308,91 @@ def test_a_norm_in_front_of_a_linear_layer_is_recomputed(apex: None, spec: NormS
     want, got = (gradients(lambda i, k=kernel: run(i, k), leaves(**inputs), grad) for kernel in ("torch", "apex"))  # type: ignore[misc]
     assert_law(got, want, FP32)
     assert [call.removeprefix("rms_") for call in apex_stand_in.calls] == ["forward_affine", "forward_affine", "backward_affine"]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ Triton
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Play an installation of Triton on a GPU of some capability; nothing is launched unless a launcher is given."""
+
+    def install(
+        version: str = "3.7.1", lack: str = "", broken: str = "", capability: tuple[int, int] = (9, 0), launcher: Any = None
+    ) -> None:  # fmt: skip
+        fused_kernels._trial.cache_clear()
+        monkeypatch.setattr(availability, "installed", lambda name: availability.Kernel(name, not lack, version, lack))
+        monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, not (lack or broken), version, lack or broken))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        if launcher is None:
+            monkeypatch.setattr(fused_kernels, "_elementwise_example", lambda use: 0.0)
+            monkeypatch.setattr(fused_kernels, "_triton_norm_example", lambda use: 0.0)
+        else:
+            monkeypatch.setattr(launch, "DEVICE", "cpu")
+            monkeypatch.setattr(launch, "launcher", launcher)
+
+    return install
+
+
+def no_compiler(launched: Any) -> None:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nand more")
+
+
+def leaves_memory_as_it_is(launched: Any) -> None:
+    for tensor in launched.writes:
+        tensor.zero_()
+
+
+LACKS = [
+    ({"lack": "triton is not installed"}, GPU, "triton is not installed"),
+    ({"version": "2.1.0"}, GPU, "Triton 2.1.0 is older than 3.6"),
+    ({"version": "3.5.1"}, GPU, "Triton 3.5.1 is older than 3.6"),
+    ({"capability": (7, 5)}, GPU, "it needs a GPU of compute capability 8.0 or later, and this one has 7.5"),
+    ({"broken": "triton cannot be imported: libcuda.so.1 is missing"}, GPU, "triton cannot be imported: libcuda.so.1 is missing"),
+    ({}, CPU, "it needs a GPU"),
+    ({"launcher": no_compiler}, CPU, "a kernel of it fails here: RuntimeError: Failed to find C compiler. Please specify via CC"),
+    ({"launcher": leaves_memory_as_it_is}, CPU, "a kernel of it is wrong here: an example differs from torch's result by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("installation", "device", "reason"), LACKS, ids=lambda value: value if isinstance(value, str) else "")
+def test_without_triton_torch_computes_and_says_why(triton: Any, installation: Any, device: torch.device, reason: str) -> None:
+    triton(**installation)
+    found = choose_fused_kernels("auto", KernelUse(device, torch.float32, adamw=False))
+    assert found.elementwise is not None and found.elementwise.name == "torch"
+    assert f"elementwise operations by torch (Triton not used: {reason}" in found.describe() and "\n" not in found.describe()
+    with pytest.raises(RuntimeError) as error:
+        choose_fused_kernels("triton", KernelUse(device, torch.float32, adamw=False))
+    said = str(error.value)
+    assert said.startswith(f"--fused-kernels triton cannot be used: {reason}") and "Use --fused-kernels auto" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(("version", "capability"), [("3.6.0", (8, 0)), ("3.7.1+git", (9, 0)), ("4.0.0", (10, 0)), ("3.10.0", (12, 0))])
+def test_triton_is_taken_where_it_is_there(triton: Any, version: str, capability: tuple[int, int]) -> None:
+    triton(version, capability=capability)
+    found = choose_fused_kernels("auto", KernelUse(GPU, BF16, norm=LAYER, adamw=False))
+    assert found.describe() == "LayerNorm and elementwise operations by triton (found)"
+    asked = choose_fused_kernels("triton", KernelUse(GPU, BF16, norm=RMS, deterministic=True, offload=True))
+    assert asked.describe() == "AdamW by torch (asked for), RMSNorm and elementwise operations by triton (asked for)"
+
+
+def test_triton_does_not_compute_in_fp64(triton: Any) -> None:
+    triton()
+    assert "it computes in fp32, not in float64" in choose_fused_kernels("auto", KernelUse(GPU, torch.float64, norm=RMS)).describe()
+
+
+def test_nothing_of_triton_is_looked_at_where_torch_is_asked_for(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton()
+    monkeypatch.setattr(availability, "installed", lambda name: pytest.fail(f"{name} was looked for"))
+    assert names(choose_fused_kernels("torch", KernelUse(GPU, BF16, norm=RMS))) == ("torch", "torch")
+
+
+def test_all_ranks_take_torchs_where_one_has_no_triton(triton: Any) -> None:
+    triton()
+    mine = choose_fused_kernels("auto", KernelUse(GPU, BF16, norm=RMS, adamw=False))
+    same = [(kernel.name, kernel.reason) for kernel in mine.chosen]
+    other = [("torch", "apex not used: apex is not installed"), ("torch", "Triton not used: triton is not installed")]
+    assert mine.agreed([same, same]) == mine
+    assert [kernel.name for kernel in mine.agreed([same, other]).chosen] == ["torch", "torch"]
