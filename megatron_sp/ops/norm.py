@@ -95,8 +95,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
         return y, (stats,)
     if _is_for_torchs_rms_norm(x, spec):
-        y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), (x.shape[-1],), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
-        return y, (rstd,)
+        return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -210,6 +209,11 @@ def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
     """
     rounds = spec.zero_centered and x.dtype != torch.float32
     return spec.kind == "RMSNorm" and x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
+
+
+def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    y, rstd = torch.ops.aten._fused_rms_norm(x, (x.shape[-1],), scale, eps)
+    return y, (rstd,)
 
 
 def _is_for_apex(x: Tensor, spec: NormSpec) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fake_gpu.device import CUDA, Device
+from fake_gpu.device import CUDA, Device, is_on_device
 
 
 def install(device: Device) -> None:
@@ -17,6 +17,24 @@ def install(device: Device) -> None:
     _install_bytes_of(device)
     _install_examples()
     _install_handles(device)
+    _install_rms_norm(device)
+
+
+def _install_rms_norm(device: Device) -> None:
+    """torch's RMSNorm, which without a GPU's kernel is taken apart before it gets to the device."""
+    from megatron_sp.ops import norm
+
+    plain = norm._torchs_rms_norm
+
+    def rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not is_on_device(x):
+            return plain(x, scale, eps)
+        y, rstd = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        device.use(device.stream, [x, scale], [y, rstd], "_fused_rms_norm")
+        device.count("aten._fused_rms_norm.default", [x, scale], [y, rstd])
+        return y, (rstd,)
+
+    norm._torchs_rms_norm = rms_norm
 
 
 def _install_handles(device: Device) -> None:

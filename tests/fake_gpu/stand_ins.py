@@ -120,7 +120,6 @@ def install(device: Device) -> None:
     _install_threads(device)
     _install_addresses(device)
     _install_attention(device)
-    _install_rms_norm(device)
 
 
 def _install_threads(device: Device) -> None:
@@ -168,22 +167,6 @@ def _install_addresses(device: Device) -> None:
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
     FakeTensor.tolist = to_list  # type: ignore[assignment]
     FakeTensor.is_cuda = property(is_on_device)  # type: ignore[assignment]
-
-
-def _install_rms_norm(device: Device) -> None:
-    """torch's RMSNorm, which without a GPU's kernel is taken apart before it gets here."""
-    plain = torch.ops.aten._fused_rms_norm
-
-    def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not is_on_device(x):
-            both: tuple[Tensor, Tensor] = plain(x, shape, weight, eps)
-            return both
-        y, rstd = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-        device.use(device.stream, [x, weight], [y, rstd], "_fused_rms_norm")
-        device.count("aten._fused_rms_norm.default", [x, weight], [y, rstd])
-        return y, rstd
-
-    torch.ops.aten._fused_rms_norm = rms_norm
 
 
 def _install_attention(device: Device) -> None:
