@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.memory import host_empty
 
 _CHUNK = 2048 * 32  # elements for one block of threads, as apex itself has it
 _LARGEST = 2**30  # elements of one tensor: an index fits 32 bits in every version
@@ -64,7 +65,7 @@ class UpdateScalars:
         """Copy the numbers to the device, without waiting for it."""
         if device.type == "cpu":
             return cls(torch.tensor(lr, dtype=torch.float64), torch.tensor(float(count)), divisor, skip)
-        numbers = torch.zeros(2, dtype=torch.float32, pin_memory=device.type == "cuda")
+        numbers = host_empty((2,), torch.float32, device)
         numbers[0], numbers[1] = lr, count
         on_device = numbers.to(device, non_blocking=True)
         return cls(on_device[0], on_device[1], divisor, skip)

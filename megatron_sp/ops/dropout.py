@@ -2,7 +2,8 @@
 
 Whether an element is kept depends only on (seed, step, global sample index, layer, site, position, channel). So the
 mask is the same in every parallel layout, in recomputation and after a resume; there is no state to save, and backward
-recomputes the mask instead of saving it.
+recomputes the mask instead of saving it. What is dropped is multiplied by 0 in the plain form, and left out in
+Triton's: NaN stays NaN in one and becomes 0 in the other.
 
 The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
 element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and
@@ -81,17 +82,23 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
     return h >= _threshold(rate)
 
 
-def dropped(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
-    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward."""
+def dropped(
+    x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward.
+
+    Args:
+        out: where the result goes, contiguous; with a residual only.
+    """
     scale = 1.0 / (1.0 - rate)
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout
 
-        return dropout.dropout(x, row_keys, _threshold(rate), scale, first_channel=first_channel, residual=residual)
+        return dropout.dropout(x, row_keys, _threshold(rate), scale, first_channel=first_channel, residual=residual, out=out)
     mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
     if residual is None:
         return (x * mask).mul_(scale)
-    return torch.addcmul(residual, x, mask.to(x.dtype), value=scale)
+    return torch.addcmul(residual, x, mask.to(x.dtype), value=scale, out=out)
 
 
 class _HashDropout(torch.autograd.Function):

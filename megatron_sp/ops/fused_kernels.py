@@ -56,7 +56,7 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Chosen kernels: of AdamW (None with another optimizer), of the norms (None for a model without norms of ours), of the rest."""
+    """Chosen kernels: of AdamW (None with another optimizer), of norms and of elementwise operations (None for a model that is not ours)."""
 
     adamw: FusedKernel | None
     norm: FusedKernel | None
@@ -76,7 +76,7 @@ class FusedKernels:
         return ", ".join(f"{names} by {name} ({reason})" for (name, reason), names in lists.items())
 
     def agreed(self, of_ranks: Sequence[Sequence[tuple[str, str]]]) -> FusedKernels:
-        """Return the choice of all ranks: torch where any of them needs it, since copies of a parameter must stay equal to the last bit.
+        """Return the choice of all ranks: torch where any needs it or two differ: copies of a parameter must stay equal to the last bit.
 
         Args:
             of_ranks: (name, reason) of each of ``chosen``, by rank.
@@ -84,8 +84,14 @@ class FusedKernels:
         agreed: dict[str, FusedKernel] = {}
         for index, kernel in enumerate(self.chosen):
             others = [(rank, choices[index][1]) for rank, choices in enumerate(of_ranks) if choices[index][0] == "torch"]
-            why = f"rank {others[0][0]}: {others[0][1]}" if others else ""
-            agreed[kernel.op] = FusedKernel(kernel.op, "torch", why) if others and kernel.name != "torch" else kernel
+            apart = [
+                (rank, f"{choices[index][0]}, not {of_ranks[0][index][0]}")
+                for rank, choices in enumerate(of_ranks)
+                if choices[index][0] != of_ranks[0][index][0]
+            ]  # apex's norms where Triton lacks
+            rank, why = (others or apart or [(0, "")])[0]
+            agrees = kernel.name == "torch" or not (others or apart)
+            agreed[kernel.op] = kernel if agrees else FusedKernel(kernel.op, "torch", f"rank {rank}: {why}")
         return FusedKernels(*(None if kernel is None else agreed[kernel.op] for kernel in (self.adamw, self.norm, self.elementwise)))
 
 
@@ -118,11 +124,13 @@ def choose_fused_kernels(asked: str, use: KernelUse) -> FusedKernels:
     Raises:
         RuntimeError: apex or triton was asked for and cannot be used.
     """
-    if asked == "torch":
+    if use.norm is None and asked == "triton":
+        raise RuntimeError("--fused-kernels triton cannot be used: the model is not ours, and has operations of its own. Use auto")
+    if asked == "torch" or use.norm is None:
         lack = ""
     else:
         lack = _lack_of_triton(use) or _trial(_elementwise_example, "Triton", replace(use, norm=None, offload=False, deterministic=False))
-        lack = lack or (_trial(_triton_norm_example, "Triton", use) if use.norm else "")
+        lack = lack or _trial(_triton_norm_example, "Triton", use)
     if asked == "triton" and lack:
         raise RuntimeError(
             f"--fused-kernels triton cannot be used: {lack}. Use --fused-kernels auto, which takes torch's kernels then, or install the"
@@ -137,7 +145,7 @@ def choose_fused_kernels(asked: str, use: KernelUse) -> FusedKernels:
     )  # fmt: skip
     of_adamw = _choose("torch" if asked == "triton" else asked, use, adamw) if use.adamw else None
     if use.norm is None:
-        return FusedKernels(of_adamw, None, elementwise)
+        return FusedKernels(of_adamw, None)
     if by_triton and asked != "apex":
         return FusedKernels(of_adamw, FusedKernel(use.norm.kind, "triton", why), elementwise)
     norm = _Candidate(use.norm.kind, "fused_layer_norm_cuda", "", _norm_doubt(use.norm, use.dtype), _norm_example)
@@ -152,9 +160,11 @@ def _lack_of_triton(use: KernelUse) -> str:
     triton = availability.installed("triton")
     if not triton.available:
         return triton.reason
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.version)[:2])
-    if version < _OLDEST_TRITON:
-        return f"Triton {triton.version} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
+    name = triton.version
+    if not name and availability.find("triton").available:  # a distribution of another name, such as that of torch's ROCm wheels
+        name = availability.load("triton").__version__
+    if name and tuple(int(part) for part in re.findall(r"\d+", name)[:2]) < _OLDEST_TRITON:
+        return f"Triton {name} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
     if use.device.type == "cuda" and torch.cuda.get_device_capability(use.device) < _OLDEST_GPU:
         have = ".".join(map(str, torch.cuda.get_device_capability(use.device)))
         return f"it needs a GPU of compute capability {'.'.join(map(str, _OLDEST_GPU))} or later, and this one has {have}"
@@ -208,7 +218,7 @@ def _norm_doubt(norm: NormSpec, dtype: torch.dtype) -> str:
 
 @cache
 def _trial(example: Callable[[KernelUse], float], op: str, use: KernelUse) -> str:
-    """Return what goes wrong with a small example on the device; empty if apex's result is torch's."""
+    """Return what goes wrong with a small example on the device; empty if the result is torch's."""
     try:
         error = example(use)
     except Exception as failure:  # foreign code: the run goes on without it, or ends with this reason
@@ -226,7 +236,7 @@ def _wave(*shape: int, use: KernelUse, dtype: torch.dtype, phase: float) -> Tens
 
 def _difference(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> float:
     pairs = [(g.double(), w.double()) for g, w in zip(got, want, strict=True) if g is not None and w is not None]
-    return max(float((g - w).abs().max() / w.abs().max()) for g, w in pairs)
+    return float(torch.stack([(g - w).abs().max() / w.abs().max() for g, w in pairs]).max())  # NaN stays, which max() of floats may drop
 
 
 def _adamw_example(use: KernelUse) -> float:
@@ -271,7 +281,7 @@ def _elementwise_example(use: KernelUse) -> float:
 
 
 def _elementwise_results(use: KernelUse) -> list[Tensor | None]:
-    """Return results and gradients of every elementwise operation on small examples."""
+    """Return results and gradients of each kind of elementwise operation on small examples."""
     tokens = torch.arange(6, device=use.device)
     rows = DropoutKeys.create(1, 2, tokens[:2], tokens).row_keys(3, 0)
     x, residual, grad = (_wave(6, 2, 48, use=use, dtype=use.dtype, phase=i) for i in range(3))
@@ -286,4 +296,20 @@ def _elementwise_results(use: KernelUse) -> list[Tensor | None]:
     heads = split_qkv(fused.clone(), 1, 16, (table.cos(), table.sin()))
     found += [part.detach().clone() for part in heads]
     found += gradients_of([fused], heads, [_wave(6, 4, 1, 16, use=use, dtype=use.dtype, phase=8 + i) for i in range(3)])
-    return found
+    return found + _cross_entropy_results(use)
+
+
+def _cross_entropy_results(use: KernelUse) -> list[Tensor | None]:
+    """Return statistics and gradient of a chunk of logits, of whose 48 rows 41 count (``parallel/lm_head.py`` is above this folder)."""
+    logits, labels, valid = _wave(6, 48, use=use, dtype=torch.float32, phase=11), torch.arange(6, device=use.device) * 7, 41
+    if launch.is_fused(logits):
+        from megatron_sp.ops.kernels import cross_entropy
+
+        stats = cross_entropy.statistics(logits, labels, valid)
+        return [stats, cross_entropy.gradient(logits, labels, stats, valid, use.dtype)]
+    real = logits[:, :valid]
+    maximum, at_label = real.amax(1), real.gather(1, labels[:, None])[:, 0]
+    gradient = torch.zeros_like(logits)
+    gradient[:, :valid] = real.softmax(1)
+    gradient.scatter_add_(1, labels[:, None], torch.full_like(at_label, -1.0)[:, None])
+    return [torch.stack([maximum, (real - maximum[:, None]).exp().sum(1), at_label]), gradient.to(use.dtype)]

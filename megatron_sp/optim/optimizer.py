@@ -84,8 +84,8 @@ class FlatOptimizer:
             grad_scale: factor by which the loss was multiplied.
             updated: called with the index of each unit when this rank's range of its parameters has been updated.
         """
-        norm = torch.tensor(grad_norm, dtype=torch.float64)
-        self._step(lr, weight_decay, self._divisor(norm, grad_scale), None, updated)
+        divisor = self._divisor(torch.tensor(grad_norm, dtype=torch.float64), grad_scale)
+        self._step(lr, weight_decay, divisor, None, updated)
 
     @property
     def updates_on_device(self) -> bool:
@@ -103,7 +103,9 @@ class FlatOptimizer:
             grad_norm: norm of the unscaled gradients, an fp64 scalar on the device.
             skip: bool scalar on the device, true if the step is to be left out.
         """
-        divisor = torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))  # who looks for what is not finite finds it as it came
+        divisor: Tensor | None = None  # the kernels write gradients that they divide back: not where nothing is divided
+        if self.config.clip_grad > 0 or grad_scale != 1.0:
+            divisor = torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))  # who looks for what is not finite finds it as it came
         self._step(lr, weight_decay, divisor, skip.float(), updated)
 
     def _divisor(self, grad_norm: Tensor, grad_scale: float) -> Tensor:
@@ -112,7 +114,7 @@ class FlatOptimizer:
         return scale if clip <= 0 else scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)
 
     def _step(
-        self, lr: float, weight_decay: float, divisor: Tensor, skip: Tensor | None, updated: Callable[[int], None] | None
+        self, lr: float, weight_decay: float, divisor: Tensor | None, skip: Tensor | None, updated: Callable[[int], None] | None
     ) -> None:  # fmt: skip
         self.num_updates += 1
         if not self.units:
@@ -120,12 +122,13 @@ class FlatOptimizer:
         master = self.units[0].master
         # torch's kernels have the divisor in fp32, too little for fp64
         by_kernel = self.kernel == "torch" and master.dtype == torch.float32
-        is_one = not divisor.is_cuda and float(divisor) == 1.0  # a GPU would have to be waited for
-        in_kernel = divisor.to(master.device, torch.float32) if by_kernel and not is_one else None
+        if divisor is not None and not divisor.is_cuda and float(divisor) == 1.0:  # a GPU would have to be waited for
+            divisor = None
+        in_kernel = divisor.to(master.device, torch.float32) if by_kernel and divisor is not None else None
         scalars = UpdateScalars.create(lr, self.num_updates, master.device, divisor=in_kernel, skip=skip)
         for index in range(len(self.units)):
             grads = self._grads(index)
-            if not by_kernel and not is_one:
+            if not by_kernel and divisor is not None:
                 grads.div_(divisor)
             self._update(index, grads, scalars, lr, weight_decay, updated)
 

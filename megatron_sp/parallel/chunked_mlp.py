@@ -197,7 +197,7 @@ def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None,
     if row_keys is None or rate == 0.0:
         torch.add(x[piece], branch, out=y[piece])
     else:
-        y[piece] = dropped(branch, rate, row_keys[piece], residual=x[piece])
+        dropped(branch, rate, row_keys[piece], residual=x[piece], out=y[piece])
 
 
 class _Entered(NamedTuple):

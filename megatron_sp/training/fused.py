@@ -32,6 +32,13 @@ def require_fused_kernels(config: Config, launch: Launch, device: torch.device) 
         raise
 
 
+def expects_triton(config: Config, device: torch.device) -> bool:
+    """Return whether this rank finds Triton's kernels usable for a model of ours, before there is one; the others may not."""
+    model = config.model
+    kernels = _choose(config, device, NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p))
+    return kernels.elementwise is not None and kernels.elementwise.name == "triton"
+
+
 def use_fused_kernels(config: Config, model: nn.Module, groups: ParallelGroups) -> FusedKernels:
     """Choose the kernels, and set all but AdamW's, which are for the optimizer: that is not built yet. Collective.
 

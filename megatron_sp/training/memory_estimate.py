@@ -28,14 +28,18 @@ class MemoryEstimate:
         world_size, local_world_size: number of processes in all, and on this host.
         device: device of this rank.
         attention: name of the attention kernel.
+        fused: Triton's kernels compute norms and elementwise operations.
     """
 
     def __init__(
-        self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = ""
-    ) -> None:
+        self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = "",
+        *, fused: bool = True,
+    ) -> None:  # fmt: skip
         self._config = config = copy.deepcopy(config)
         if attention == "reference":
             config.kernels.attention_backend = "unfused"
+        if not fused:
+            config.kernels.fused_kernels = "torch"
         parallel = config.parallel
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
             parallel.sp_overlap_comm, parallel.sp_overlap_mode = False, overlap["mode"]

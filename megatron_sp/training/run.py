@@ -50,7 +50,7 @@ from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.console import Console
-from megatron_sp.training.fused import use_fused_kernels
+from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
@@ -212,7 +212,7 @@ class Run:
         parts: model, weights, gradients, optimizer and loss scaler.
         state: progress, and everything else that a checkpoint holds.
         attention: attention kernel, and what the candidates took.
-        fused: kernels of AdamW and the norms.
+        fused: kernels of AdamW, norms and elementwise operations.
         train_step: takes one step.
         evaluated: what former processes of this run have evaluated at the step it starts from: "valid", "test".
         metrics: writes ``metrics.jsonl``.
@@ -457,8 +457,9 @@ def estimate_memory(context: RunContext, layout: RunLayout, attention: Attention
     """Predict the memory of this rank, and warn if it will not do. Collective, unless --skip-train is given."""
     launch, status = context.launch, context.status
     estimate = MemoryEstimate(
-        context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name
-    )
+        context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name,
+        fused=expects_triton(context.config, context.groups.device),
+    )  # fmt: skip
     status.explain_memory = estimate.explain
     if not context.config.batch.skip_train:
         with all_ranks_agree(context.groups.control):

@@ -282,8 +282,7 @@ def _on_device(step: int, device: torch.device) -> int | Tensor:
     """Return a number for kernels of a GPU, where it would be part of a captured graph otherwise; on the CPU as it is."""
     if device.type != "cuda":
         return step
-    number = torch.zeros((), dtype=torch.int64, pin_memory=True)
-    number.fill_(step)
+    number = host_empty((), torch.int64, device).fill_(step)
     return number.to(device, non_blocking=True)
 
 

@@ -19,7 +19,7 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import split_qkv
 from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.dropout import DropoutKeys, dropped, hash_dropout, keep_mask
-from megatron_sp.ops.kernels import activations, dropout, launch, norms
+from megatron_sp.ops.kernels import activations, dropout, launch, norms, rotary
 from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
 from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
@@ -285,6 +285,24 @@ def cross_entropy_of_extremes() -> None:
     assert made[0].hits.tolist() == [False, True, False, True] and made[0].tokens[2].isnan()
     grads = [grad * factor for grad, factor in (chunk.grad_of_logits_(weight, torch.float32) for chunk in made)]
     assert torch.allclose(grads[0][:, :3], grads[1][:, :3], equal_nan=True) and not grads[0][:, 3].any()
+
+
+def packing_of_long_strides() -> None:
+    """Offsets beyond 32 bits, as the gradients of attention kernels have them: the sequence is not their outermost dim."""
+    heads, apart = 3, 2**30
+    storage = torch.empty((heads - 1) * apart + 64, dtype=torch.float16, device=launch.DEVICE)  # pages that are not touched take no memory
+    grad_q = storage.as_strided((1, heads, 1, 16), (16, apart, 16, 1)).copy_(randn(1, heads, 1, 16))
+    grad_k = randn(1, heads, 1, 16, seed=1, dtype=torch.float16)
+    with using_triton():
+        packed = rotary.pack(grad_q, grad_k, grad_k, None)
+    assert torch.equal(packed[:, :, :1], grad_q) and torch.equal(packed[:, :, 1:2], grad_k)
+
+
+def relu_cuts_infinite_gradients_off() -> None:
+    """As torch's: a gradient that overflowed in fp16 is no reason to skip a step where it does not count."""
+    u, grad = torch.tensor([[-1.0, 2.0]]), torch.tensor([[float("inf"), 1.0]])
+    with using_triton():
+        assert Activation("relu").backward_(grad, u).tolist() == [[0.0, 1.0]]
 
 
 MODELS: dict[str, dict[str, Any]] = {

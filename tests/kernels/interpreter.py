@@ -47,10 +47,14 @@ def main() -> None:
     """Answer calls until there are no more."""
     import numpy as np
     import torch
+    from triton.runtime.interpreter import InterpreterBuilder
 
     from kernels import checks
     from megatron_sp.ops.kernels import launch
 
+    # by default a GPU's maximum is the operand that is not NaN; Triton's interpreter has NaN
+    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     np.seterr(all="ignore")  # it computes with numpy, which would say what a GPU does not
     torch.set_num_threads(1)
     launch.DEVICE = "cpu"

@@ -88,6 +88,8 @@ CHECKS: list[tuple[Any, ...]] = [
         ]
     ),
     ("cross_entropy_of_extremes",),
+    ("packing_of_long_strides",),
+    ("relu_cuts_infinite_gradients_off",),
     ("whole_model", "llama", "fp32", 1, None),
     ("whole_model", "gpt, dropout", "fp32", 1, None),
     ("whole_model", "llama, dropout, 1p, QK norm", "fp32", 3, "full"),

@@ -63,7 +63,11 @@ def activation_backward_kernel(
             tl.store(OUT + start + column, (act * up).to(OUT.dtype.element_ty), mask=mask)
     else:
         u = tl.load(U + start + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(GRAD_U + start + column, (grad * slope(u, KIND)).to(GRAD_U.dtype.element_ty), mask=mask)
+        if KIND == 3:  # no product: an infinite gradient of what is cut off is 0, not NaN
+            of_u = tl.where(u <= 0.0, 0.0, grad)
+        else:
+            of_u = grad * slope(u, KIND)
+        tl.store(GRAD_U + start + column, of_u.to(GRAD_U.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -84,7 +88,7 @@ def value(x, KIND: tl.constexpr):
 
 @triton.jit
 def slope(x, KIND: tl.constexpr):
-    """Its derivative."""
+    """Its derivative; ReLU has none of its own here."""
     if KIND == 0:
         s = 1.0 / (1.0 + tl.exp(-x))
         return s * (1.0 + x * (1.0 - s))
@@ -93,8 +97,6 @@ def slope(x, KIND: tl.constexpr):
     elif KIND == 2:
         t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-    elif KIND == 3:
-        return tl.where(x <= 0.0, 0.0, 1.0)
     else:
         return 2.0 * tl.where(x < 0.0, 0.0, x)
 

@@ -32,7 +32,7 @@ def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, tokens, width, valid,
         # masked by the width, which is a multiple of 16: by ``valid`` the accesses would be narrow
         logits = tl.load(LOGITS + start + first + column, mask=first + column < width, other=float("-inf")).to(tl.float32)
         logits = tl.where(first + column < valid, logits, float("-inf"))
-        above = tl.maximum(largest, logits)
+        above = tl.maximum(largest, logits, propagate_nan=tl.PropagateNan.ALL)  # by default a GPU drops NaN
         # where all logits so far are minus infinity, exp(-inf - -inf) would be NaN
         total = tl.where(above == float("-inf"), 0.0, total * tl.exp(largest - above) + tl.exp(logits - above))
         largest = above

@@ -58,7 +58,10 @@ def mix64(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def dropout(x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
+def dropout(
+    x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, first_channel: int = 0, residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual.
 
     Args:
@@ -68,11 +71,13 @@ def dropout(x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, first_
         scale: factor of the kept elements.
         first_channel: global index of x's first channel.
         residual: of the shape of x.
+        out: where the result goes, contiguous.
     """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     width = x.shape[-1]
     rows, keys = x.numel() // width, row_keys.expand(x.shape[:-1]).contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if out is None else out
+    assert y.is_contiguous() and y.dtype == x.dtype
     launch(
         dropout_kernel, (ceil_div(rows, _ROWS), ceil_div(width, _COLUMNS)),
         (x, x if residual is None else residual, keys, y, rows, width, first_channel, threshold, scale),

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_sp.ops.kernels.launch import WIDEST, ceil_div, launch, power_of_2, warps_of
 
 _TILE = 1024  # elements at a time, of several rows where rows are short
+_WIDE_BLOCK = 4096  # elements of a wide row at a time in backward
 _MOST_PROGRAMS = 256  # of backward: each has its own sums over rows
 
 
@@ -225,8 +226,8 @@ def backward(
     programs = min(ceil_div(rows, tile), _MOST_PROGRAMS)
     grad_x = torch.empty_like(x) if need[0] else None
     sums = torch.empty(num_sums, programs, width, dtype=torch.float32, device=x.device)
-    is_wide = width > (WIDEST if width % 16 == 0 else WIDEST // 2)  # narrow accesses take more registers
-    block = min(block, _TILE * 4) if is_wide else block
+    is_wide = width > (WIDEST if width % 16 == 0 else _WIDE_BLOCK)  # narrow accesses take more registers
+    block = min(block, _WIDE_BLOCK) if is_wide else block
     tiles = {} if is_wide else {"ROWS": tile}
     launch(
         wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),

@@ -27,8 +27,8 @@ def rotate_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
     mask = (head < turning) & (channel < half)
-    group = head // rotated
-    at = position * stride_s + group * stride_m + (head % rotated) * stride_n + channel
+    group = (head // rotated).to(tl.int64)
+    at = position * stride_s + group * stride_m + (head % rotated).to(tl.int64) * stride_n + channel
     table = position * half + channel
     if BY_SEQUENCE:
         table = (position * batch + group // per_sequence) * half + channel
@@ -48,8 +48,8 @@ def pack_kernel(
     """One position; HEADS of its groups * (queries + 2) packed heads. Queries and keys turn back, values are copied."""
     position = tl.program_id(0).to(tl.int64)
     packed = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    group = packed // (queries + 2)
-    head = packed % (queries + 2)
+    group = (packed // (queries + 2)).to(tl.int64)  # strides of attention's gradients are long: the sequence is not outermost
+    head = (packed % (queries + 2)).to(tl.int64)
     inside = packed < groups * (queries + 2)
     from_q = Q + position * q_s + group * q_m + head * q_n
     from_k = K + position * k_s + group * k_m

@@ -136,6 +136,24 @@ def test_all_ranks_take_torchs_where_one_must() -> None:
     )
 
 
+def test_ranks_with_different_kernels_take_torchs() -> None:
+    """Triton fails on rank 1 alone, which finds apex's norms."""
+    of_ranks = [
+        [("apex", "found"), ("triton", "found"), ("triton", "found")],
+        [("apex", "found"), ("apex", "found"), ("torch", "Triton not used")],
+    ]
+    ops = ("AdamW", "RMSNorm", fused_kernels.ELEMENTWISE)
+    for mine in of_ranks:
+        kernels = FusedKernels(*(FusedKernel(op, *choice) for op, choice in zip(ops, mine, strict=True)))
+        assert [kernel.name for kernel in kernels.agreed(of_ranks).chosen] == ["apex", "torch", "torch"]
+
+
+def test_an_example_with_nan_differs() -> None:
+    ones, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
+    for got in ([ones, nan], [nan, ones]):
+        assert not fused_kernels._difference(got, [ones, ones]) <= 1.0
+
+
 # ------------------------------------------------------------------------------------------------------------------------ AdamW
 
 SHAPES = ((3, 5), (7,), (64, 64), (129,))
@@ -360,11 +378,11 @@ LACKS = [
 @pytest.mark.parametrize(("installation", "device", "reason"), LACKS, ids=lambda value: value if isinstance(value, str) else "")
 def test_without_triton_torch_computes_and_says_why(triton: Any, installation: Any, device: torch.device, reason: str) -> None:
     triton(**installation)
-    found = choose_fused_kernels("auto", KernelUse(device, torch.float32, adamw=False))
+    found = choose_fused_kernels("auto", KernelUse(device, torch.float32, adamw=False, norm=RMS))
     assert found.elementwise is not None and found.elementwise.name == "torch"
     assert f"elementwise operations by torch (Triton not used: {reason}" in found.describe() and "\n" not in found.describe()
     with pytest.raises(RuntimeError) as error:
-        choose_fused_kernels("triton", KernelUse(device, torch.float32, adamw=False))
+        choose_fused_kernels("triton", KernelUse(device, torch.float32, adamw=False, norm=RMS))
     said = str(error.value)
     assert said.startswith(f"--fused-kernels triton cannot be used: {reason}") and "Use --fused-kernels auto" in said and "\n" not in said
 
@@ -376,6 +394,13 @@ def test_triton_is_taken_where_it_is_there(triton: Any, version: str, capability
     assert found.describe() == "LayerNorm and elementwise operations by triton (found)"
     asked = choose_fused_kernels("triton", KernelUse(GPU, BF16, norm=RMS, deterministic=True, offload=True))
     assert asked.describe() == "AdamW by torch (asked for), RMSNorm and elementwise operations by triton (asked for)"
+
+
+def test_an_external_model_has_no_operations_of_ours(triton: Any) -> None:
+    triton()
+    assert choose_fused_kernels("auto", KernelUse(GPU, BF16)).elementwise is None
+    with pytest.raises(RuntimeError, match="triton cannot be used: the model is not ours"):
+        choose_fused_kernels("triton", KernelUse(GPU, BF16))
 
 
 def test_triton_does_not_compute_in_fp64(triton: Any) -> None:
