@@ -19,7 +19,9 @@ KERNELS = ("torch", "triton", "apex")
 def require(kernel: str, device: torch.device, dtype: torch.dtype, norm: NormSpec | None = None, adamw: bool = False) -> None:
     """Raise NotThereError, with the reason, unless the kernels can be used here."""
     try:
-        choose_fused_kernels(kernel, KernelUse(device, dtype, adamw=adamw, norm=norm))
+        # elementwise operations of ours are in models with norms of ours
+        given = norm or (NormSpec("RMSNorm", 1e-5) if kernel == "triton" else None)
+        choose_fused_kernels(kernel, KernelUse(device, dtype, adamw=adamw, norm=given))
     except RuntimeError as error:
         raise NotThereError(str(error).partition(". Use ")[0]) from None
 

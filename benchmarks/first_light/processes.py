@@ -30,9 +30,10 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def end_marked(mark: str) -> None:
-    """Kill everything that has the mark."""
-    while pids := marked(mark):  # what one of them has started meanwhile is found the next time
+def end_marked(mark: str, patience_s: float = 30.0) -> None:
+    """Kill everything that has the mark; what a driver holds in the kernel may outlive ``patience_s`` seconds, and is left."""
+    deadline = time.monotonic() + patience_s
+    while (pids := marked(mark)) and time.monotonic() < deadline:  # what one of them has started meanwhile is found the next time
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -45,7 +46,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s if kind == signal.SIGTERM else None)
+            process.wait(grace_s)  # after SIGKILL, too: one that a driver holds does not end
 
 
 def end_with_parent(scratch: Path) -> None:

@@ -39,6 +39,8 @@ class PartResult:
     @property
     def is_bad(self) -> bool:
         """True if not all is well."""
+        if self.status == "stopped":  # what the end has cut short is repeated; a wrong result is none of the end's doing
+            return any(record.verdict == "wrong" for record in self.records)
         return self.status == "failed" or any(record.is_bad for record in self.records)
 
     def as_json(self) -> dict[str, Any]:

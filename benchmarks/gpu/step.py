@@ -53,7 +53,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.config.schema import KernelConfig, OptimizerConfig
     from megatron_sp.models.gpt import GPTModel
     from megatron_sp.ops.attention import AttentionMask
-    from megatron_sp.ops.attention_choice import choose_kernel
+    from megatron_sp.ops.attention_choice import activate, choose_kernel
     from megatron_sp.optim.flat import FlatUnit
     from megatron_sp.optim.gradients import FlatGradients
     from megatron_sp.optim.optimizer import FlatOptimizer
@@ -64,6 +64,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)
     kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
+    activate(kernel)  # the choice tried each, and put torch's own back
     model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]

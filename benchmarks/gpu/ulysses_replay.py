@@ -154,7 +154,7 @@ class Replay:
         from megatron_sp.comm.groups import SINGLE_RANK
         from megatron_sp.config.schema import KernelConfig, ModelConfig
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.ops.attention_choice import choose_kernel
+        from megatron_sp.ops.attention_choice import activate, choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.parallel.layers import attach_main_grad
@@ -171,6 +171,7 @@ class Replay:
         self.recorder = recorder
         self.engine = CopyEngine(device, copies)
         self.kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
+        activate(self.kernel)  # the choice tried each, and put torch's own back
         with _cheap_weights(device):
             self.model = GPTModel(config, KernelConfig(), seed=SEED, dtype=torch.bfloat16, layout=layout).to(device)
         if deepspeed:

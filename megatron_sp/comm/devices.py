@@ -26,10 +26,12 @@ def gpu_of(local_rank: int) -> torch.device:
     if visible == 1:
         return torch.device("cuda", 0)
     if local_rank >= visible:
-        raise ConfigError(
+        error = ConfigError(
             f"local rank {local_rank} has no GPU of its own: this process sees {visible}; start at most that many processes on a host"
             " (--nproc-per-node), let each see one alone (Slurm's --gpus-per-task=1), or use --device cpu"
         )
+        error.on_all_ranks = local_rank != visible  # rank 0 has a GPU and says nothing; the first one beyond speaks for its host
+        raise error
     return torch.device("cuda", local_rank)
 
 
@@ -39,7 +41,7 @@ def identity_of(device: torch.device) -> str:
         return ""
     found = torch.cuda.get_device_properties(device)
     uuid = getattr(found, "uuid", None)
-    if uuid is not None:
+    if uuid is not None and str(uuid).strip("0-"):  # all zeros: the driver does not know it
         return f"GPU-{uuid}"
     place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return f"{':'.join(map(str, place))} of {socket.gethostname()}" if None not in place else ""

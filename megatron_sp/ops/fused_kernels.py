@@ -56,7 +56,7 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Chosen kernels: of AdamW (None with another optimizer), of norms and of elementwise operations (None for a model that is not ours)."""
+    """Chosen kernels: of AdamW (None with another optimizer), of norms and elementwise operations (None for a model not ours)."""
 
     adamw: FusedKernel | None
     norm: FusedKernel | None

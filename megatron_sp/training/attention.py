@@ -57,7 +57,7 @@ def require_attention(config: Config, launch: Launch, device: torch.device) -> N
     try:
         _find(config, device)
     except ConfigError as error:
-        error.on_all_ranks = launch.rank == 0 or launch.local_rank != 0
+        error.on_all_ranks = launch.rank == 0  # another rank's GPU or package may be the only one that lacks it
         raise
 
 
@@ -75,6 +75,7 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
     names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
     dropout, milliseconds = config.model.attention_dropout, dict[KernelName, float]()
     reason = mine.reason if names == list(mine.names) else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
+    _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
         name, reason = before, "as before the resume"
         activate(name)
@@ -86,10 +87,18 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
         reason = f"the fastest: {listed}" if milliseconds else "no other works at this size"
         unused = {**lacks, **failed}
         reason += "".join(f"; {name}: {why}" for name, why in unused.items())
+        _require_not_plain(config, names, reason)
     if isinstance(before, str) and before != names[0]:
         reason += f"; {before} before the resume"
     activate(names[0])
     return AttentionChoice(chosen(names[0], reason, dropout), milliseconds)
+
+
+def _require_not_plain(config: Config, names: list[KernelName], reason: str) -> None:
+    """Check that a kernel asked for by name is not replaced by plain products; the same on all ranks. Raises ConfigError."""
+    backend = config.kernels.attention_backend
+    if backend in NAMED and names == ["reference"]:
+        raise ConfigError(f"--attention-backend {backend} cannot be used on all ranks: {reason}. Use --attention-backend auto.")
 
 
 def _find(config: Config, device: torch.device) -> Candidates:
@@ -115,9 +124,9 @@ def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelNam
     """Return the candidates of all ranks, in this rank's order, and why others are not; ``reference`` works everywhere."""
     names = [name for name in mine.names if all(name in theirs for theirs, _, _ in of_ranks)]
     lacks: dict[str, str] = {}
-    for rank, (theirs, reasons, reason) in enumerate(of_ranks):
+    for rank, (theirs, reasons, _) in enumerate(of_ranks):
         for name in {name for others, _, _ in of_ranks for name in others}.difference(theirs):
-            lacks.setdefault(name, f"rank {rank}: {reasons.get(name, reason)}")
+            lacks.setdefault(name, f"rank {rank}: {reasons.get(name) or f'it takes {theirs[0]}'}")
     everywhere = {name: why for name, why in mine.lacks.items() if name not in lacks}
     return names or ["reference"], {**lacks, **everywhere}
 

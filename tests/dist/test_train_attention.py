@@ -10,8 +10,11 @@ import torch
 from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, install_flash
 from support.training import NO_DROPOUT, records, train
 
+from megatron_sp.comm.groups import Launch
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.ops import attention_choice
 from megatron_sp.training import attention
+from megatron_sp.utils.errors import ConfigError
 
 __all__ = ["install_flash"]
 ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}
@@ -113,13 +116,36 @@ def test_torchs_flash_kernel_is_the_chosen_one_in_the_end(
 
 
 def test_a_named_kernel_that_is_not_there(install_flash: Install, tmp_path: Path) -> None:
-    """Before any rank waits for another: every rank ends with the code of a wrong flag, and one of the host says why."""
+    """Before any rank waits for another: every rank ends with the code of a wrong flag and says why, each in one line."""
     install_flash(flash2=FLASH2)
     outcome = train(tmp_path, "--save", tmp_path / "run", "--attention-backend", "flash3", *FLAGS, ranks=2)
     outcome.expect(
         2, "error: --attention-backend flash3 cannot be used: flash3: flash_attn_3 is not installed. Use --attention-backend auto."
     )
-    assert outcome.text.count("error: ") == 1 and "Traceback" not in outcome.text and not (tmp_path / "run").exists()
+    assert outcome.text.count("error: ") == 2 and "Traceback" not in outcome.text and not (tmp_path / "run").exists()
+
+
+def only(rank: int, module: str) -> str:
+    """A package that only one rank can import."""
+    return f"import os\nif os.environ['RANK'] != '{rank}': raise OSError('no such symbol')\n{module}"
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "by_rank_0"), [(0, 0, True), (1, 1, False), (8, 0, False)])
+def test_every_rank_says_what_it_lacks(install_flash: Install, rank: int, local_rank: int, by_rank_0: bool) -> None:
+    """The others may have it, and can say nothing."""
+    install_flash(flash2="raise OSError('no such symbol')")
+    config = Config(model=ModelConfig(hidden_size=32, num_attention_heads=4, num_layers=1, seq_length=16))
+    config.kernels.attention_backend, config.precision.bf16 = "flash2", True
+    with pytest.raises(ConfigError) as error:
+        attention.require_attention(config, Launch(rank, local_rank, 16, 8, 0), torch.device("cpu"))
+    assert error.value.on_all_ranks is by_rank_0
+
+
+def test_a_named_kernel_is_not_replaced_by_plain_products(install_flash: Install, tmp_path: Path) -> None:
+    """Each rank has a FlashAttention, and they have none in common."""
+    install_flash(flash2=only(0, FLASH2), flash3=only(1, FLASH3))
+    outcome = train(tmp_path, "--attention-backend", "flash", *FLAGS, ranks=2)
+    outcome.expect(2, "error: --attention-backend flash cannot be used on all ranks: ", "Use --attention-backend auto.")
 
 
 @pytest.mark.parametrize("flags, sentence", [

@@ -34,6 +34,10 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     sees(monkeypatch, 2)
     with pytest.raises(ConfigError, match=r"local rank 2 has no GPU of its own: this process sees 2; start at most .*--gpus-per-task=1"):
         gpu_of(2)
+    for local_rank, speaks in ((2, True), (3, False)):  # rank 0 has a GPU: the first one beyond says it, once for a host
+        with pytest.raises(ConfigError) as error:
+            gpu_of(local_rank)
+        assert error.value.on_all_ranks is not speaks
 
 
 def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +48,8 @@ def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity_of(gpu) == "GPU-1f3e"
     sees(monkeypatch, 1, pci_domain_id=0, pci_bus_id=7, pci_device_id=1)
     assert identity_of(gpu) == f"0:7:1 of {os.uname().nodename}"
+    sees(monkeypatch, 1, uuid="00000000-0000-0000-0000-000000000000", pci_domain_id=0, pci_bus_id=7, pci_device_id=1)
+    assert identity_of(gpu) == f"0:7:1 of {os.uname().nodename}", "a driver that does not know"
     sees(monkeypatch, 1)
     assert identity_of(gpu) == "", "nothing is known, so nothing is compared"
 

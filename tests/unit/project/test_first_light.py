@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-from first_light import command, markdown, tables  # noqa: E402
+from first_light import command, markdown, processes, tables  # noqa: E402
 from first_light.page import page  # noqa: E402
 from first_light.plan import PARTS, Part  # noqa: E402
 from first_light.records import Record  # noqa: E402
@@ -442,3 +442,23 @@ def test_hostile_text_is_no_markup_in_markdown() -> None:
     assert not [line for line in text.splitlines() if line.startswith("# head")]
     widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| ") and "absent" in line}
     assert len(widths) == 1
+
+
+def test_what_the_end_cut_short_is_not_bad_but_what_was_wrong_before_it_is() -> None:
+    """A measurement that a signal ended has raised: that says nothing. A result that was compared and wrong does."""
+    cut, wrong = (Record("steps", "BERT", verdict=verdict) for verdict in ("failed", "wrong"))
+    assert not PartResult("stopped", "stopped by SIGTERM", 1.0, records=[cut]).is_bad
+    assert PartResult("stopped", "stopped by SIGTERM", 1.0, records=[cut, wrong]).is_bad
+    assert PartResult("done", "", 1.0, records=[cut]).is_bad
+
+
+def test_a_process_that_does_not_end_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may hold a process that SIGKILL does not end: the hour goes on."""
+    asked: list[int] = []
+    now = iter(range(1000))
+    monkeypatch.setattr(processes, "marked", lambda mark: [12345678])
+    monkeypatch.setattr(processes.os, "kill", lambda pid, kind: asked.append(pid))
+    monkeypatch.setattr(processes.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    processes.end_marked("mark", patience_s=5.0)
+    assert 0 < len(asked) <= 6
