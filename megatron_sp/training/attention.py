@@ -66,7 +66,8 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
 
     Args:
         before: the checkpoint's kernel, if it has the same layout; None: there is none.
-        measure: time the candidates; else the first is taken.
+        measure: time the candidates; else the first is taken, and torch's flash kernel stays its own: a model that is not
+            ours calls SDPA with what has not been tried here.
     Raises:
         ConfigError: a requested kernel cannot be used on some rank.
     """
@@ -78,7 +79,7 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
     _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
         name, reason = before, "as before the resume"
-        activate(name)
+        activate(name if measure else "sdpa")
         return AttentionChoice(chosen(name, reason, dropout), milliseconds)
     if len(names) > 1 and measure:
         milliseconds, failed = _timed(names, config, groups)
@@ -90,7 +91,7 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
         _require_not_plain(config, names, reason)
     if isinstance(before, str) and before != names[0]:
         reason += f"; {before} before the resume"
-    activate(names[0])
+    activate(names[0] if measure else "sdpa")
     return AttentionChoice(chosen(names[0], reason, dropout), milliseconds)
 
 

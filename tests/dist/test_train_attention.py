@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,3 +186,20 @@ def test_deterministic_mode_reaches_the_kernel_and_fills_nothing(install_flash: 
     install_flash(flash2=f"{FLASH2}{note}")
     train(tmp_path, "--train-iters", 1, *FLAGS, "--attention-backend", "flash2", "--deterministic-mode").expect(0)
     assert set((tmp_path / "seen").read_text().splitlines()) == {"True True False"}
+
+
+@pytest.mark.parametrize("measure", [True, False], ids=["a model of ours", "a model of others"])
+def test_only_models_of_ours_change_torchs_flash_kernel(install_flash: Install, monkeypatch: pytest.MonkeyPatch, measure: bool) -> None:
+    """A model of others calls SDPA with shapes and dropout that nobody has tried FlashAttention 4 with."""
+    registry = Registry(("FA4",))
+    monkeypatch.setattr(attention_choice, "attention_of_torch", registry)
+    monkeypatch.setattr(attention, "gather_json", lambda mine, group: [mine])
+    monkeypatch.setattr(attention, "all_ranks_agree", lambda group: contextlib.nullcontext())
+    monkeypatch.setattr(attention, "_timed", lambda names, *_: ({name: float(i) for i, name in enumerate(names)}, {}))
+    install_flash(flash4="x = 1")
+    shape = ModelConfig(hidden_size=32, num_attention_heads=4, num_layers=1, seq_length=16, vocab_size=20, attention_dropout=0.0)
+    config = Config(model=shape)
+    config.precision.bf16 = True
+    groups: Any = SimpleNamespace(device=torch.device("cpu"), control=None)
+    found = attention.choose_attention(config, groups, measure=measure)
+    assert found.kernel.name == "sdpa-fa4" and registry.current == ("FA4" if measure else None)

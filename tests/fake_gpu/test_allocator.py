@@ -74,6 +74,7 @@ def test_the_form_predicts_the_peak(name: str) -> None:
     peak, plan = outcome["peak"], outcome["plan"]
     held = "\n".join(f"{num_bytes / MIB:10.1f} MiB of {where}" for where, num_bytes in outcome["held"].items())
     assert plan["peak"] == pytest.approx(peak, rel=TOLERANCE), f"{plan['worst']}\nfound {peak / MIB:.1f} MiB:\n{held}"
+    # how much is broken into pieces: no bound of the form's. Most are within 1.12; 7B at stage 3 with Triton's kernels is at 1.22
     assert peak <= outcome["expandable"] < 1.25 * peak, "expandable segments: this much beside the peak"
     assert peak <= outcome["reserved"] < 1.45 * peak, "segments of fixed sizes"
 
