@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate import memory_shape
+from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels
+from megatron_sp.training import fused
 from megatron_sp.training import memory_estimate as foresight
 from megatron_sp.training.memory_estimate import MemoryEstimate, host_memory_bytes, resident_bytes
 
@@ -79,3 +83,24 @@ def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_overlap_that_was_chosen_counts() -> None:
     flags = ("--sequence-parallel-size", "2", "--sp-overlap-comm")
     assert foresee(*flags, mode="chunked").traffic.can_hide > foresee(*flags, mode="none").traffic.can_hide
+
+
+def test_a_gpu_without_triton_needs_more_than_the_flag_says() -> None:
+    """--fused-kernels auto falls back to torch where Triton cannot run: the form is then that of --fused-kernels torch."""
+    gpu, modes = torch.device("cuda"), {"mode": "none", "chunks": 2}
+    auto = MemoryEstimate(config("--bf16"), modes, 4, 2, gpu)
+    fallen_back = MemoryEstimate(config("--bf16"), modes, 4, 2, gpu, fused=False)
+    asked = MemoryEstimate(config("--bf16", "--fused-kernels", "torch"), modes, 4, 2, gpu)
+    assert auto.memory.peak < fallen_back.memory.peak == asked.memory.peak
+
+
+def test_the_run_tells_the_form_whether_triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("triton", "torch"):
+        chosen = FusedKernels(None, None, FusedKernel("elementwise operations", name, "found"))  # type: ignore[arg-type]
+        monkeypatch.setattr(fused, "choose_fused_kernels", lambda asked, use, chosen=chosen: chosen)
+        assert fused.expects_triton(config(), torch.device("cuda")) == (name == "triton")
+
+
+def test_a_norms_partial_sums_are_those_of_the_kernel() -> None:
+    source = (ROOT / "megatron_sp/ops/kernels/norms.py").read_text()
+    assert f"_MOST_PROGRAMS = {memory_shape._NORM_PROGRAMS} " in source
