@@ -22,7 +22,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def require_torch() -> None:
-    """Check the installed torch without importing it; one that pip does not know is not checked.
+    """Check the installed torch without importing it; one that pip does not know, or whose version says nothing, is not checked.
 
     Raises:
         ConfigError: it is too old.
@@ -31,7 +31,8 @@ def require_torch() -> None:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return
-    if numbers(version)[:2] < OLDEST_TORCH:
+    found = numbers(version or "")[:2]  # None: the metadata is damaged
+    if found and found < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ConfigError(
             f"torch {version} is too old: this package needs {oldest} or later (torch.addmm with out_dtype and out, safe reading of"

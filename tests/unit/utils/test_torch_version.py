@@ -39,6 +39,13 @@ def test_a_torch_that_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None
     require_torch()
 
 
+@pytest.mark.parametrize("version", [None, "", "unknown"])
+def test_a_version_that_says_nothing_is_not_checked(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """Of an installation whose metadata is damaged, or of a build of somebody's own."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    require_torch()
+
+
 def test_a_program_ends_with_that_sentence(tmp_path: Path) -> None:
     """As with an older one installed in front of ours; it is never imported."""
     info = tmp_path / "torch-2.9.0.dist-info"
