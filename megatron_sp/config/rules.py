@@ -411,6 +411,11 @@ def _kernels(config: Config) -> Iterator[str]:
         yield f"{given} chooses whole blocks and needs --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
     if granularity == "full" and method == "block" and layers is None:
         yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
+    if kernels.recompute_attention != "none" and granularity != "full":
+        yield (
+            f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs --recompute-granularity full (given:"
+            f" {granularity or 'nothing'}): change one of them"
+        )
     parallel = config.parallel
     parts = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     positions = -(-(model.seq_length or 0) // parts)

@@ -168,6 +168,12 @@ class KernelConfig:
     recompute_num_layers: int | None = flag(
         None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1, high=10_000
     )
+    recompute_attention: Literal["none", "exchange", "full"] = flag(
+        "none",
+        "with --recompute-granularity full: none keeps attention's output and the log of its sums, and what Ulysses has sent back, so that"
+        " neither is repeated; exchange repeats the way back alone, for less memory; full repeats all",
+        alone="full",
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     lm_head_chunk_tokens: int | None = flag(
         None,

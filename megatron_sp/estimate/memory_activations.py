@@ -65,12 +65,14 @@ class ActivationForm:
         """Return the activations of all blocks at the end of the forward pass."""
         recomputed = sum(last - first for first, last in self.shape.recomputed)
         stored, inputs = self.shape.layers - recomputed, len(self.shape.recomputed)
+        first, last, again = self.stages[-1]
         here = {line.name for line in self.block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
         if self.offloads:  # only the last stage is on the device
-            inputs = int(self.stages[-1][2])
+            inputs, recomputed = int(again), last - first if again else 0
         of_moved = stored if not self.offloads else 1 - inputs
         kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(self.block_keeps)]
-        return [*kept, Line("inputs of recomputed blocks", inputs * self.shape.stream), self.embedding_norm]
+        inside = [Line("inputs of recomputed blocks", inputs * self.shape.stream), self._results(recomputed)]
+        return [*kept, *inside, self.embedding_norm]
 
     def kept_below(self, layer: int) -> list[Line]:
         """Return the activations of all blocks below one while backward is in that block."""
@@ -82,10 +84,16 @@ class ActivationForm:
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
         stored = sum(i not in recomputed for i in range(layer))
         remade = layer - recomputed[layer] if layer in recomputed else 0  # recomputed blocks of the same chunk
+        results = sum(i in recomputed for i in range(layer)) - remade
         return [
             Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.shape.stream),
+            self._results(results),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
         ]  # fmt: skip
+
+    def _results(self, blocks: int) -> Line:
+        """Return what recomputed blocks keep of their attention."""
+        return Line("attention of recomputed blocks", blocks * self.attention.results)
 
     # in host memory
 
@@ -117,8 +125,11 @@ class ActivationForm:
         return [line for line in self.block_keeps if line.name == "dropout keys"]
 
     def _moves(self, stage: Stage) -> int:
-        """Return the bytes of a stage that are offloaded: activations, but not dropout keys."""
-        return self.shape.stream if stage[2] else total(self.block_keeps) - total(self._stay_of_block)
+        """Return the bytes of a stage that are offloaded: what it has saved, but not dropout keys."""
+        first, last, again = stage
+        if again:
+            return self.shape.stream + (last - first) * self.attention.results
+        return total(self.block_keeps) - total(self._stay_of_block)
 
     def _left_below(self, layer: int) -> list[Line]:
         """Return the result of ``kept_below`` with offloading: of the stages below, only the next one is on its way back."""

@@ -131,6 +131,25 @@ class AttentionForm:
         return self.model.attention_dropout > 0  # nor with dropout on a CPU
 
     @property
+    def keeps_results(self) -> bool:
+        """True if recomputed blocks keep attention's results (``ops/attention.py :: keeps_results``)."""
+        shape = self.shape
+        gives_lse = not shape.cuda or (shape.is_16_bit and shape.d % 8 == 0 and shape.d <= 256)
+        return self.kernels.recompute_attention != "full" and gives_lse and not self.uses_reference and self.model.attention_dropout == 0
+
+    @property
+    def keeps_received(self) -> bool:
+        """True if they keep what the exchange back has brought, too."""
+        return self.keeps_results and self.kernels.recompute_attention == "none" and self.shape.sp > 1
+
+    @property
+    def results(self) -> int:
+        """Bytes that a recomputed block keeps of its attention beside its input."""
+        if not self.keeps_results:
+            return 0
+        return sum(self.outs) + self.kernel_keeps + (self.out_whole if self.keeps_received else 0)
+
+    @property
     def kernel_keeps(self) -> int:
         """Bytes that the attention kernel saves for backward beside q, k, v and its output."""
         if self.kernels.recompute_granularity == "selective":

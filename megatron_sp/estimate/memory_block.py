@@ -57,7 +57,7 @@ class BlockMoments:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
         mlp = 0 if recomputed else -total(self.activations.mlp_keeps)
-        keeps = total(self.activations.attention_keeps) if recomputed else 0
+        keeps = total(self.activations.attention_keeps) - attention.results if recomputed else 0
         makes = attention.attention_blocks
         if attention.uses_reference:
             # without gradients the mask is freed before the last product

@@ -187,19 +187,23 @@ class _Counter:
         if ranks == 1:
             return
         hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
-        number = [sum(len(chunk.messages) + 1 for chunk in chunks) * n for n in (self.forwards, self.backwards)]
+        # passes of what goes to the heads, of what comes back, and backward; a recomputation need not repeat the second
+        times = self.forwards, self.backwards if self.form.attention.keeps_received else self.forwards, self.backwards
+        messages = sum(len(chunk.messages) for chunk in chunks)
+        number = [times[0] * messages + times[1] * len(chunks), times[2] * (messages + len(chunks))]
         sent = [self._sent(rank, hides) for rank in range(ranks)]
-        most = max(sent, key=lambda s: self.forwards * sum(s[0]) + self.backwards * sum(s[1]))
-        forward, backward = ([n * bytes_ for bytes_ in both] for n, both in zip((self.forwards, self.backwards), most, strict=True))
+        most = max(sent, key=lambda s: sum(n * sum(both) for n, both in zip(times, s, strict=True)))
+        there, back, backward = ([n * bytes_ for bytes_ in both] for n, both in zip(times, most, strict=True))
+        forward = [a + b for a, b in zip(there, back, strict=True)]
         under = "projections and attention of other heads"
         for kind, count, (shown, hidden) in zip(("heads, forward", "heads, backward"), number, (forward, backward), strict=True):
             yield Flow(kind, "all_to_all", "sp", ranks, count, shown + hidden, hidden, under if hidden else "")
 
-    def _sent(self, rank: int, hides: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the bytes that a rank sends in a block's forward and backward pass, each as (exposed, can hide)."""
+    def _sent(self, rank: int, hides: bool) -> tuple[list[int], list[int], list[int]]:
+        """Return the bytes that a rank sends in a block: to the heads, back, and in backward, each as [exposed, can hide]."""
         shape, chunks = self.shape, self.form.attention.chunks
         per_head = shape.sp_tokens * shape.d * shape.e
-        forward, backward = [0, 0], [0, 0]
+        there, back, backward = [0, 0], [0, 0], [0, 0]
         messages = sum(len(chunk.messages) for chunk in chunks)
         for index, chunk in enumerate(chunks):
             last = index == len(chunks) - 1
@@ -208,15 +212,15 @@ class _Counter:
             for place, message in enumerate(chunk.messages):
                 widths = [len(rows) for rows in message.rows]
                 covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
-                forward[covered] += (sum(widths) - widths[rank]) * per_head
+                there[covered] += (sum(widths) - widths[rank]) * per_head
                 # backward: messages are waited for in the order in which they were sent; with a single chunk the first
                 # one at once
                 covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
                 backward[covered] += widths[rank] * (self.sp - 1) * per_head
-            forward[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
+            back[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
             # the gradient of attention's output, under the gradient of the projection's weight
             backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
-        return (forward[0], forward[1]), (backward[0], backward[1])
+        return there, back, backward
 
     def scalars(self) -> Iterator[Flow]:
         """Scalars: token counts, digests of samples, loss sums, gradient norm."""

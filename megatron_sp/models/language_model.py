@@ -14,7 +14,9 @@ from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
 from megatron_sp.models.unit_order import recompute_plan, unit_order
+from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
@@ -176,8 +178,7 @@ class LanguageModel(nn.Module):
                 continue
             x = unit_boundary(x, events, first + 1, below)
             if again:
-                draws_random = layers[first].self_attention.draws_random(ctx)
-                run = partial(_recomputed, layers, range(first, last), ctx, events, draws_random)
+                run = partial(_recomputed, layers, range(first, last), self._with_kept_attention(ctx, x), events)
                 x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
             else:
                 x = _run_layers(layers, range(first, last), x, ctx, events, offload)
@@ -190,6 +191,13 @@ class LanguageModel(nn.Module):
         if ctx.cache is not None:
             ctx.cache.advance(tokens.shape[1])
         return x
+
+    def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
+        """Return the context of recomputed blocks, which keep attention's results where the kernel has them (--recompute-attention)."""
+        again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
+        if again == "full" or not keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout):
+            return ctx
+        return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the position ids of the tokens: [s], or [s, b] if they differ between sequences."""
@@ -216,10 +224,9 @@ class LanguageModel(nn.Module):
         return replace(ctx, recompute_core=again, mlp_chunks=self.kernels.mlp_chunks)
 
 
-def _recomputed(
-    layers: list[TransformerBlock], which: range, ctx: ForwardContext, events: UnitEvents | None, draws_random: bool, x: Tensor
-) -> Tensor:
-    return recompute(_run_layers, layers, which, x, ctx, events, draws_random=draws_random)
+def _recomputed(layers: list[TransformerBlock], which: range, ctx: ForwardContext, events: UnitEvents | None, x: Tensor) -> Tensor:
+    draws_random = layers[which.start].self_attention.draws_random(ctx)
+    return recompute(_run_layers, layers, which, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
 
 
 def _run_layers(

@@ -67,7 +67,10 @@ class SelfAttention(nn.Module):
         its consumers.
         """
         qkv, proj = self.linear_qkv, self.linear_proj
-        plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
+        plan = AttentionPlan(
+            self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None,
+            kept=ctx.kept if ctx.keeps_received else None,
+        )  # fmt: skip
         out, x = attention_block(
             x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, main_grad=self.linear_qkv.main_grad
         )
@@ -157,7 +160,7 @@ class AttentionCore:
             groups = len(share.queries) // q.shape[2]
             rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
         mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])
-        return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows)
+        return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows, kept=ctx.kept)
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
         assert self.ctx.rotary is not None

@@ -35,7 +35,8 @@ from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.lse_kernels import CPUFlash, KeptTensors, attend_with, by_head
+from megatron_sp.ops.memory import empty
 from megatron_sp.ops.packed_attention import (
     Segment,
     Segments,
@@ -158,8 +159,9 @@ class _SplitQKV(torch.autograd.Function):
 
 
 def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None,
+    kept: KeptTensors | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention of m independent groups.
 
     Args:
@@ -167,6 +169,7 @@ def core_attention(
         k, v: [s_k, m, 1, d], one key and value head for r query heads.
         mask: its ``key_lengths``, if any, are [m].
         dropout_rows: int32 [m, r, s_q], for the reference kernel.
+        kept: keeps the results for a recomputation, or has them (``keeps_results``).
     Returns:
         [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
@@ -177,32 +180,45 @@ def core_attention(
         mask = replace(mask, window=None)
     if mask.documents is not None:
         each = q.shape[1] // len(mask.documents)
-        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask, kernel, dropout, dropout_rows)
+        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask, kernel, dropout, dropout_rows, kept)
     by_length = mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] and mask.window is None
     lengths = mask.lengths_on_host() if by_length else None
     if by_length and lengths is None and q.shape[0] > 1 and mask.key_lengths is not None:
         lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
     if lengths is not None:
         segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
-        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None)
+        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None, kept)
     if kernel in FLASH_NAMES:
-        return _flash(kernel, q, k, v, mask, dropout)
+        return _flash(kernel, q, k, v, mask, dropout, kept)
     if kernel == "sdpa":
-        return _sdpa(q, k, v, mask, dropout)
+        return _sdpa(q, k, v, mask, dropout, kept)
     if kernel == "cudnn":
         with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-            return _sdpa(q, k, v, mask, dropout)
+            return _sdpa(q, k, v, mask, dropout, kept, cudnn=True)
     return _reference(q, k, v, mask, dropout, dropout_rows)
+
+
+def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
+    """Return whether ``core_attention`` can keep its results for a recomputation: the kernel gives the log of its sums (lse).
+
+    The plain form gives none, nor do kernels that drop probabilities, or torch's memory-efficient one (fp32 on a GPU).
+    All ranks of a run find the same.
+    """
+    if kernel == "reference" or dropout > 0:
+        return False
+    if device.type == "cpu":
+        return kernel == "sdpa" and _HAS_CPU_FLASH
+    return False
 
 
 def _by_segment(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
-    dropout_rows: Tensor | None,
+    dropout_rows: Tensor | None, kept: KeptTensors | None,
 ) -> Tensor:  # fmt: skip
     """Compute attention within segments only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
     causal, window = mask.causal, mask.window
     if kernel == "sdpa" and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal)
+        return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal, kept)
     cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
     are_documents = cover and all(segment.keys == segment.queries for segment in segments)
     varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if are_documents else None
@@ -213,17 +229,20 @@ def _by_segment(
         columns = slice(segment.sequence * each, (segment.sequence + 1) * each)
         rows = None if dropout_rows is None else dropout_rows[columns, :, segment.start : segment.start + segment.queries]
         if causal and segment.keys < segment.queries:  # the kernels put the last query at the last key: these are at the first one
-            return _causal_from_the_start(q, k, v, kernel, dropout)
-        return core_attention(q, k, v, AttentionMask(causal, window=window), kernel=kernel, dropout=dropout, dropout_rows=rows)
+            return _causal_from_the_start(q, k, v, kernel, dropout, kept)
+        mask = AttentionMask(causal, window=window)
+        return core_attention(q, k, v, mask, kernel=kernel, dropout=dropout, dropout_rows=rows, kept=kept)
 
     return one_by_one(q, k, v, segments, each, attend)
 
 
-def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float) -> Tensor:
+def _causal_from_the_start(
+    q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float, kept: KeptTensors | None
+) -> Tensor:  # fmt: skip
     """Causal attention where query i attends to keys 0 to i and there are more queries than keys: the rest attend to all keys."""
     n = k.shape[0]
-    parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout)]
-    parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout))
+    parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout, kept=kept)]
+    parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout, kept=kept))
     return torch.cat(parts)
 
 
@@ -278,23 +297,25 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
     return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
 
 
-def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kept: KeptTensors | None) -> Tensor:
     if mask.key_lengths is not None:
-        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding
+        return _sdpa(q, k, v, mask, dropout, kept)  # it wants packed sequences for padding
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kept: KeptTensors | None = None, cudnn: bool = False
+) -> Tensor:  # fmt: skip
     if mask.window is not None and mask.key_lengths is None:
-        return _sdpa_in_windows(q, k, v, mask.window, dropout)
+        return _sdpa_in_windows(q, k, v, mask.window, dropout, kept)
     s_q, s_k = q.shape[0], k.shape[0]
     aligned = mask.causal and s_q == s_k and mask.key_lengths is None
     if not aligned and (mask.key_lengths is not None or (mask.causal and s_q > 1)):
         return _sdpa_with_mask(q, k, v, mask, dropout)
     if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return _CPUFlash.apply(q, k, v, aligned)
+        return attend_with(CPUFlash(aligned), q, k, v, kept)
     return _any_sdpa(q, k, v, None, dropout, aligned)
 
 
@@ -320,7 +341,7 @@ def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: 
     """Call SDPA with torch's choice of kernel; [s, m, r, d] -> [m, r, s, d] and back are views, since the kernels take strides."""
     if q.device.type == "cuda":
         return _fused_sdpa(q, k, v, allowed, dropout, causal)
-    q, k, v = _by_head(q, k, v)
+    q, k, v = by_head(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal).permute(2, 0, 1, 3)
 
 
@@ -337,16 +358,16 @@ def _fused_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout
     """
     r, d = q.shape[2:]
     with _without_all_scores():
-        by_head = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-        params = torch.backends.cuda.SDPAParams(*by_head, None, dropout, causal, r > 1)
+        operands = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        params = torch.backends.cuda.SDPAParams(*operands, None, dropout, causal, r > 1)
         takes_groups = allowed is None and (
             torch.backends.cuda.can_use_flash_attention(params) or torch.backends.cuda.can_use_cudnn_attention(params)
         )
         if not takes_groups:
             if d % 8:
                 q, k, v = (F.pad(t, (0, -d % 8)) for t in (q, k, v))
-            by_head = _by_head(q, k, v)
-        query, key, value = by_head
+            operands = by_head(q, k, v)
+        query, key, value = operands
         try:
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=1 / math.sqrt(d),
@@ -373,7 +394,7 @@ def _without_all_scores() -> Iterator[None]:
         torch.backends.cuda.enable_math_sdp(before)
 
 
-def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
+def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, kept: KeptTensors | None) -> Tensor:
     """Causal attention with a sliding window shorter than the keys.
 
     Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one; all
@@ -387,7 +408,7 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
     if s_q > s_k:
         return _sdpa_with_mask(q, k, v, AttentionMask(window=window), dropout)
     if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True)
+        return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True, kept)
     if torch_has_varlen(q):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
@@ -402,55 +423,6 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
 _MASK_ELEMENTS = 2**24
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
-
-
-class _CPUFlash(torch.autograd.Function):
-    """torch's fused CPU kernel, called directly instead of through scaled_dot_product_attention to save its output only once.
-
-    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
-    both use the copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        s, m, r, d = q.shape
-        out = empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
-        for groups in blocks(m, s * r * d * q.element_size(), q.device):
-            operands = _by_head(q[:, groups], k[:, groups], v[:, groups])
-            by_head, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, causal)
-            out[:, groups] = by_head.permute(2, 0, 1, 3)  # [m, r, s, d] -> [s, m, r, d]
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal = causal
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        s, m, r, d = q.shape
-        one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        if one and k.shape[0] == s:  # parts of the fused QKV: one tensor for all three gradients, in its layout, and packing costs nothing
-            packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
-            grad_q, grad_k, grad_v = packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]
-        else:
-            grad_q, grad_k, grad_v = (empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v))
-        for groups in blocks(m, s * r * d * q.element_size(), q.device):
-            operands = _by_head(q[:, groups], k[:, groups], v[:, groups])
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[:, groups].permute(1, 2, 0, 3), *operands, out[:, groups].permute(1, 2, 0, 3), lse[groups], 0.0, ctx.causal
-            )
-            part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in grads)
-            if r > 1:  # the group's one key and value served all its queries
-                part_k, part_v = part_k.sum(2, keepdim=True), part_v.sum(2, keepdim=True)
-            grad_q[:, groups], grad_k[:, groups], grad_v[:, groups] = part_q, part_k, part_v
-        return grad_q, grad_k, grad_v, None
-
-
-def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Permute [s, m, r|1, d] to [m, r, s, d] without a copy."""
-    r = q.shape[2]
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    return q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, rows: Tensor | None) -> Tensor:

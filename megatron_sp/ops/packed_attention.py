@@ -20,6 +20,7 @@ On a GPU (``varlen``) one kernel call takes all documents of the batch, with cum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.lse_kernels import Gradients, KeptTensors, attend_with, empty_gradients
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.utils.numbers import window_tile
 
@@ -164,7 +166,9 @@ class _Places:
         into[self.rows[segment, at][:, None], self.columns[segment]] = x[segment, at]
 
 
-def cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool) -> Tensor:
+def cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool, kept: KeptTensors | None = None
+) -> Tensor:  # fmt: skip
     """Compute attention with torch's fused CPU kernel.
 
     Args:
@@ -173,42 +177,45 @@ def cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, ca
         segments: non-overlapping, except for the keys of ``in_windows``.
         each: consecutive columns of m per sequence.
         causal: causal mask within a segment.
+        kept: see ``lse_kernels.attend_with``.
     Returns:
         [s, m, r, d]; zero for queries outside all segments.
     """
-    return _CPUSegments.apply(q, k, v, segments, each, causal)
+    return attend_with(CPUSegments(segments, each, causal), q, k, v, kept)
 
 
-class _CPUSegments(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool) -> Tensor:
-        ctx.segments, ctx.each, ctx.causal = segments, each, causal
+@dataclass(frozen=True)
+class CPUSegments:
+    """torch's fused CPU kernel, called for batches of segments (an ``LseKernel``); its lse are those of the calls."""
+
+    segments: Segments
+    each: int
+    causal: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out, sums = empty(q.shape, dtype=q.dtype, device=q.device), []
-        _zero_outside(out, segments, each, keys=False)
-        for call in _calls(segments, causal, q, each):
-            queries, (is_causal, mask) = _Places(call, keys=False), _mask_of(call, causal, q.dtype)
+        _zero_outside(out, self.segments, self.each, keys=False)
+        for call in _calls(self.segments, self.causal, q, self.each):
+            queries, (is_causal, mask) = _Places(call, keys=False), _mask_of(call, self.causal, q.dtype)
             result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *_operands(q, k, v, call, queries), 0.0, is_causal, attn_mask=mask
             )
             queries.put(out, result)
             sums.append(log_sums)
-        ctx.save_for_backward(q, k, v, out, *sums)
-        return out
+        return out, *sums
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, *sums = ctx.saved_tensors
-        grads = _gradients_of(q, k, v, ctx.segments, ctx.each)
-        for call, log_sums in zip(_calls(ctx.segments, ctx.causal, q, ctx.each), sums, strict=True):
-            queries, keys, (is_causal, mask) = _Places(call, keys=False), _Places(call, keys=True), _mask_of(call, ctx.causal, q.dtype)
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        grads = _gradients_of(q, k, v, self.segments, self.each)
+        for call, log_sums in zip(_calls(self.segments, self.causal, q, self.each), lse, strict=True):
+            queries, keys, (is_causal, mask) = _Places(call, keys=False), _Places(call, keys=True), _mask_of(call, self.causal, q.dtype)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.take(grad, zero_behind=True), *_operands(q, k, v, call, queries), queries.take(out), log_sums, 0.0, is_causal,
                 attn_mask=mask,
             )  # fmt: skip
-            queries.put(grads[0], found[0])
+            queries.put(grads.q, found[0])
             for into, of_queries in zip(grads[1:], found[1:], strict=True):  # the group's one key and value served all its queries
                 keys.put(into, of_queries if q.shape[2] == 1 else of_queries.sum(1, keepdim=True))
-        return *grads, None, None, None
+        return grads
 
 
 def _mask_of(call: _Call, causal: bool, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
@@ -237,14 +244,9 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, call: _Call, queries: _Places) ->
     return queries.take(q), keys.take(k).expand(-1, r, -1, -1), keys.take(v).expand(-1, r, -1, -1)
 
 
-def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients, zero outside the segments; for views of a fused QKV as views of one tensor in its layout, ready packed."""
-    s, m, r, d = q.shape
-    if q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
-        packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
-        grads = packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]
-    else:
-        grads = tuple(empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v))  # type: ignore[assignment]
+def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int) -> Gradients:
+    """Allocate the gradients, zero outside the segments."""
+    grads = empty_gradients(q, k, v)
     for grad, keys in zip(grads, (False, True, True), strict=True):
         _zero_outside(grad, segments, each, keys)
     return grads

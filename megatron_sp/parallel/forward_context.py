@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.ops.lse_kernels import KeptTensors
 
 MicroBatch = dict[str, Tensor]
 
@@ -59,6 +60,9 @@ class ForwardContext:
         dropout: dropout keys of all positions; None: no dropout (evaluation). ``local_dropout``: those of this rank's
             positions.
         cache: KV cache, for generation.
+        kept: attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
+            computes them again.
+        keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
         recompute_core: recompute the core attention in backward instead of saving its intermediates.
         mlp_chunks: number of chunks of positions in which the MLP is computed.
     """
@@ -71,6 +75,8 @@ class ForwardContext:
     dropout: DropoutKeys | None = None
     local_dropout: DropoutKeys | None = None
     cache: Cache | None = None
+    kept: KeptTensors | None = None
+    keeps_received: bool = False
     recompute_core: bool = False
     mlp_chunks: int = 1
 

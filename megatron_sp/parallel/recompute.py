@@ -6,6 +6,9 @@ exception is attention dropout inside a fused kernel, which draws from torch's g
 torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside;
 the attention block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice.
 Parameters used inside get their gradients through their main_grad or in ``.grad``, as from any ``backward()``.
+
+What is dear to compute and small to save may be kept: attention's output and lse (``ops/lse_kernels.py``). The
+recomputation saves it as it saves the arguments, so it is offloaded with them.
 """
 
 from __future__ import annotations
@@ -17,42 +20,53 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.backward import run_backward
+from megatron_sp.ops.lse_kernels import KeptTensors
 
 
-def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False) -> Tensor:
+def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None) -> Tensor:
     """Call ``fn(*args)`` without saving its intermediate tensors; backward calls it again.
 
     Args:
         fn: returns one tensor.
         draws_random: ``fn`` uses torch's generators; their state is saved, so that it draws the same numbers again.
+        kept: what ``fn`` keeps in it is saved, and is there again when it is called for the second time.
     """
     if not torch.is_grad_enabled():
         return fn(*args)
     trainable = torch.empty(0, requires_grad=True)  # fn may use parameters, so the result has a gradient even if no argument has
-    return _Recompute.apply(trainable, fn, draws_random, *args)
+    return _Recompute.apply(trainable, fn, draws_random, kept, *args)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trainable: Tensor, fn: Callable[..., Tensor], draws_random: bool, *args: Any) -> Tensor:
+    def forward(
+        ctx: Any, trainable: Tensor, fn: Callable[..., Tensor], draws_random: bool, kept: KeptTensors | None, *args: Any
+    ) -> Tensor:  # fmt: skip
         ctx.fn, ctx.random_state = fn, _random_state() if draws_random else None
         ctx.tensor_at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.save_for_backward(*(args[i] for i in ctx.tensor_at))
-        return fn(*args)  # no gradients in here: nothing is kept
+        ctx.kept = kept
+        out = fn(*args)  # no gradients in here: nothing is saved
+        ctx.save_for_backward(*(args[i] for i in ctx.tensor_at), *(() if kept is None else kept.release()))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        args, need = list(ctx.others), ctx.needs_input_grad[3:]
-        for i, tensor in zip(ctx.tensor_at, ctx.saved_tensors, strict=True):
+        args, need = list(ctx.others), ctx.needs_input_grad[4:]
+        saved = list(ctx.saved_tensors)
+        for i, tensor in zip(ctx.tensor_at, saved, strict=False):
             args[i] = tensor.detach().requires_grad_(need[i])
+        if ctx.kept is not None:
+            ctx.kept.restore(saved[len(ctx.tensor_at) :])
+        del saved
+        ctx.maybe_clear_saved_tensors()  # from here on what is kept lives as long as the recomputed graph needs it
         with torch.random.fork_rng(_cuda_devices(), enabled=ctx.random_state is not None), torch.enable_grad():
             if ctx.random_state is not None:
                 _set_random_state(ctx.random_state)
             out = ctx.fn(*args)
         if out.requires_grad:
             run_backward(out, grad)
-        return None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
+        return None, None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
 
 
 def _cuda_devices() -> list[int]:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec
@@ -75,6 +76,7 @@ class AttentionPlan:
         seq_length: s, the real positions; exchanges include padding to a multiple of the ranks, attention does not.
         tp, sp: the groups.
         add_input: add the block's input to the result (the residual stream).
+        kept: keeps what the exchange back brings for a recomputation, or has it; None: it is exchanged again.
     """
 
     chunks: tuple[HeadChunk, ...]
@@ -83,6 +85,7 @@ class AttentionPlan:
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
     add_input: bool = True
+    kept: KeptTensors | None = None
 
 
 def attention_block(
@@ -171,6 +174,8 @@ class _AttentionBlock(torch.autograd.Function):
         del a
         residual = x if plan.add_input else None
         y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
+        if plan.kept is not None and not plan.kept.replays:
+            plan.kept.keep("received", *(piece for _, piece in pieces))
         if train:
             outs = (piece for _, piece in pieces)
             ctx.save_for_backward(x, params.norm_weight, params.norm_bias, params.w_qkv, params.w_proj, *outs)
@@ -335,6 +340,7 @@ class _Run:
         self.sp, self.batch, self.tokens = plan.sp, a.shape[1], a.shape[0] * a.shape[1]
         self.padded_length = a.shape[0] * plan.sp.size
         self.is_16_bit = a.dtype in (torch.bfloat16, torch.float16)
+        self.has_received = plan.kept is not None and plan.kept.replays
         self.states: list[_ChunkState | None] = []
         rows = [row for chunk in plan.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
         self.whole_weight = len(set(rows)) == len(rows)  # else some rows travel to several ranks
@@ -354,7 +360,8 @@ class _Run:
             recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, recv_buffers, shared)
-            going.append(self.sp.exchange_async("out", out, *self._counts_back(chunk)))
+            if not self.has_received:
+                going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
@@ -371,12 +378,11 @@ class _Run:
         return handles
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the attention of this rank's share, flat, with padding after the real positions."""
-        share = chunk.shares[self.sp.rank]
+        """Return the attention of this rank's share, without gradient."""
+        share, s = chunk.shares[self.sp.rank], self.plan.seq_length
         if not share.queries:
             self.states.append(None)
-            return recv_buffers[0].new_empty(0)
-        s = self.plan.seq_length
+            return recv_buffers[0].new_empty(s, 0)
         recv_buffers = [buffer.view(self.padded_length, self.batch, -1)[:s] for buffer in recv_buffers]
         if self.train:
             recv_buffers = [buffer.detach().requires_grad_() for buffer in recv_buffers]
@@ -388,7 +394,7 @@ class _Run:
             leaves = (self._leaf(q), *shared[share.uses.start])
             out = self.core.attend(*leaves, share)
         self.states.append(_ChunkState(recv_buffers, heads, leaves, out) if self.train else None)
-        return self._padded(out.detach())
+        return out.detach()
 
     def _leaf(self, x: Tensor) -> Tensor:
         return x.detach().requires_grad_() if self.train else x
@@ -398,8 +404,8 @@ class _Run:
         missing = self.padded_length - self.plan.seq_length
         if missing == 0:
             return x.reshape(-1)
-        whole = empty((self.padded_length, x[0].numel()), dtype=x.dtype, device=x.device)
-        whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, -1)
+        whole = empty((self.padded_length, x.shape[1:].numel()), dtype=x.dtype, device=x.device)
+        whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, whole.shape[1])
         whole[self.plan.seq_length :].zero_()
         return whole.view(-1)
 
@@ -408,15 +414,21 @@ class _Run:
 
         A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are
         concatenated first, since a product for each would cost more than the copy; so are 16-bit pieces, whose sum
-        would be rounded at every step.
+        would be rounded at every step. In a recomputation that has them they are yielded as they were.
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
-        pieces = self._pieces(going)
         count = self.sp.size * len(chunks)
-        if count == 1 or (count <= _FEW and not self.is_16_bit):
+        joins = count > 1 and (count > _FEW or self.is_16_bit)
+        n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
+        if self.has_received:
+            assert self.plan.kept is not None
+            places = [slice(0, n * d)] if joins else [columns for columns, _ in self._columns()]
+            yield from zip(places, self.plan.kept.take("received"), strict=True)
+            return
+        pieces = self._pieces(going)
+        if not joins:
             yield from pieces
             return
-        n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
         whole: Tensor | None = None
         for columns, piece in pieces:
             if whole is None:
@@ -425,16 +437,20 @@ class _Run:
         assert whole is not None
         yield slice(0, n * d), whole
 
-    def _pieces(self, going: list[Handle]) -> Iterator[Piece]:
+    def _columns(self) -> Iterator[tuple[slice, HeadChunk]]:
+        """Yield the columns of [tokens, n*d] that each chunk has of each rank, with the chunk; none for a rank without queries."""
         d = self.plan.head_dim
-        for chunk, handle in zip(self.plan.chunks, going, strict=True):
-            arrived, at = handle.wait(), 0
-            for share in chunk.shares:
-                width = len(share.queries) * d
-                if width:
-                    block = arrived[at : at + self.tokens * width].view(self.tokens, width)
-                    yield slice(share.queries.start * d, share.queries.stop * d), block
-                at += self.tokens * width
+        for chunk in self.plan.chunks:
+            yield from ((slice(s.queries.start * d, s.queries.stop * d), chunk) for s in chunk.shares if s.queries)
+
+    def _pieces(self, going: list[Handle]) -> Iterator[Piece]:
+        waiting, current, at, arrived = iter(going), None, 0, torch.empty(0)
+        for columns, chunk in self._columns():
+            if chunk is not current:
+                current, at, arrived = chunk, 0, next(waiting).wait()
+            width = columns.stop - columns.start
+            yield columns, arrived[at : at + self.tokens * width].view(self.tokens, width)
+            at += self.tokens * width
 
     # backward
 

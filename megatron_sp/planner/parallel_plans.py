@@ -86,6 +86,8 @@ class ParallelPlan:
         parallel.sp_head_chunks = self.chunks or None
         if self.recompute != kernels.recompute_granularity:
             kernels.recompute_method = kernels.recompute_num_layers = None
+        if self.recompute != "full":
+            kernels.recompute_attention = "none"
         kernels.recompute_granularity, kernels.recompute_activations = self.recompute, False  # type: ignore[assignment]
         config.batch.micro_batch_size = self.micro_batch
         return normalize(config)

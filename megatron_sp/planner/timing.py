@@ -24,7 +24,7 @@ takes at least the time that Python needs to launch its kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_rank import RankForm
@@ -144,7 +144,7 @@ class _Clock:
         """Return the seconds of a step that the GPU waits for Python."""
         forward, backward = (us * 1e-6 for us in self.machine.gpu.host_us)
         more = max(0.0, forward - self.forward.seconds) + max(0.0, backward - self.backward.seconds)
-        return (more + self.repeats * max(0.0, forward - self.forward.seconds)) * self.layers * self.count
+        return (more + max(0.0, self.repeats * forward - self.again.seconds)) * self.layers * self.count
 
     def _copies(self) -> float:
         """Return the exposed seconds of a step's copies to the host beyond the forward passes, and back beyond the backward passes."""
@@ -202,7 +202,8 @@ class _Clock:
         """Return the seconds of a step's computation that can hide an exchange inside the layers."""
         times = self.layers * self.count
         if flow.kind == "heads, forward":
-            return times * (1 + self.repeats) * self._beside_attention(self.forward)
+            again = replace(self.forward, attention=0.0) if self.form.attention.keeps_results else self.forward
+            return times * (self._beside_attention(self.forward) + self.repeats * self._beside_attention(again))
         if flow.kind == "heads, backward":
             return times * self._beside_attention(self.backward)
         if flow.kind == "activations":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sp.estimate.flops import seen_share
 from megatron_sp.estimate.hardware import Gpu
@@ -187,7 +187,10 @@ class Work:
         """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""
         if granularity == "selective":
             return Pass(attention=self.attention(False))
-        return self.block_forward().times(share) if granularity == "full" else Pass()
+        if granularity != "full":
+            return Pass()
+        forward = self.block_forward()
+        return (replace(forward, attention=0.0) if self.heads.keeps_results else forward).times(share)
 
     def ends(self) -> Pass:
         """Return embedding, head and loss of a micro-batch; the head runs chunk by chunk, forward and backward together."""

@@ -91,7 +91,8 @@ def problems(config: Config) -> Iterator[str]:
     kernels, parallel, model = config.kernels, config.parallel, config.model
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
         yield f"--sp-overlap-mode {parallel.overlap_mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"
-    if kernels.recompute_granularity == "selective" or kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1:
+    partly = kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1 or kernels.recompute_attention != "none"
+    if kernels.recompute_granularity == "selective" or partly:
         yield "an external model recomputes all of its blocks or none: use --recompute-granularity full without further options"
     for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations")):
         if given:

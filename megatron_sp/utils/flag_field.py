@@ -13,7 +13,7 @@ MAX_NUMBER = 1e30
 
 def flag(
     default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None, high: float | None = None,
-    alone: int | None = None, path: bool = False,
+    alone: int | str | None = None, path: bool = False,
 ) -> Any:  # fmt: skip
     """Create a dataclass field that becomes a flag.
 

@@ -51,6 +51,12 @@ CASES = [
      Layout(model={"attention_dropout": 0.1})],
     [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS), Layout(bf16=True, model=WORDS)],
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
+    [Layout(kernels=FULL | {"recompute_attention": "full"} | more, model=DEEP | ROTARY) for more in ({}, {"recompute_num_layers": 2})],
+    [Layout(sp=2, kernels=FULL | {"recompute_attention": again}, model=DEEP | ROTARY) for again in ("none", "exchange", "full")],
+    pytest.param(
+        [Layout(sp=2, mode="chunked", kernels=FULL | {"recompute_attention": again}, model=DEEP) for again in ("none", "exchange")],
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         [Layout(sp=2, kernels=FULL),
          Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],

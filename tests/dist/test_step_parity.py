@@ -32,6 +32,7 @@ OFFLOAD = {"offload_activations": True}
 DROP = {"hidden_dropout": 0.2}
 WIDE = {"ffn_hidden_size": 12}  # four tp ranks divide it
 FULL = {"recompute_granularity": "full"}
+BACK_AGAIN, ALL_AGAIN = ({**FULL, "recompute_attention": again} for again in ("exchange", "full"))
 SELECTIVE = {"recompute_granularity": "selective"}
 
 CASES = [
@@ -65,6 +66,10 @@ CASES = [
     Case(sp=4, mode="split-qkv", model={"attention_dropout": 0.3, "num_attention_heads": 6, "kv_channels": 4, **GROUPED}),
     *(Case(sp=2, mode=mode, kernels=kernels, model=DROP) for mode in ("none", "split-qkv", "chunked") for kernels in (FULL, SELECTIVE)),
     Case(sp=2, mode="chunked", model={**MULTI_QUERY, **ROPE}, kernels=SELECTIVE),
+    *(Case(sp=2, mode=mode, kernels=kernels, model=ROPE) for mode in ("none", "chunked") for kernels in (BACK_AGAIN, ALL_AGAIN)),
+    Case(sp=4, mode="chunked", chunks=3, seq=7, model={"num_attention_heads": 7, "kv_channels": 2}, kernels=FULL),  # uneven, many pieces
+    Case(sp=3, mode="split-qkv", batch=1, kernels={**FULL, "recompute_num_layers": 2}, dtype=torch.float32),
+    Case(sp=2, packed=True, mode="chunked", kernels={**FULL, "recompute_num_layers": 2}, batch=3),
     Case(sp=3, seq=8, ragged=True, mode="chunked", dp=2, micro_batches=2, steps=2),
     Case(sp=4, seq=5, batch=1, mode="none"),  # one rank has nothing but padding
     Case(sp=4, seq=3, batch=2, mode="chunked", model=ROPE),

@@ -76,7 +76,8 @@ def context(config: ModelConfig, batch: Batch, **overrides: Any) -> ForwardConte
     keys = None
     if config.hidden_dropout or config.attention_dropout:
         keys = DropoutKeys.create(7, 3, batch["sample_ids"], torch.arange(S))
-    return ForwardContext(AttentionMask(), **{"kernel": "reference" if config.attention_dropout else "sdpa", "dropout": keys} | overrides)
+    kernel = "reference" if config.attention_dropout else "sdpa"
+    return ForwardContext(**{"mask": AttentionMask(), "kernel": kernel, "dropout": keys} | overrides)
 
 
 def build(config: ModelConfig, kernels: KernelConfig, classes: int = 0, **more: Any) -> Any:

@@ -13,7 +13,7 @@ from support.op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import packed_attention
+from megatron_sp.ops import lse_kernels, packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
@@ -269,7 +269,7 @@ def test_the_cpu_kernels_gradients_need_no_packing(r: int, monkeypatch: pytest.M
     qkv = randn(6, 2, 2 * (r + 2) * D).requires_grad_()
     out = attention(qkv, r, D, AttentionMask())
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(attention_module, "empty", lambda shape, **kw: asked.append(tuple(shape)) or torch.empty(shape, **kw))
+    monkeypatch.setattr(lse_kernels, "empty", lambda shape, **kw: asked.append(tuple(shape)) or torch.empty(shape, **kw))
     out.backward(randn(*out.shape, seed=1))
     assert asked == [(6, 4, r + 2, D)], "one tensor for all three gradients, handed on as it is"
 

@@ -337,6 +337,13 @@ def test_packed_attention_knows_its_work(tmp_path: Path) -> None:
     assert all(seconds > 0 for mix in results.values() for seconds in mix["seconds"].values())
 
 
+def test_recomputed_attention_is_timed_with_its_share(tmp_path: Path) -> None:
+    done = run("recompute_attention.py", "--smoke", "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert set(results["seconds"]) == {"kept", "repeated", "no recomputation"} and 0 < results["attention_share"] < 1
+
+
 def test_bytes_on_the_wire() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()

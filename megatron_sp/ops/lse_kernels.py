@@ -1,0 +1,163 @@
+"""Attention kernels that return the log of the sums of exponentials (lse), and whose backward takes any output and lse.
+
+That is all that a kernel's backward needs of its forward pass, so a recomputation (``parallel/recompute.py``) that has
+kept (output, lse) builds the same autograd node without computing attention again (DistFlashAttn, arXiv:2310.03294;
+LoongTrain, arXiv:2406.18485).
+
+    attend_with(kernel, q, k, v)           computes; autograd saves q, k, v, output and lse
+    the same, while results are kept       computes; output and lse are kept
+    the same, in the recomputation         computes nothing; autograd saves q, k, v and what was kept
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.memory import blocks, empty
+
+
+class KeptTensors:
+    """Tensors of a forward pass that its recomputation takes instead of computing them again.
+
+    Both passes come by the same places in the same order; each entry has a name, which is compared.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[str, tuple[Tensor, ...]]] = deque()
+        self._layout: list[tuple[str, int]] = []
+        self.replays = False
+
+    def keep(self, name: str, *tensors: Tensor) -> None:
+        """Add an entry, in the first pass."""
+        self._entries.append((name, tensors))
+
+    def take(self, name: str) -> tuple[Tensor, ...]:
+        """Return the next entry, in the second pass, and forget it.
+
+        Raises:
+            RuntimeError: the passes differ.
+        """
+        found, tensors = self._entries.popleft() if self._entries else ("nothing", ())
+        if found != name:
+            raise RuntimeError(f"the recomputation asks for {name} where the forward pass has kept {found}")
+        return tensors
+
+    def release(self) -> list[Tensor]:
+        """End the first pass: hand out all tensors, to be saved until the second one."""
+        self._layout = [(name, len(tensors)) for name, tensors in self._entries]
+        released = [tensor for _, tensors in self._entries for tensor in tensors]
+        self._entries.clear()
+        return released
+
+    def restore(self, tensors: Iterable[Tensor]) -> None:
+        """Begin the second pass with the tensors that ``release`` handed out."""
+        at = iter(tensors)
+        self._entries = deque((name, tuple(next(at) for _ in range(count))) for name, count in self._layout)
+        self.replays = True
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class LseKernel(Protocol):
+    """Interface of a kernel with fixed options; q is [s_q, m, r, d], k and v are [s_k, m, 1, d]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return the output, of the shape of q, and what else backward needs beside q, k and v: the lse, in one or more tensors."""
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        """Return the gradients of q, k and v from that of the output."""
+
+
+def attend_with(kernel: LseKernel, q: Tensor, k: Tensor, v: Tensor, kept: KeptTensors | None = None) -> Tensor:
+    """Compute attention, differentiably.
+
+    Args:
+        kernel: the kernel and its options.
+        q: [s_q, m, r, d].
+        k, v: [s_k, m, 1, d].
+        kept: keeps output and lse in the first of two passes, which has no gradients, and has them in the second.
+    Returns:
+        [s_q, m, r, d].
+    """
+    if kept is None or kept.replays:
+        return _Attention.apply(q, k, v, kernel, None if kept is None else kept.take("attention"))
+    results = kernel.forward(q, k, v)
+    kept.keep("attention", *results)
+    return results[0]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LseKernel, results: tuple[Tensor, ...] | None) -> Tensor:
+        out, *lse = kernel.forward(q, k, v) if results is None else results
+        out = out if results is None else out.detach()  # what was kept stays a plain tensor
+        ctx.save_for_backward(q, k, v, out, *lse)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *ctx.kernel.backward(grad, *ctx.saved_tensors), None, None
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Allocate gradients; for parts of a fused QKV as views of one tensor in its layout, so that packing them costs nothing."""
+    s, m, r, d = q.shape
+    if q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and k.shape[0] == s:
+        packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
+        return Gradients(packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :])
+    return Gradients(*(empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)))
+
+
+@dataclass(frozen=True)
+class CPUFlash:
+    """torch's fused CPU kernel, called directly instead of through scaled_dot_product_attention to save its output only once.
+
+    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
+    both use the copy.
+    """
+
+    causal: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        s, m, r, d = q.shape
+        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
+        for groups in blocks(m, s * r * d * q.element_size(), q.device):
+            operands = by_head(q[:, groups], k[:, groups], v[:, groups])
+            of_heads, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, self.causal)
+            out[:, groups] = of_heads.permute(2, 0, 1, 3)  # [m, r, s, d] -> [s, m, r, d]
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        s, m, r, d = q.shape
+        grads = empty_gradients(q, k, v)
+        for groups in blocks(m, s * r * d * q.element_size(), q.device):
+            operands = by_head(q[:, groups], k[:, groups], v[:, groups])
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, groups].permute(1, 2, 0, 3), *operands, out[:, groups].permute(1, 2, 0, 3), lse[0][groups], 0.0, self.causal
+            )
+            part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in found)
+            if r > 1:  # the group's one key and value served all its queries
+                part_k, part_v = part_k.sum(2, keepdim=True), part_v.sum(2, keepdim=True)
+            grads.q[:, groups], grads.k[:, groups], grads.v[:, groups] = part_q, part_k, part_v
+        return grads
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Permute [s, m, r|1, d] to [m, r, s, d] without a copy."""
+    r = q.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    return q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1)
