@@ -416,6 +416,8 @@ def _kernels(config: Config) -> Iterator[str]:
             f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs --recompute-granularity full (given:"
             f" {granularity or 'nothing'}): change one of them"
         )
+    if kernels.recompute_qkv and granularity == "selective":
+        yield "--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop one of them"
     parallel = config.parallel
     parts = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     positions = -(-(model.seq_length or 0) // parts)

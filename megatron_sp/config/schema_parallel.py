@@ -174,6 +174,11 @@ class KernelConfig:
         " neither is repeated; exchange repeats the way back alone, for less memory; full repeats all",
         alone="full",
     )
+    recompute_qkv: bool = flag(
+        False,
+        "keep attention's output instead of queries, keys and values, and project and exchange these again in backward, one chunk of heads"
+        " (--sp-head-chunks) after another; for long sequences. Recomputed blocks do so anyway",
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     lm_head_chunk_tokens: int | None = flag(
         None,

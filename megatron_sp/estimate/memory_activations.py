@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_plan import Line, merged, total
@@ -25,14 +25,19 @@ class ActivationForm:
 
     # of one block
 
-    @cached_property
-    def attention_keeps(self) -> list[Line]:
-        """Activations that the attention of a block saves."""
+    def remakes_heads(self, *, again: bool) -> bool:
+        """Return whether a block makes q, k and v again in backward; ``again``: the block is a recomputed one, in its second pass."""
+        return self.kernels.recompute_qkv or (again and self.attention.keeps_results)
+
+    @cache  # noqa: B019 - a form lives as long as what it is asked for
+    def attention_keeps(self, *, again: bool) -> list[Line]:
+        """Return the activations that the attention of a block saves; ``again`` as in ``remakes_heads``."""
         shape, attention = self.shape, self.attention
         joined = attention.out_whole if attention.joins else 0
         keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout else 0
+        heads = 0 if self.remakes_heads(again=again) else sum(attention.recv_buffers) + attention.made_heads
         return [
-            Line("residual stream", shape.stream), Line("q, k, v", sum(attention.recv_buffers) + attention.made_heads),
+            Line("residual stream", shape.stream), Line("q, k, v", heads),
             Line("attention output", sum(attention.outs)), Line("attention output, all heads of my positions", joined),
             Line("attention kernel's own", attention.kernel_keeps), Line("dropout keys", keys),
         ]  # fmt: skip
@@ -49,10 +54,9 @@ class ActivationForm:
         """Activations saved by the norm after attention or MLP; 0 bytes without one."""
         return Line("inputs of norms", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
 
-    @property
-    def block_keeps(self) -> list[Line]:
-        """Activations that a block saves."""
-        return [*self.attention_keeps, self.norm_behind, *self.mlp_keeps, self.norm_behind]
+    def block_keeps(self, *, again: bool) -> list[Line]:
+        """Return the activations that a block saves; ``again`` as in ``remakes_heads``."""
+        return [*self.attention_keeps(again=again), self.norm_behind, *self.mlp_keeps, self.norm_behind]
 
     @property
     def embedding_norm(self) -> Line:
@@ -66,11 +70,12 @@ class ActivationForm:
         recomputed = sum(last - first for first, last in self.shape.recomputed)
         stored, inputs = self.shape.layers - recomputed, len(self.shape.recomputed)
         first, last, again = self.stages[-1]
-        here = {line.name for line in self.block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
+        block_keeps = self.block_keeps(again=False)
+        here = {line.name for line in block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
         if self.offloads:  # only the last stage is on the device
             inputs, recomputed = int(again), last - first if again else 0
         of_moved = stored if not self.offloads else 1 - inputs
-        kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(self.block_keeps)]
+        kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(block_keeps)]
         inside = [Line("inputs of recomputed blocks", inputs * self.shape.stream), self._results(recomputed)]
         return [*kept, *inside, self.embedding_norm]
 
@@ -78,7 +83,7 @@ class ActivationForm:
         """Return the activations of all blocks below one while backward is in that block."""
         if self.offloads:
             return self._left_below(layer)
-        whole = total(self.block_keeps)
+        whole, of_chunk = total(self.block_keeps(again=False)), total(self.block_keeps(again=True))
         chunks = self.shape.recomputed
         recomputed = {i: first for first, last in chunks for i in range(first, last)}
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
@@ -86,7 +91,7 @@ class ActivationForm:
         remade = layer - recomputed[layer] if layer in recomputed else 0  # recomputed blocks of the same chunk
         results = sum(i in recomputed for i in range(layer)) - remade
         return [
-            Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.shape.stream),
+            Line("blocks below", stored * whole + remade * of_chunk), Line("inputs of recomputed blocks", inputs * self.shape.stream),
             self._results(results),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
         ]  # fmt: skip
@@ -122,21 +127,21 @@ class ActivationForm:
 
     @property
     def _stay_of_block(self) -> list[Line]:
-        return [line for line in self.block_keeps if line.name == "dropout keys"]
+        return [line for line in self.block_keeps(again=False) if line.name == "dropout keys"]
 
     def _moves(self, stage: Stage) -> int:
         """Return the bytes of a stage that are offloaded: what it has saved, but not dropout keys."""
         first, last, again = stage
         if again:
             return self.shape.stream + (last - first) * self.attention.results
-        return total(self.block_keeps) - total(self._stay_of_block)
+        return total(self.block_keeps(again=False)) - total(self._stay_of_block)
 
     def _left_below(self, layer: int) -> list[Line]:
         """Return the result of ``kept_below`` with offloading: of the stages below, only the next one is on its way back."""
         index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
         first, _, again = self.stages[index]
         stay = sum(not below[2] for below in self.stages[:index]) * total(self._stay_of_block)
-        own = (layer - first) * total(self.block_keeps) + (self.shape.stream if again and layer > first else 0)
+        own = (layer - first) * total(self.block_keeps(again=again)) + (self.shape.stream if again and layer > first else 0)
         coming = self._moves(self.stages[index - 1]) if index else 0
         return [
             Line("blocks below", own + stay), Line("block below, on its way from the host", coming),

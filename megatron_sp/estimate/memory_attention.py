@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_sp.estimate.memory_shape import BLOCK_BYTES, RankShape
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.parallel.heads import HeadChunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.parallel.heads import HeadChunk, Message, OverlapMode, is_uniform, plan_heads
 from megatron_sp.utils.numbers import window_tile
 
 _MULTIPROCESSORS = 132  # of an H100; a little fewer or more elsewhere
+
+
+class RemadeChunk(NamedTuple):
+    """A chunk of heads in a backward pass that makes them again; in bytes.
+
+    Attributes:
+        heads: q, k and v, with those of the next chunk on their way.
+        d_out, d_coming: gradient of the attention's output, and that of the next chunk on its way.
+        d_heads, sent: gradient of q, k and v, and what receives its exchange.
+        behind: gradients of the chunks before, which have not been waited for.
+    """
+
+    heads: int
+    d_out: int
+    d_coming: int
+    d_heads: int
+    sent: int
+    behind: int
 
 
 class AttentionForm:
@@ -25,6 +44,7 @@ class AttentionForm:
         out_whole: the output projection's input.
         joins: True if that is a tensor of its own: our CPU kernel alone writes its output as the projection reads it.
         num_queries: query heads that this rank computes.
+        remade: the chunks where backward makes them again, the last one first.
         made_heads: heads that are not views of what arrived: repeated for uneven groups, or normed.
         attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; on a GPU what
             the fused kernels allocate inside.
@@ -56,9 +76,38 @@ class AttentionForm:
         self.num_queries = sum(len(share.queries) for share in shares)
         repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
+        self.remade = self._remade(tokens * d * shape.e)
         self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
         self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
+
+    def _remade(self, head: int) -> list[RemadeChunk]:
+        """Return the sizes of the chunks where backward makes them again, which it does from the last to the first.
+
+        Args:
+            head: bytes of one head at all positions.
+        """
+        exchanged = self.shape.sp > 1  # on one rank what is received is what was sent
+        padded, of_sent = self.shape.padded / self.shape.length, self.shape.sp_tokens * self.shape.d * self.shape.e * exchanged
+
+        def sizes(messages: Sequence[Message]) -> tuple[int, int]:
+            """Bytes on the side of the heads, and on that of the positions."""
+            return sum(len(m.rows[0]) for m in messages) * head, sum(len(of) for m in messages for of in m.rows) * of_sent
+
+        made, behind, shared = list[RemadeChunk](), 0, 0
+        for index in reversed(range(len(self.chunks))):
+            chunk, (here, _), (d_here, d_sent) = self.chunks[index], sizes(self.chunks[index].again), sizes(self.chunks[index].back)
+            coming = sum(sizes(self.chunks[index - 1].again)) if index else 0
+            d_coming = int(self.outs[index - 1] * padded) * (1 + exchanged) if index else 0
+            share = chunk.shares[0]
+            # the key and value of a group with several chunks stay until its first one, and so do the sums of their
+            # gradients, to which the kernel's are added
+            pair = 2 * len(share.uses) * head if shared or not share.keys else 0
+            added = pair * (2 if shared else 1)
+            made.append(RemadeChunk(here + coming + shared, int(self.outs[index] * padded), d_coming, d_here + added, d_sent, behind))
+            behind += d_here + d_sent
+            shared = 0 if share.keys else 2 * pair
+        return made
 
     def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
         """Return the bytes of the rotary embedding's backward for a chunk: products of half the width, a sine, copies unless packed.

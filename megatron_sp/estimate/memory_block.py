@@ -57,7 +57,9 @@ class BlockMoments:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
         mlp = 0 if recomputed else -total(self.activations.mlp_keeps)
-        keeps = total(self.activations.attention_keeps) - attention.results if recomputed else 0
+        keeps = total(self.activations.attention_keeps(again=False)) - attention.results if recomputed else 0
+        if self.kernels.recompute_qkv:
+            keeps += max(chunk.heads for chunk in attention.remade)
         makes = attention.attention_blocks
         if attention.uses_reference:
             # without gradients the mask is freed before the last product
@@ -94,6 +96,13 @@ class BlockMoments:
 
     # backward
 
+    def _is_again(self, layer: int) -> bool:
+        """Return whether a block is a recomputed one."""
+        return any(first <= layer < last for first, last in self.shape.recomputed)
+
+    def _attention_keeps(self, layer: int) -> list[Line]:
+        return self.activations.attention_keeps(again=self._is_again(layer))
+
     def _moment(self, layer: int, name: str, *lines: Line) -> Moment:
         place = place_of(layer, self.shape.layers)
         return Moment("backward", f"{place} block, {name}", (*self._around(layer), *lines))
@@ -120,13 +129,13 @@ class BlockMoments:
         """Return the moment in the norm after the MLP, with which the backward of a post-norm block begins; none without it."""
         if not self.shape.post:
             return []
-        lines = (*self.activations.block_keeps, *self._local_gradients(), *self._norm_backward())
+        lines = (*self.activations.block_keeps(again=self._is_again(layer)), *self._local_gradients(), *self._norm_backward())
         return [self._moment(layer, "norm after the MLP", *lines)]
 
     def _mlp_backward(self, layer: int) -> Moment:
         """Return the moment in the MLP's second linear layer: activation recomputed, and its gradient. Chunked: in the whole MLP."""
         shape, activations = self.shape, self.activations
-        keeps = [*activations.attention_keeps, activations.norm_behind, *activations.mlp_keeps]
+        keeps = [*self._attention_keeps(layer), activations.norm_behind, *activations.mlp_keeps]
         if shape.chunked:
             stream = [Line("gradient of the stream", 2 * shape.stream), Line("gradient of the head's input", shape.head_stream)]
             pieces = [Line(*named) for named in self.piece.backward()]
@@ -140,7 +149,7 @@ class BlockMoments:
         shape, activations = self.shape, self.activations
         if shape.chunked:
             return []
-        kept = [*activations.attention_keeps, activations.norm_behind, activations.mlp_keeps[0]]
+        kept = [*self._attention_keeps(layer), activations.norm_behind, activations.mlp_keeps[0]]
         stream = [*self._local_gradients(), self._from_outside(layer)]
         wide = Line("gradient of the MLP, inside", shape.sp_tokens * shape.ffn_in * shape.e)
         product = [
@@ -157,7 +166,7 @@ class BlockMoments:
         if attention.uses_reference and (self.shape.recomputed or self.kernels.recompute_granularity):
             makes = attention.reference_makes + attention.reference_keeps - attention.kernel_keeps
             lines = (*self._at_attention(layer), Line("attention kernel's temporaries", makes))
-            moments.append(self._moment(layer, "attention, made again", *self.activations.attention_keeps, *lines))
+            moments.append(self._moment(layer, "attention, made again", *self._attention_keeps(layer), *lines))
         return moments
 
     def _at_attention(self, layer: int) -> list[Line]:
@@ -185,7 +194,9 @@ class BlockMoments:
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)
         # recomputation and a GPU's kernels return three separate gradients; the fused projection needs them in one tensor
         apart = (selective or shape.cuda) and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
-        base = [*self.activations.attention_keeps, *self._at_attention(layer)]
+        if self.activations.remakes_heads(again=self._is_again(layer)):
+            return self._remade_backward(layer, kernel, apart)
+        base = [*self._attention_keeps(layer), *self._at_attention(layer)]
         out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]
         return [
             self._moment(
@@ -203,10 +214,28 @@ class BlockMoments:
             ),
         ]  # fmt: skip
 
+    def _remade_backward(self, layer: int, kernel: int, apart: bool) -> list[Moment]:
+        """Return the moments of ``_core_backward`` where q, k and v are made again, for each chunk; arguments as computed there."""
+        attention, moments = self.attention, list[Moment]()
+        base = [*self._attention_keeps(layer), *self._at_attention(layer)]
+        for left, chunk in zip(reversed(range(len(attention.remade))), attention.remade, strict=True):
+            lines = [
+                *base, Line("norm's output, for heads to come", self.shape.whole_stream if left > 1 else 0), Line("q, k, v", chunk.heads),
+                Line("gradient of the attention's output", chunk.d_out + chunk.d_coming),
+                Line("gradient of q, k, v, as it arrives", chunk.behind), Line("gradient of q, k, v", chunk.d_heads),
+            ]  # fmt: skip
+            turned = Line("gradient of q, k, v, turned back", (chunk.d_heads if apart else 0) + attention.rotary_makes)
+            moments += [
+                self._moment(layer, "attention", *lines, Line("attention kernel's temporaries", kernel)),
+                self._moment(layer, "rotary embedding", *lines, turned),
+                self._moment(layer, "exchange of the gradient of q, k, v", *lines, Line("its exchange", chunk.sent)),
+            ]
+        return moments
+
     def _qkv_backward(self, layer: int) -> list[Moment]:
         """Return the moments in the QKV projection and in the norm before it, with the gradients of all chunks."""
         shape, attention = self.shape, self.attention
-        kept = [line for line in self.activations.attention_keeps if line.name not in _ALL_ATTENTION]
+        kept = [line for line in self._attention_keeps(layer) if line.name not in _ALL_ATTENTION]
         if not attention.joins:
             kept.append(Line("attention output", sum(attention.outs)))
         heads = sum(len(of_rank) for of_rank in attention.chunks[0].messages[0].rows)

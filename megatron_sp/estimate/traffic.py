@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.workload import Workload
@@ -91,6 +91,14 @@ def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
     """Return the bytes that one rank sends for a whole tensor of ``num_bytes``; for an all_to_all: for its own data, in even shares."""
     once = num_bytes * (ranks - 1) // ranks
     return 2 * once if op == "all_reduce" else once
+
+
+class _Sent(NamedTuple):
+    """Bytes that a rank sends in a block, each as [exposed, can hide]: to the heads, back, and in backward."""
+
+    there: list[int]
+    back: list[int]
+    backward: list[int]
 
 
 class _Counter:
@@ -187,23 +195,38 @@ class _Counter:
         if ranks == 1:
             return
         hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
-        # passes of what goes to the heads, of what comes back, and backward; a recomputation need not repeat the second
-        times = self.forwards, self.backwards if self.form.attention.keeps_received else self.forwards, self.backwards
-        messages = sum(len(chunk.messages) for chunk in chunks)
-        number = [times[0] * messages + times[1] * len(chunks), times[2] * (messages + len(chunks))]
-        sent = [self._sent(rank, hides) for rank in range(ranks)]
-        most = max(sent, key=lambda s: sum(n * sum(both) for n, both in zip(times, s, strict=True)))
-        there, back, backward = ([n * bytes_ for bytes_ in both] for n, both in zip(times, most, strict=True))
-        forward = [a + b for a, b in zip(there, back, strict=True)]
-        under = "projections and attention of other heads"
-        for kind, count, (shown, hidden) in zip(("heads, forward", "heads, backward"), number, (forward, backward), strict=True):
-            yield Flow(kind, "all_to_all", "sp", ranks, count, shown + hidden, hidden, under if hidden else "")
+        attention, blocks = self.form.attention, self.backwards
+        recomputed = self.forwards - blocks
+        # a recomputation that has kept attention's results makes the heads again in backward, and may have what came back
+        remade = blocks if self.kernels.recompute_qkv else recomputed if attention.keeps_results else 0
+        there = blocks if attention.keeps_results else self.forwards
+        back = blocks if attention.keeps_received else self.forwards
+        of_forward, of_again, of_back = (sum(len(messages) for messages in each) for each in zip(
+            *((chunk.messages, chunk.again, chunk.back) for chunk in chunks), strict=True
+        ))  # fmt: skip
+        number = {
+            "heads, forward": there * of_forward + back * len(chunks), "heads, made again": remade * of_again,
+            "heads, backward": (blocks - remade) * of_forward + remade * of_back + blocks * len(chunks),
+        }  # fmt: skip
 
-    def _sent(self, rank: int, hides: bool) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes that a rank sends in a block: to the heads, back, and in backward, each as [exposed, can hide]."""
+        def total(sent: _Sent) -> dict[str, tuple[int, int]]:
+            forward = there * sent.there[0] + back * sent.back[0], there * sent.there[1] + back * sent.back[1]
+            again = remade * sum(sent.there)
+            return {
+                "heads, forward": forward, "heads, made again": (0, again) if hides else (again, 0),
+                "heads, backward": (blocks * sent.backward[0], blocks * sent.backward[1]),
+            }  # fmt: skip
+
+        most = max((total(self._sent(rank, hides)) for rank in range(ranks)), key=lambda t: sum(map(sum, t.values())))
+        under = "projections and attention of other heads"
+        for kind, (shown, hidden) in most.items():
+            yield Flow(kind, "all_to_all", "sp", ranks, number[kind], shown + hidden, hidden, under if hidden else "")
+
+    def _sent(self, rank: int, hides: bool) -> _Sent:
+        """Return the bytes that a rank sends in a block."""
         shape, chunks = self.shape, self.form.attention.chunks
         per_head = shape.sp_tokens * shape.d * shape.e
-        there, back, backward = [0, 0], [0, 0], [0, 0]
+        sent = _Sent([0, 0], [0, 0], [0, 0])
         messages = sum(len(chunk.messages) for chunk in chunks)
         for index, chunk in enumerate(chunks):
             last = index == len(chunks) - 1
@@ -212,15 +235,15 @@ class _Counter:
             for place, message in enumerate(chunk.messages):
                 widths = [len(rows) for rows in message.rows]
                 covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
-                there[covered] += (sum(widths) - widths[rank]) * per_head
+                sent.there[covered] += (sum(widths) - widths[rank]) * per_head
                 # backward: messages are waited for in the order in which they were sent; with a single chunk the first
                 # one at once
                 covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
-                backward[covered] += widths[rank] * (self.sp - 1) * per_head
-            back[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
+                sent.backward[covered] += widths[rank] * (self.sp - 1) * per_head
+            sent.back[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
             # the gradient of attention's output, under the gradient of the projection's weight
-            backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
-        return there, back, backward
+            sent.backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
+        return sent
 
     def scalars(self) -> Iterator[Flow]:
         """Scalars: token counts, digests of samples, loss sums, gradient norm."""

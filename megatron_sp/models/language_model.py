@@ -221,7 +221,8 @@ class LanguageModel(nn.Module):
         if ctx.rotary is None:
             ctx = replace(ctx, rotary=rotary_of(self.config, positions, dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
-        return replace(ctx, recompute_core=again, mlp_chunks=self.kernels.mlp_chunks)
+        remakes = self.kernels.recompute_qkv and torch.is_grad_enabled()
+        return replace(ctx, recompute_core=again, remakes_heads=remakes, mlp_chunks=self.kernels.mlp_chunks)
 
 
 def _recomputed(layers: list[TransformerBlock], which: range, ctx: ForwardContext, events: UnitEvents | None, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import hash_dropout
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
@@ -69,7 +70,7 @@ class SelfAttention(nn.Module):
         qkv, proj = self.linear_qkv, self.linear_proj
         plan = AttentionPlan(
             self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None,
-            kept=ctx.kept if ctx.keeps_received else None,
+            kept=ctx.kept, keeps_received=ctx.keeps_received, remakes_heads=ctx.remakes_heads,
         )  # fmt: skip
         out, x = attention_block(
             x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, main_grad=self.linear_qkv.main_grad
@@ -123,7 +124,12 @@ class AttentionCore:
         queries, groups = len(share.queries), len(share.keys)
         rotates_inside = self.ctx.rotary is not None and not self.layer.qk_layernorm
         fused = recv_buffers.get("qkv")
-        if fused is None:
+        if "q" in recv_buffers and "k" not in recv_buffers:
+            q, k, v = self._grouped(self._rotated(recv_buffers["q"]) if rotates_inside else recv_buffers["q"], share), None, None
+            if (pairs := recv_buffers.get("kv")) is not None:
+                pairs = self._rotated(pairs, heads=2) if rotates_inside else pairs
+                k, v = pairs.view(pairs.shape[0], -1, 2, self.d).split(1, dim=2)
+        elif fused is None:
             q, k, v = (self._rotated(recv_buffers[part]) if rotates_inside and part != "v" else recv_buffers[part] for part in "qkv")
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
         elif groups == 0:
@@ -143,15 +149,15 @@ class AttentionCore:
             return q, k, v
         return q, self._repeated(k, share), self._repeated(v, share)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         """Compute attention; with a KV cache over the keys and values of all positions so far. See ``parallel.ulysses.Core``."""
         if self.ctx.cache is not None:
             k, v = self.ctx.cache.extend(self.layer.layer, k, v)
         if self.ctx.recompute_core:
-            return recompute(self._core, q, k, v, share, draws_random=self.layer.draws_random(self.ctx))
-        return self._core(q, k, v, share)
+            return recompute(self._core, q, k, v, share, None, draws_random=self.layer.draws_random(self.ctx))
+        return self._core(q, k, v, share, kept)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
         if ctx.dropout is None or rate == 0.0:
             rate = 0.0
@@ -160,7 +166,7 @@ class AttentionCore:
             groups = len(share.queries) // q.shape[2]
             rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
         mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])
-        return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows, kept=ctx.kept)
+        return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows, kept=kept)
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
         assert self.ctx.rotary is not None

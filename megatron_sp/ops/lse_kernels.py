@@ -25,17 +25,28 @@ from megatron_sp.ops.memory import blocks, empty
 class KeptTensors:
     """Tensors of a forward pass that its recomputation takes instead of computing them again.
 
-    Both passes come by the same places in the same order; each entry has a name, which is compared.
+    Both passes come by the same places in the same order; each entry has a name, which is compared. An entry may be a
+    section with entries of its own, which can be read later than what follows it.
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[str, tuple[Tensor, ...]]] = deque()
-        self._layout: list[tuple[str, int]] = []
+        self._entries: deque[tuple[str, tuple[Tensor, ...] | KeptTensors]] = deque()
+        self._layout: list[tuple[str, int | KeptTensors]] = []
         self.replays = False
 
     def keep(self, name: str, *tensors: Tensor) -> None:
         """Add an entry, in the first pass."""
         self._entries.append((name, tensors))
+
+    def section(self, name: str) -> KeptTensors:
+        """Return a section: a new one in the first pass, the next entry in the second one."""
+        if self.replays:
+            found = self._next(name)
+            assert isinstance(found, KeptTensors)
+            return found
+        made = KeptTensors()
+        self._entries.append((name, made))
+        return made
 
     def take(self, name: str) -> tuple[Tensor, ...]:
         """Return the next entry, in the second pass, and forget it.
@@ -43,23 +54,43 @@ class KeptTensors:
         Raises:
             RuntimeError: the passes differ.
         """
-        found, tensors = self._entries.popleft() if self._entries else ("nothing", ())
+        found = self._next(name)
+        assert isinstance(found, tuple)
+        return found
+
+    def find(self, name: str) -> tuple[Tensor, ...]:
+        """Return the first entry of this name, without forgetting it; nothing if there is none."""
+        return next((found for each, found in self._entries if each == name and isinstance(found, tuple)), ())
+
+    def _next(self, name: str) -> tuple[Tensor, ...] | KeptTensors:
+        found, entry = self._entries.popleft() if self._entries else ("nothing", ())
         if found != name:
             raise RuntimeError(f"the recomputation asks for {name} where the forward pass has kept {found}")
-        return tensors
+        return entry
 
     def release(self) -> list[Tensor]:
         """End the first pass: hand out all tensors, to be saved until the second one."""
-        self._layout = [(name, len(tensors)) for name, tensors in self._entries]
-        released = [tensor for _, tensors in self._entries for tensor in tensors]
+        self._layout, released = [], list[Tensor]()
+        for name, entry in self._entries:
+            if isinstance(entry, KeptTensors):
+                self._layout.append((name, entry))
+                released += entry.release()
+            else:
+                self._layout.append((name, len(entry)))
+                released += entry
         self._entries.clear()
         return released
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
         """Begin the second pass with the tensors that ``release`` handed out."""
         at = iter(tensors)
-        self._entries = deque((name, tuple(next(at) for _ in range(count))) for name, count in self._layout)
-        self.replays = True
+        self._entries, self.replays = deque(), True
+        for name, layout in self._layout:
+            if isinstance(layout, KeptTensors):
+                layout.restore(at)
+                self._entries.append((name, layout))
+            else:
+                self._entries.append((name, tuple(next(at) for _ in range(layout))))
 
 
 class Gradients(NamedTuple):

@@ -63,6 +63,7 @@ class ForwardContext:
         kept: attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
             computes them again.
         keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
+        remakes_heads: blocks that are not recomputed keep attention's results, and make q, k and v again in backward.
         recompute_core: recompute the core attention in backward instead of saving its intermediates.
         mlp_chunks: number of chunks of positions in which the MLP is computed.
     """
@@ -77,6 +78,7 @@ class ForwardContext:
     cache: Cache | None = None
     kept: KeptTensors | None = None
     keeps_received: bool = False
+    remakes_heads: bool = False
     recompute_core: bool = False
     mlp_chunks: int = 1
 

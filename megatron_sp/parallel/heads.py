@@ -16,11 +16,12 @@ and for each chunk the messages that carry its q, k and v:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 OverlapMode = Literal["none", "split-qkv", "chunked"]
+Part = Literal["qkv", "q", "k", "v", "kv"]
 Slices = tuple[slice, ...]
 
 
@@ -44,20 +45,30 @@ class Message:
     """One exchange of projected heads.
 
     Attributes:
-        part: what it carries; "qkv" is all of the chunk.
+        part: what it carries; "qkv" is all of the chunk, "kv" its keys and values, one pair after another.
         rows: for each destination, head rows of the fused weight in the order in which they are sent.
     """
 
-    part: Literal["qkv", "q", "k", "v"]
+    part: Part
     rows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """One chunk of the pipeline: the shares of all ranks and the messages that carry them."""
+    """One chunk of the pipeline.
+
+    Attributes:
+        shares: the shares of all ranks.
+        messages: carry them.
+        again: the messages where backward makes them again, from the last chunk to the first: the group's *last* chunk then
+            carries its key and value.
+        back: the messages of their gradients in that case; those of a group's key and value go with its first chunk.
+    """
 
     shares: tuple[Share, ...]
     messages: tuple[Message, ...]
+    again: tuple[Message, ...] = ()
+    back: tuple[Message, ...] = ()
 
 
 def deal(count: int, parts: int) -> list[range]:
@@ -87,13 +98,30 @@ def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: Over
     length = max(len(s) for s in shares)
     nothing = Share(range(0), range(0), range(0))
     shares = [s + [nothing] * (length - len(s)) for s in shares]
+    parts: tuple[Part, ...] = ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
+    last = [[_not_used_later(s, index) for index in range(length)] for s in shares]
+    splits_groups = any(share.keys != share.uses for s in shares for share in s)
     chunks = []
     for index in range(length):
         of_all = tuple(s[index] for s in shares)
-        parts: tuple[Literal["qkv", "q", "k", "v"], ...] = ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
-        messages = tuple(Message(part, tuple(_rows(share, part, r) for share in of_all)) for part in parts)
-        chunks.append(HeadChunk(of_all, messages))
+        messages = again = back = _messages(of_all, parts, r)
+        if splits_groups:
+            back = _messages(of_all, ("q", "kv"), r)
+            again = _messages(tuple(replace(s[index], keys=keys[index]) for s, keys in zip(shares, last, strict=True)), ("q", "kv"), r)
+        chunks.append(HeadChunk(of_all, messages, again, back))
     return chunks
+
+
+def _messages(shares: tuple[Share, ...], parts: tuple[Part, ...], r: int) -> tuple[Message, ...]:
+    """Return the messages of a chunk, but for those that carry nothing to any rank."""
+    made = (Message(part, tuple(_rows(share, part, r) for share in shares)) for part in parts)
+    return tuple(message for message in made if any(message.rows))
+
+
+def _not_used_later(shares: list[Share], index: int) -> range:
+    """Return the key/value heads that a rank's chunk uses for the last time: all, or none."""
+    uses = shares[index].uses
+    return range(0) if any(uses == later.uses for later in shares[index + 1 :]) else uses
 
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:
@@ -144,6 +172,8 @@ def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
         return tuple(keys)
     if part == "v":
         return tuple(values)
+    if part == "kv":
+        return tuple(row for pair in zip(keys, values, strict=True) for row in pair)
     if not share.keys or not is_uniform(share, r):
         return (*queries, *keys, *values)
     each = len(queries) // len(keys)

@@ -17,6 +17,12 @@ for all modes:
 Without overlap each exchange is waited for as soon as it has been started. One chunk's attention is an ordinary
 autograd graph, which backward runs; the exchanges and projections around it are differentiated by hand. The attention
 itself is in a ``Core``.
+
+Where attention's results are kept (``ops/lse_kernels.py``), q, k and v need not be: backward projects and sends them
+again, chunk by chunk, and only those of two chunks exist at a time. A recomputation that finds the results of its first
+pass does no more than the output projection; --recompute-qkv does the same without one.
+
+    backward   again 1 | d out 1 | again 0, attention 1 | d out 0 | attention 0 | ...
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
 
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
+"""q, k and v of a chunk."""
 
 # what a recorder calls the parts of the computation
 PROJECTION, ATTENTION, OUTPUT_PROJECTION, OTHER = "projection", "attention", "output projection", "other"
@@ -55,11 +62,11 @@ class Core(Protocol):
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
         """Return q [s, m, r, d] and k, v [s, m, 1, d], rotated and normed, from the received parts, [s, b, width] each.
 
-        k and v are None for a chunk that uses those of an earlier one. May modify the buffers.
+        k and v are None for a chunk that uses those of another one. May modify the buffers.
         """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        """Compute attention [s, m, r, d], in the order of the share's queries."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
+        """Compute attention [s, m, r, d], in the order of the share's queries; ``kept`` as in ``lse_kernels.attend_with``."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -76,7 +83,9 @@ class AttentionPlan:
         seq_length: s, the real positions; exchanges include padding to a multiple of the ranks, attention does not.
         tp, sp: the groups.
         add_input: add the block's input to the result (the residual stream).
-        kept: keeps what the exchange back brings for a recomputation, or has it; None: it is exchanged again.
+        kept: keeps attention's results for a recomputation, or has them; None: there is none, or it repeats attention.
+        keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
+        remakes_heads: keep attention's results instead of q, k and v, which backward projects and exchanges again.
     """
 
     chunks: tuple[HeadChunk, ...]
@@ -86,6 +95,8 @@ class AttentionPlan:
     sp: SequenceParallel = NO_SP
     add_input: bool = True
     kept: KeptTensors | None = None
+    keeps_received: bool = False
+    remakes_heads: bool = False
 
 
 def attention_block(
@@ -166,19 +177,22 @@ class _AttentionBlock(torch.autograd.Function):
         params, plan = _Params._make(tensors[: len(_Params._fields)]), options.plan
         ctx.set_materialize_grads(False)
         plan.sp.mark(PROJECTION)
-        normed, _ = normed_by(x, norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias))
-        a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
-        del normed
-        run = _Run(plan, core, a, train and any(ctx.needs_input_grad))
-        going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
-        del a
+        run = _Run(plan, core, x, train and any(ctx.needs_input_grad))
+        if run.replays:
+            going = run.results_of_first_pass(x)
+        else:
+            normed, _ = normed_by(x, norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias))
+            a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
+            del normed
+            going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
+            del a
         residual = x if plan.add_input else None
         y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
-        if plan.kept is not None and not plan.kept.replays:
+        if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
             plan.kept.keep("received", *(piece for _, piece in pieces))
         if train:
-            outs = (piece for _, piece in pieces)
-            ctx.save_for_backward(x, params.norm_weight, params.norm_bias, params.w_qkv, params.w_proj, *outs)
+            outs, weights = (piece for _, piece in pieces), (params.w_qkv, params.b_qkv, params.w_proj)
+            ctx.save_for_backward(x, params.norm_weight, params.norm_bias, *weights, *outs, *run.results.release())
         ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]  # the core lives as long as the run
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params, ctx.core_params = params, core.parameters
@@ -208,9 +222,11 @@ class _Backward:
         self.params: _Params = ctx.params
         self.core_params: Sequence[Tensor] = ctx.core_params
         self.needs = _Needs._make(ctx.needs_input_grad[3 : 3 + len(_Needs._fields)])
-        self.x, norm_weight, norm_bias, self.w_qkv, self.w_proj, *outs = ctx.saved_tensors
+        self.x, norm_weight, norm_bias, self.w_qkv, self.b_qkv, self.w_proj, *others = ctx.saved_tensors
         self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
-        self.pieces = list(zip(ctx.columns, outs, strict=True))
+        self.pieces = list(zip(ctx.columns, others, strict=False))
+        if self.run.results_are_own:
+            self.run.results.restore(others[len(self.pieces) :])
 
     def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
         """Return the gradients of x and the parameters, and those of the core's parameters.
@@ -238,7 +254,13 @@ class _Backward:
     def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
         """Return the gradient of the projection's bias, and the heads' gradients with its weight's as the overlapped work."""
         needs, params = self.needs, self.params
+        needs_heads = needs.normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
         gathered = self.plan.tp.enter_async(grad)
+        remade: _Projection | None = None
+        if needs_heads and self.run.remakes:
+            normed, _ = normed_by(self.x, self.norm)
+            remade = _Projection(rows_of(self.plan.tp.enter_async(normed).wait()), self.w_qkv, self.b_qkv)
+            del normed
         b_proj = None
         if needs.b_proj:
             assert params.b_proj is not None
@@ -248,8 +270,8 @@ class _Backward:
         def weight_of_proj() -> Tensor | None:
             return put_grad_of_columns(self.main_grad, params.w_proj, grad2, self.pieces) if needs.w_proj else None
 
-        if needs.normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params):
-            return b_proj, self.run.backward_to_messages(grad2, self.w_proj, weight_of_proj)
+        if needs_heads:
+            return b_proj, self.run.backward_to_messages(grad2, self.w_proj, weight_of_proj, remade)
         return b_proj, HeadGrads([], weight_of_proj(), [None] * len(self.core_params))
 
     def _qkv_projection(
@@ -320,10 +342,19 @@ class HeadGrads(NamedTuple):
 
 
 @dataclass
+class _Projection:
+    """Input of the heads' projection: a [tokens, h], weight and bias; ``a`` is let go as soon as all chunks are projected."""
+
+    a: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass
 class _ChunkState:
     """Tensors saved for a chunk's backward: received leaves, heads made from them, the attention's detached inputs, its output."""
 
-    recv_buffers: list[Tensor]
+    recv_buffers: dict[str, Tensor]
     heads: Heads
     leaves: tuple[Tensor, Tensor, Tensor]
     out: Tensor
@@ -333,14 +364,24 @@ class _Run:
     """One forward and backward pass of a block's heads through exchanges and attention.
 
     Both passes have three phases for each chunk: project and send, attend, send back.
+
+    Attributes:
+        remakes: backward makes the heads again.
+        results_are_own: the results that it needs for that are saved with the op, not by a recomputation around it.
     """
 
-    def __init__(self, plan: AttentionPlan, core: Core, a: Tensor, train: bool) -> None:
+    def __init__(self, plan: AttentionPlan, core: Core, x: Tensor, train: bool) -> None:
         self.plan, self.core, self.train = plan, core, train
-        self.sp, self.batch, self.tokens = plan.sp, a.shape[1], a.shape[0] * a.shape[1]
-        self.padded_length = a.shape[0] * plan.sp.size
-        self.is_16_bit = a.dtype in (torch.bfloat16, torch.float16)
-        self.has_received = plan.kept is not None and plan.kept.replays
+        positions = x.shape[0] * plan.tp.parts
+        self.sp, self.batch, self.tokens = plan.sp, x.shape[1], positions * x.shape[1]
+        self.padded_length = positions * plan.sp.size
+        self.is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
+        self.replays = plan.kept is not None and plan.kept.replays
+        self.has_received = self.replays and plan.keeps_received
+        self.remakes = train and (self.replays or plan.remakes_heads)
+        self.results_are_own = self.remakes and not self.replays
+        self.results = KeptTensors()  # those of a recomputation are not in here
+        self.of_chunks: list[KeptTensors | None] = []
         self.states: list[_ChunkState | None] = []
         rows = [row for chunk in plan.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
         self.whole_weight = len(set(rows)) == len(rows)  # else some rows travel to several ranks
@@ -349,27 +390,48 @@ class _Run:
 
     def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Run the forward pass on a [tokens, h]; return the handles of the exchanges back, one for each chunk."""
-        chunks = self.plan.chunks
-        coming = [self._project_and_send(chunks[0], a, weight, bias)]
+        chunks, projection = self.plan.chunks, _Projection(a, weight, bias)
+        coming = [self._project_and_send(chunks[0].messages, projection)]
         going: list[Handle] = []
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for index, chunk in enumerate(chunks):
             if index + 1 < len(chunks):
-                coming.append(self._project_and_send(chunks[index + 1], a, weight, bias))
+                coming.append(self._project_and_send(chunks[index + 1].messages, projection))
             self.sp.mark(ATTENTION)
             recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, recv_buffers, shared)
-            if not self.has_received:
-                going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
+            uses = chunk.shares[self.sp.rank].uses
+            if not any(later.shares[self.sp.rank].uses == uses for later in chunks[index + 1 :]):
+                shared.pop(uses.start, None)
+            going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
-    def _project_and_send(self, chunk: HeadChunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
+    def results_of_first_pass(self, like: Tensor) -> list[Handle]:
+        """Return what ``forward`` does, from the results that a recomputation has of its first pass; none if it has what they brought.
+
+        Args:
+            like: has the dtype and the device of the activations.
+        """
+        assert self.plan.kept is not None
+        self.sp.mark(OUTPUT_PROJECTION)
+        going: list[Handle] = []
+        for chunk in self.plan.chunks:
+            results = self.plan.kept.section("chunk") if chunk.shares[self.sp.rank].queries else None
+            self.of_chunks.append(results)
+            self.states.append(None)
+            if not self.has_received:
+                out = _output_of(results) if results is not None else like.new_empty(self.plan.seq_length, 0)
+                going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
+        return going
+
+    def _project_and_send(self, messages: tuple[Message, ...], projection: _Projection) -> list[Handle]:
         """Project a chunk's heads, message by message, and start their exchange."""
         handles = []
         self.sp.mark(PROJECTION)
-        for message in chunk.messages:
+        a, weight, bias = projection.a, projection.weight, projection.bias
+        for message in messages:
             rows, widths = self.rows(message), self._widths(message)
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
             project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
@@ -379,25 +441,47 @@ class _Run:
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """Return the attention of this rank's share, without gradient."""
-        share, s = chunk.shares[self.sp.rank], self.plan.seq_length
+        share = chunk.shares[self.sp.rank]
         if not share.queries:
             self.states.append(None)
-            return recv_buffers[0].new_empty(s, 0)
-        recv_buffers = [buffer.view(self.padded_length, self.batch, -1)[:s] for buffer in recv_buffers]
-        if self.train:
-            recv_buffers = [buffer.detach().requires_grad_() for buffer in recv_buffers]
-        with torch.set_grad_enabled(self.train):
-            inside = [_Alias.apply(buffer) for buffer in recv_buffers] if self.train else recv_buffers
-            q, k, v = heads = self.core.prepare({m.part: w for m, w in zip(chunk.messages, inside, strict=True)}, share)
-            if k is not None and v is not None:
-                shared[share.uses.start] = self._leaf(k), self._leaf(v)
-            leaves = (self._leaf(q), *shared[share.uses.start])
-            out = self.core.attend(*leaves, share)
-        self.states.append(_ChunkState(recv_buffers, heads, leaves, out) if self.train else None)
-        return out.detach()
+            self.of_chunks.append(None)
+            return recv_buffers[0].new_empty(self.plan.seq_length, 0)
+        root = self.plan.kept if self.plan.kept is not None else self.results if self.results_are_own else None
+        results = None if root is None else root.section("chunk")
+        state = self._state(chunk.messages, recv_buffers, share, shared, results, train=self.train and not self.remakes)
+        if results is not None and not any(state.out is tensor for tensor in results.find("attention")):
+            results.keep("output", state.out)
+        self.states.append(state if self.train and not self.remakes else None)
+        self.of_chunks.append(results)
+        return state.out.detach()
 
-    def _leaf(self, x: Tensor) -> Tensor:
-        return x.detach().requires_grad_() if self.train else x
+    def _state(
+        self, messages: tuple[Message, ...], recv_buffers: list[Tensor], share: Share, shared: dict[int, tuple[Tensor, Tensor]],
+        results: KeptTensors | None, *, train: bool,
+    ) -> _ChunkState:  # fmt: skip
+        """Compute the attention of a share from what has been received.
+
+        Args:
+            shared: keys and values of other chunks, by the group's number; those of this one are added.
+            results: see ``Core.attend``.
+            train: build the graph that backward runs.
+        """
+        s = self.plan.seq_length
+        buffers: dict[str, Tensor] = {
+            message.part: buffer.view(self.padded_length, self.batch, -1)[:s]
+            for message, buffer in zip(messages, recv_buffers, strict=True)
+            if message.rows[self.sp.rank]
+        }
+        if train:
+            buffers = {part: buffer.detach().requires_grad_() for part, buffer in buffers.items()}
+        with torch.set_grad_enabled(train):
+            inside = {part: _Alias.apply(buffer) for part, buffer in buffers.items()} if train else buffers
+            q, k, v = heads = self.core.prepare(dict(inside), share)
+            if k is not None and v is not None:
+                shared[share.uses.start] = _leaf(k, train), _leaf(v, train)
+            leaves = (_leaf(q, train), *shared[share.uses.start])
+            out = self.core.attend(*leaves, share, results)
+        return _ChunkState(buffers, heads, leaves, out)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Flatten [s, ...], with zeros after the real positions."""
@@ -454,31 +538,54 @@ class _Run:
 
     # backward
 
-    def backward_to_messages(self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None]) -> HeadGrads:
+    def backward_to_messages(
+        self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None], remade: _Projection | None = None
+    ) -> HeadGrads:  # fmt: skip
         """Compute the gradients of the heads from that of the output, and start sending them to the ranks of their positions.
 
         Args:
             grad: [tokens, h].
             w_proj: [h, n*d].
             under_first_exchange: independent work to overlap with the first exchange.
+            remade: what the heads are made from again; None if they are there.
         """
         chunks, (last, *others) = self.plan.chunks, reversed(range(len(self.plan.chunks)))
         coming = {last: self._project_grad_and_send(chunks[last], grad, w_proj)}
+        again = {last: self._project_and_send(chunks[last].again, remade)} if remade is not None else {}
         overlapped = under_first_exchange()
         arriving: list[tuple[Message, Handle]] = []
         d_shared: dict[int, list[Tensor]] = {}
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        sources: dict[int, _ChunkState] = {}
         of_core: list[Tensor | None] = [None] * len(self.core.parameters)
         for index, following in zip_longest([last, *others], others):
             if following is not None:
                 coming[following] = self._project_grad_and_send(chunks[following], grad, w_proj)
+                if remade is not None:
+                    again[following] = self._project_and_send(chunks[following].again, remade)
+            if remade is not None and not following:  # that was the last one
+                remade.a = remade.a.new_empty(0)
             self.sp.mark(ATTENTION)
             d_out = coming.pop(index).wait()
             chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
-            d_recv_buffers: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
+            share = chunk.shares[self.sp.rank]
+            if self.remakes:
+                recv_buffers, results = [handle.wait() for handle in again.pop(index)], self.of_chunks[index]
+                self.of_chunks[index] = None
+                if share.queries:
+                    state = self._state(chunk.again, recv_buffers, share, shared, results, train=True)
+                    if state.heads[1] is not None:
+                        sources[share.uses.start] = state
+                del recv_buffers, results
+            messages = chunk.back if self.remakes else chunk.messages
+            d_recv_buffers: dict[str, Tensor] = {}
             if state is not None:
-                d_recv_buffers, of_chunk = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
+                d_recv_buffers, of_chunk = self._attend_backward(state, sources, d_out, share, d_shared)
                 of_core = [add(total, g) for total, g in zip(of_core, of_chunk, strict=True)]
-            arriving += self._send_heads_grads_back(chunk, d_recv_buffers)
+            if share.keys:
+                shared.pop(share.uses.start, None)
+            del state
+            arriving += self._send_heads_grads_back(messages, d_recv_buffers, grad)
         return HeadGrads(arriving, overlapped, of_core)
 
     def _project_grad_and_send(self, chunk: HeadChunk, grad: Tensor, w_proj: Tensor) -> Handle:
@@ -503,34 +610,44 @@ class _Run:
         return self.sp.exchange_async("d out", send, from_me, to_me)
 
     def _attend_backward(
-        self, state: _ChunkState, d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the gradients of a chunk's receive buffers, flat and padded, and those of the core's parameters."""
+        self, state: _ChunkState, sources: dict[int, _ChunkState], d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Return the gradients of a chunk's receive buffers, flat and padded, and those of the core's parameters.
+
+        Args:
+            sources: of heads that are made again, the states with the groups' keys and values.
+            d_shared: gradients of keys and values from a group's later chunks, whose backward ran first.
+        """
         s, group = self.plan.seq_length, share.uses.start
         d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
         d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
-        outputs, gradients = [state.heads[0]], [d_q]
+        outputs, gradients, buffers = [state.heads[0]], [d_q], {part: b for part, b in state.recv_buffers.items() if part != "kv"}
+        if group in d_shared:
+            d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]
         if share.keys:
-            if group in d_shared:  # gradients from the group's later chunks, which ran first
-                d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]
-            outputs += [h for h in state.heads[1:] if h is not None]
+            source = sources.pop(group, state)
+            outputs += [h for h in source.heads[1:] if h is not None]
             gradients += d_kv
+            buffers |= {part: b for part, b in source.recv_buffers.items() if part == "kv"}
         else:
-            d_shared[group] = [a + b for a, b in zip(d_kv, d_shared[group], strict=True)] if group in d_shared else d_kv
+            d_shared[group] = d_kv
         trained = [p for p in self.core.parameters if p.requires_grad]  # autograd refuses a frozen one
-        found = gradients_of([*state.recv_buffers, *trained], outputs, gradients, allow_unused=True)
-        d_recv_buffers = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.recv_buffers, strict=False)]
-        of_trained = iter(found[len(state.recv_buffers) :])
-        of_core = [next(of_trained) if p.requires_grad else None for p in self.core.parameters]
-        return [self._padded(g) for g in d_recv_buffers], of_core
+        found = gradients_of([*buffers.values(), *trained], outputs, gradients, allow_unused=True)
+        d_recv_buffers = {
+            part: self._padded(torch.zeros_like(w) if g is None else g) for (part, w), g in zip(buffers.items(), found, strict=False)
+        }
+        of_trained = iter(found[len(buffers) :])
+        return d_recv_buffers, [next(of_trained) if p.requires_grad else None for p in self.core.parameters]
 
-    def _send_heads_grads_back(self, chunk: HeadChunk, d_recv_buffers: list[Tensor]) -> list[tuple[Message, Handle]]:
+    def _send_heads_grads_back(
+        self, messages: tuple[Message, ...], d_recv_buffers: dict[str, Tensor], like: Tensor
+    ) -> list[tuple[Message, Handle]]:
         """Start sending the gradients of what this rank received for a chunk back to where it came from."""
         started = []
-        # v first: its gradient needs no rotation; the receiver waits for the messages in this order
-        for message, d_buffer in reversed(list(zip(chunk.messages, d_recv_buffers, strict=True))):
+        for message in reversed(messages):  # v first: its gradient needs no rotation; the receiver waits for the messages in this order
             widths = self._widths(message)
             mine, theirs = [self.tokens * widths[self.sp.rank]] * self.sp.size, [self.tokens * width for width in widths]
+            d_buffer = d_recv_buffers[message.part] if widths[self.sp.rank] else like.new_empty(0)
             started.append((message, self.sp.exchange_async(f"d {message.part}", d_buffer, mine, theirs)))
         return started
 
@@ -576,6 +693,15 @@ class _Run:
         per_head = self.tokens * self.plan.head_dim
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
         return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
+
+
+def _leaf(x: Tensor, train: bool) -> Tensor:
+    return x.detach().requires_grad_() if train else x
+
+
+def _output_of(results: KeptTensors) -> Tensor:
+    """Return a chunk's output [s, m, r, d]: an entry of its own where the kernel's is another tensor."""
+    return (results.find("output") or results.find("attention"))[0]
 
 
 class _Alias(torch.autograd.Function):

@@ -24,7 +24,7 @@ takes at least the time that Python needs to launch its kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_rank import RankForm
@@ -202,9 +202,9 @@ class _Clock:
         """Return the seconds of a step's computation that can hide an exchange inside the layers."""
         times = self.layers * self.count
         if flow.kind == "heads, forward":
-            again = replace(self.forward, attention=0.0) if self.form.attention.keeps_results else self.forward
-            return times * (self._beside_attention(self.forward) + self.repeats * self._beside_attention(again))
-        if flow.kind == "heads, backward":
+            again = 0.0 if self.form.attention.keeps_results else self.repeats
+            return times * (1 + again) * self._beside_attention(self.forward)
+        if flow.kind in ("heads, backward", "heads, made again"):
             return times * self._beside_attention(self.backward)
         if flow.kind == "activations":
             return times * self.backward.weight_products

@@ -187,9 +187,9 @@ class Work:
         """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""
         if granularity == "selective":
             return Pass(attention=self.attention(False))
-        if granularity != "full":
-            return Pass()
         forward = self.block_forward()
+        if granularity != "full":
+            return Pass(products=forward.qkv_products, qkv_products=forward.qkv_products) if self.kernels.recompute_qkv else Pass()
         return (replace(forward, attention=0.0) if self.heads.keeps_results else forward).times(share)
 
     def ends(self) -> Pass:

@@ -94,7 +94,8 @@ def problems(config: Config) -> Iterator[str]:
     partly = kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1 or kernels.recompute_attention != "none"
     if kernels.recompute_granularity == "selective" or partly:
         yield "an external model recomputes all of its blocks or none: use --recompute-granularity full without further options"
-    for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations")):
+    for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations"),
+                        (kernels.recompute_qkv, "--recompute-qkv")):  # fmt: skip
         if given:
             yield f"{flag} changes megatron_sp's own blocks, which an external model does not have: leave it out"
     data = config.data

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce_async, all_to_all_async, reduce_scatter_async
 from megatron_sp.comm.groups import Group, ParallelGroups
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel import ulysses
 from megatron_sp.parallel.embedding import embedding
@@ -168,6 +169,10 @@ class LinearCore:
     def _heads(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         s, b = next(iter(recv_buffers.values())).shape[:2]
         queries, keys = len(share.queries), len(share.keys)
+        if "q" in recv_buffers and "k" not in recv_buffers:  # made again
+            pairs = recv_buffers.get("kv")
+            q = recv_buffers["q"].reshape(s, b, -1, self.d)
+            return (q, None, None) if pairs is None else (q, *pairs.reshape(s, b, -1, 2, self.d).unbind(3))
         if not self.fused:
             q, k, v = (recv_buffers[part].reshape(s, b, -1, self.d) for part in "qkv")
             return q, k, v
@@ -180,7 +185,7 @@ class LinearCore:
             return heads, None, None
         return heads[:, :, :queries], heads[:, :, queries : queries + keys], heads[:, :, queries + keys :]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         places = torch.tensor(key_of_each_query(share, self.r))
         weight = 1 + torch.tensor(list(share.queries), dtype=q.dtype)[:, None]
         return q * weight + 0.3 * k[:, :, places].cumsum(0) + v[:, :, places].cumsum(0) / weight

@@ -145,7 +145,7 @@ class _Causal:
             q, k, v = (recv_buffers[part].reshape(s, b, -1, self.d) for part in "qkv")
         return tuple(t.reshape(s, -1, 1, self.d) for t in (q, k, v))  # type: ignore[return-value]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Any, kept: Any) -> Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
 

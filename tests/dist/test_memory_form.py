@@ -40,6 +40,8 @@ DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
 BROAD = {"ffn_hidden_size": 1500}  # the MLP is, even in pieces
 OFFLOAD = {"offload_activations": True}
 PIECES = {"mlp_chunks": 4}
+QKV_AGAIN = {"recompute_qkv": True}
+GROUPS = {"group_query_attention": True, "num_attention_heads": 12, "num_query_groups": 2}  # parts of a group in each chunk
 PARALLEL = {"use_parallel_residual": True}
 WINDOW = LLAMA | {"num_query_groups": 2, "window_size": 64}
 ROTARY = {"position_embedding_type": "rope", "ffn_hidden_size": 40}  # attention is the worst moment, and what turns its gradients back
@@ -53,6 +55,13 @@ CASES = [
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     [Layout(kernels=FULL | {"recompute_attention": "full"} | more, model=DEEP | ROTARY) for more in ({}, {"recompute_num_layers": 2})],
     [Layout(sp=2, kernels=FULL | {"recompute_attention": again}, model=DEEP | ROTARY) for again in ("none", "exchange", "full")],
+    [Layout(kernels=QKV_AGAIN, model=ROTARY), Layout(kernels=QKV_AGAIN | OFFLOAD, model=DEEP | ROTARY)],
+    [Layout(sp=2, mode="chunked", kernels=kernels, model={"ffn_hidden_size": 40} | GROUPS) for kernels in (QKV_AGAIN, FULL)],
+    pytest.param(
+        [Layout(sp=2, mode=mode, kernels=kernels, model={"ffn_hidden_size": 40} | more) for mode in ("none", "split-qkv", "chunked")
+         for kernels in (QKV_AGAIN, FULL) for more in ({}, GROUPS)],
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         [Layout(sp=2, mode="chunked", kernels=FULL | {"recompute_attention": again}, model=DEEP) for again in ("none", "exchange")],
         marks=pytest.mark.long,

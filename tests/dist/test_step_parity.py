@@ -34,6 +34,7 @@ WIDE = {"ffn_hidden_size": 12}  # four tp ranks divide it
 FULL = {"recompute_granularity": "full"}
 BACK_AGAIN, ALL_AGAIN = ({**FULL, "recompute_attention": again} for again in ("exchange", "full"))
 SELECTIVE = {"recompute_granularity": "selective"}
+QKV_AGAIN = {"recompute_qkv": True}
 
 CASES = [
     # tensor parallel, with and without Megatron's sequence parallel
@@ -70,6 +71,13 @@ CASES = [
     Case(sp=4, mode="chunked", chunks=3, seq=7, model={"num_attention_heads": 7, "kv_channels": 2}, kernels=FULL),  # uneven, many pieces
     Case(sp=3, mode="split-qkv", batch=1, kernels={**FULL, "recompute_num_layers": 2}, dtype=torch.float32),
     Case(sp=2, packed=True, mode="chunked", kernels={**FULL, "recompute_num_layers": 2}, batch=3),
+    *(Case(sp=2, mode=mode, kernels=QKV_AGAIN, model=ROPE, seq=7) for mode in ("none", "split-qkv", "chunked")),
+    Case(sp=2, mode="chunked", chunks=4, model={"num_attention_heads": 8, **MULTI_QUERY, **ROPE}, kernels=QKV_AGAIN),  # parts of a group
+    Case(sp=3, mode="chunked", chunks=3, model={"num_attention_heads": 8, "kv_channels": 4, **GROUPED, **ROPE}, kernels=QKV_AGAIN),
+    Case(
+        sp=2, tp=2, tp_seq=True, mode="chunked", model={"num_attention_heads": 8, **MULTI_QUERY, "qk_layernorm": True, **ROPE}, kernels=FULL
+    ),
+    Case(sp=2, mode="chunked", model={"attention_dropout": 0.2, **DROP}, kernels=QKV_AGAIN),  # nothing kept: attention is repeated, too
     Case(sp=3, seq=8, ragged=True, mode="chunked", dp=2, micro_batches=2, steps=2),
     Case(sp=4, seq=5, batch=1, mode="none"),  # one rank has nothing but padding
     Case(sp=4, seq=3, batch=2, mode="chunked", model=ROPE),

@@ -47,6 +47,9 @@ CASES = [
     [Layout(sp=2, mode=mode) for mode in ("none", "split-qkv", "chunked")],
     [Layout(sp=2, mode="chunked", kernels=FULL, zero=zero(2), micro_batches=2), Layout(sp=2, model=LLAMA | {"num_query_groups": 2})],
     [Layout(sp=2, mode="chunked", kernels=FULL | {"recompute_attention": again}) for again in ("exchange", "full")],
+    [Layout(sp=2, mode=mode, kernels={"recompute_qkv": True}) for mode in ("none", "split-qkv", "chunked")],
+    [Layout(sp=2, mode="chunked", model={"num_query_groups": 2, "num_attention_heads": 12}, kernels=kernels)
+     for kernels in ({"recompute_qkv": True}, FULL, {**FULL, "recompute_method": "block", "recompute_num_layers": 3})],
     [Layout(sp=4), Layout(sp=4, mode="split-qkv"), Layout(sp=4, mode="chunked", kernels=BY_TWO)],  # 6 heads: 2, 2, 1, 1
     [Layout(tp=2, kernels=CHUNKS), Layout(tp=2, tp_seq=True, kernels=FULL | CHUNKS), Layout(tp=2, tp_seq=True, micro_batches=2)],
     [Layout(tp=2, kernels=PIECES), Layout(tp=2, tp_seq=True, kernels=FULL | PIECES, micro_batches=2)],

@@ -93,7 +93,7 @@ AXES: dict[str, list[Any]] = {
     "mode": ["none", "split-qkv", "chunked", "split-qkv waiting"],
     "groups": [8, 2, 1],
     "batch": [1, 2, 3],
-    "recompute": [None, "full", "full, attention exchange", "full, attention full", "selective"],
+    "recompute": [None, "full", "full, attention exchange", "full, attention full", "selective", "qkv"],
     "micro_batches": [1, 2],
     "hidden_dropout": [0.0, 0.2],
     "ragged": [False, True],
@@ -116,7 +116,7 @@ def grid_case(choice: dict[str, Any]) -> Case | None:
         "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
     }  # fmt: skip
     granularity, _, again = (choice["recompute"] or "").partition(", attention ")
-    kernels = {"recompute_granularity": granularity} if granularity else {}
+    kernels = {"recompute_qkv": True} if granularity == "qkv" else {"recompute_granularity": granularity} if granularity else {}
     kernels |= {"recompute_attention": again} if again else {}
     return Case(
         tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
 from megatron_sp.parallel.ulysses import AttentionPlan, _Run
@@ -85,7 +86,7 @@ class Inspector:
             q, k, v = (recv_buffers[kind].view(s, b, -1, d) for kind in "qkv")
         return (q, k, v) if keys else (q, None, None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         self._check(k.reshape(self.s, self.b, -1), [row_of("k", x, self.r) for x in share.uses])
         self._check(v.reshape(self.s, self.b, -1), [row_of("v", x, self.r) for x in share.uses])
         self.uses.update(share.uses)

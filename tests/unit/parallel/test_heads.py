@@ -52,6 +52,28 @@ def test_every_rank_gets_the_keys_it_uses_once_and_before_it_uses_them() -> None
             assert had == sorted({q // r for q in heads_of(chunks, rank)})
 
 
+def test_heads_made_again_from_the_last_chunk_on_come_with_the_keys_that_they_use() -> None:
+    for r, _, sp, _, _, chunks in plans():
+        for rank in range(sp):
+            had: set[int] = set()
+            for chunk in reversed(chunks):
+                rows = [row for message in chunk.again for row in message.rows[rank]]
+                queries = [(q // r) * (r + 2) + q % r for q in chunk.shares[rank].queries]
+                keys = {row // (r + 2) for row in rows if row % (r + 2) == r}
+                assert sorted(row for row in rows if row % (r + 2) < r) == queries
+                assert keys == {row // (r + 2) for row in rows if row % (r + 2) == r + 1} and not keys & had
+                had |= keys
+                assert set(chunk.shares[rank].uses) <= had, "queries came before their keys"
+                back = [row for message in chunk.back for row in message.rows[rank]]
+                assert sorted(back) == sorted(row for message in chunk.messages for row in message.rows[rank])
+            assert had == {q // r for q in heads_of(chunks, rank)}
+        if all(share.keys == share.uses for chunk in chunks for share in chunk.shares):
+            assert all(chunk.again == chunk.back == chunk.messages for chunk in chunks)
+        else:
+            assert all(message.part in ("q", "kv") for chunk in chunks for message in (*chunk.again, *chunk.back))
+        assert all(any(message.rows) for chunk in chunks for message in (*chunk.again, *chunk.back)), "a message that carries nothing"
+
+
 def test_messages_carry_the_rows_of_the_shares() -> None:
     for r, _, sp, mode, _, chunks in plans():
         for chunk in chunks:

@@ -161,6 +161,14 @@ def test_attention_is_computed_once_and_every_bit_is_the_same(how: str, model: s
         assert_law(kept[2], other, 0.0)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_queries_keys_and_values_are_made_again_alone(model: str) -> None:
+    config = tiny.shape(**MODELS[model])
+    plain, remade = _calls(config, {}), _calls(config, {"recompute_qkv": True})
+    assert remade[:2] == plain[:2]
+    assert_law(remade[2], plain[2], 0.0)
+
+
 @pytest.mark.parametrize(
     "mask",
     [

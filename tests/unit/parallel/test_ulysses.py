@@ -14,6 +14,7 @@ from support.errors import FP64, assert_law
 from support.op_checks import Inputs, PoisonedSink, gradients, leaves, randn
 from torch import Tensor
 
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.heads import Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import NO_SP
@@ -35,7 +36,11 @@ class SoftmaxCore:
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         queries, keys = len(share.queries), len(share.keys)
         fused = recv_buffers.get("qkv")
-        if fused is None:
+        if "q" in recv_buffers and "k" not in recv_buffers:
+            q, k, v = rearrange(recv_buffers["q"], "s b (n d) -> s b n d", d=D), None, None
+            if "kv" in recv_buffers:
+                k, v = rearrange(recv_buffers["kv"], "s b (n two d) -> two s b n d", two=2, d=D)
+        elif fused is None:
             q, k, v = (rearrange(recv_buffers[part], "s b (n d) -> s b n d", d=D) for part in "qkv")
         elif keys == 0:
             q, k, v = rearrange(fused, "s b (n d) -> s b n d", d=D), None, None
@@ -45,7 +50,7 @@ class SoftmaxCore:
             q, k, v = rearrange(groups[:, :, :, :r], "s b g r d -> s b (g r) d"), groups[:, :, :, r], groups[:, :, :, r + 1]
         return q * self.parameters[0], k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         k, v = (repeat(t, "s b g d -> s b (g r) d", r=q.shape[2] // t.shape[2]) for t in (k, v))
         return attention(q, k, v)
 
@@ -65,9 +70,11 @@ def tensors() -> Inputs:
     }  # fmt: skip
 
 
-def block(t: Inputs, mode: Any = "none", chunks: int = 1, *, add_input: bool = True, main_grad: Any = None) -> tuple[Tensor, Tensor]:
+def block(
+    t: Inputs, mode: Any = "none", chunks: int = 1, *, add_input: bool = True, main_grad: Any = None, remakes: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     norm = NormInFront(SPEC, t["norm"], t["norm_bias"]) if "norm" in t else None
-    plan = AttentionPlan(tuple(plan_heads(R, G, 1, mode, chunks)), D, S, add_input=add_input)
+    plan = AttentionPlan(tuple(plan_heads(R, G, 1, mode, chunks)), D, S, add_input=add_input, remakes_heads=remakes)
     qkv, proj = (t["w_qkv"], t.get("b_qkv")), (t["w_proj"], t.get("b_proj"))
     return attention_block(t["x"], norm, qkv, proj, SoftmaxCore(t["scale"]), plan, main_grad=main_grad)
 
@@ -84,10 +91,11 @@ def plain(t: Inputs, *, add_input: bool = True) -> Tensor:
 @pytest.mark.parametrize(("mode", "chunks"), MODES)
 @pytest.mark.parametrize("add_input", [True, False])
 @pytest.mark.parametrize("without", [(), ("norm", "norm_bias"), ("b_qkv", "b_proj")], ids=str)
-def test_is_the_formula(without: tuple[str, ...], add_input: bool, mode: Any, chunks: int) -> None:
+@pytest.mark.parametrize("remakes", [False, True], ids=["heads kept", "heads made again"])
+def test_is_the_formula(remakes: bool, without: tuple[str, ...], add_input: bool, mode: Any, chunks: int) -> None:
     i, grad = leaves(**{n: t for n, t in tensors().items() if n not in without}), randn(S, B, H, seed=3)
     want = gradients(lambda i: plain(i, add_input=add_input), i, grad)
-    assert_law(gradients(lambda i: block(i, mode, chunks, add_input=add_input)[0], i, grad), want, FP64)
+    assert_law(gradients(lambda i: block(i, mode, chunks, add_input=add_input, remakes=remakes)[0], i, grad), want, FP64)
 
 
 @pytest.mark.parametrize("add_input", [True, False])
@@ -112,22 +120,24 @@ def test_only_the_residual_branch_is_used() -> None:
 FROZEN = [*combinations(NAMES, 1), *(tuple(n for n in NAMES if n != name) for name in NAMES), ("x", "norm", "norm_bias")]
 
 
+@pytest.mark.parametrize("remakes", [False, True], ids=["heads kept", "heads made again"])
 @pytest.mark.parametrize("frozen", FROZEN, ids="-".join)
-def test_what_needs_no_gradient_gets_none(frozen: tuple[str, ...]) -> None:
+def test_what_needs_no_gradient_gets_none(frozen: tuple[str, ...], remakes: bool) -> None:
     """One tensor frozen, all but one, and all that the gradient of the normed input is for."""
     i, grad = leaves(frozen, **tensors()), randn(S, B, H, seed=3)
-    got, want = gradients(lambda i: block(i)[0], i, grad), gradients(plain, i, grad)
+    got, want = gradients(lambda i: block(i, remakes=remakes)[0], i, grad), gradients(plain, i, grad)
     assert {n for n, g in got.items() if g is None} == set(frozen)
     assert_law(got, want, FP64)
 
 
-def test_the_main_grad_gets_every_gradient_once_and_adds_the_next() -> None:
+@pytest.mark.parametrize("remakes", [False, True], ids=["heads kept", "heads made again"])
+def test_the_main_grad_gets_every_gradient_once_and_adds_the_next(remakes: bool) -> None:
     i, grad = leaves(**tensors()), randn(S, B, H, seed=3)
     want = gradients(plain, i, grad)
     held = {n: i[n] for n in NAMES if n not in ("x", "scale")}
     main_grad = PoisonedSink(*held.values())
     for times in (1, 2):
-        got = gradients(lambda i: block(i, "chunked", 4, main_grad=main_grad)[0], i, grad)
+        got = gradients(lambda i: block(i, "chunked", 4, main_grad=main_grad, remakes=remakes)[0], i, grad)
         assert all(got[n] is None for n in held), "a gradient went past the main_grad"
         views = {n: main_grad.views[id(t)] for n, t in held.items()}
         assert_law(views, {n: times * want[n] for n in held}, FP64)  # type: ignore[operator]
@@ -139,6 +149,40 @@ def test_backward_runs_once() -> None:
     y.backward(torch.ones_like(y), retain_graph=True)
     with pytest.raises(RuntimeError, match="attention block's backward ran already"):
         y.backward(torch.ones_like(y))
+
+
+class Spy(SoftmaxCore):
+    """Remembers what it has prepared, without keeping it alive."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(scale)
+        self.prepared: list[weakref.ref[Tensor]] = []
+
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self.prepared += [weakref.ref(buffer) for buffer in recv_buffers.values()]
+        return super().prepare(recv_buffers, share)
+
+    @property
+    def alive(self) -> int:
+        return sum(buffer() is not None for buffer in self.prepared)
+
+
+@pytest.mark.parametrize(("chunks", "most"), [(1, 1), (2, 1), (4, 2)])
+def test_heads_that_are_made_again_are_those_of_one_chunk(chunks: int, most: int) -> None:
+    """After forward there are none; in backward those of a chunk, and keys and values of a group that has several (4 chunks: 2 of each)."""
+    i, alive = leaves(**tensors()), list[int]()
+
+    class Watched(Spy):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
+            alive.append(self.alive)
+            return super().attend(q, k, v, share, kept)
+
+    core = Watched(i["scale"])
+    plan = AttentionPlan(tuple(plan_heads(R, G, 1, "chunked", chunks)), D, S, remakes_heads=True)
+    y, _ = attention_block(i["x"], None, (i["w_qkv"], None), (i["w_proj"], None), core, plan)
+    assert core.alive == 0
+    y.backward(torch.ones_like(y))
+    assert core.alive == 0 and max(alive[chunks:]) <= most + 1
 
 
 def test_backward_lets_go_of_the_core() -> None:
