@@ -157,7 +157,7 @@ def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
             spans = [_Span(0, real, 0, real), _Span(real, s, 0, real)]
         else:
             spans = [_Span(0, s, 0, real)]
-        found.append(tuple(span for span in spans if span.q_start < span.q_stop))
+        found.append(tuple(spans))
     return tuple(found)
 
 
@@ -210,7 +210,7 @@ class _Index:
         return area
 
     def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
-        """Yield the parts of a run of queries that see any key, in order.
+        """Yield the parts of a run of queries, in order; their range of keys may be empty.
 
         Args:
             outside: only those that see keys outside the run: its first or its last part, since spans between them are documents
@@ -226,7 +226,7 @@ class _Index:
                 k_stop = min(k_stop, q_stop)
             if self.window is not None:
                 k_start = max(k_start, q_start - self.window + 1)
-            if k_start < k_stop and not (outside and run[0] <= k_start and k_stop <= run[1]):
+            if not (outside and run[0] <= k_start and k_stop <= run[1]):
                 yield _Part(q_start, q_stop, k_start, k_stop)
 
     def num_received(self, runs: Runs) -> int:
@@ -452,7 +452,7 @@ class ContextPlan:
             raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
 
     def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
-        """Return the parts of rank i's queries that see any key; with ``outside``, those that see keys outside their own run."""
+        """Return the parts of rank i's queries; with ``outside``, those that see keys outside their own run."""
         if (i, sequence, outside) not in self._parts_of:
             self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
         return self._parts_of[i, sequence, outside]

@@ -139,6 +139,35 @@ def test_every_allowed_pair_is_in_one_piece_for_every_length(s: int) -> None:
     check_all([s], s, 3, (None, 1, 2, 3, 5, 8))
 
 
+@pytest.mark.parametrize("s", [7, 13, 18, pytest.param(24, marks=pytest.mark.long), pytest.param(31, marks=pytest.mark.long)])
+def test_every_allowed_pair_is_in_one_piece_however_the_row_is_cut(s: int) -> None:
+    """Positions dealt at random, in runs of any length: a plan does not depend on chunks."""
+    chance = random.Random(s)
+    for c in (2, 3, 4):
+        for b, mask in masks(chance, s):
+            owners = [chance.randrange(c)]
+            while len(owners) < s:
+                owners.append(owners[-1] if chance.random() < 0.6 else chance.randrange(c))
+            runs: list[list[tuple[int, int]]] = [[] for _ in range(c)]
+            for owner, group in itertools.groupby(range(s), key=owners.__getitem__):
+                of_run = list(group)
+                runs[owner].append((of_run[0], of_run[-1] + 1))
+            given = RowMask(s, **mask)  # type: ignore[arg-type]
+            check(plan_context(given, tuple(map(tuple, runs))), given, b, **mask)
+
+
+def test_windows_that_end_in_several_runs_and_at_their_edges() -> None:
+    runs = (((2, 4), (6, 12)), ((0, 2), (4, 6)))
+    for window in range(1, 12):
+        mask = RowMask(12, window=window)
+        check(plan_context(mask, runs), mask, 1, causal=True, window=window, documents=None, lengths=None)
+    # of the queries 6 to 11, the last sees back to 12 - window: all keys, but the first run, not even all of the second
+    for window, kinds in ((11, ["full", "band", "full"]), (8, ["full", "band", "full"]), (7, ["full", "band", "band"])):
+        assert [piece.kind for piece in plan_context(RowMask(12, window=window), runs).pieces(0, 1)] == kinds
+    edge = (((0, 3), (5, 8)), ((3, 5),))
+    assert [plan_context(RowMask(8, window=w), edge).pieces(0, 1)[0].kind for w in (4, 5, 6)] == ["band", "full", "full"]
+
+
 def test_longer_rows_of_many_documents() -> None:
     chance = random.Random(5)
     for window, causal in ((None, True), (7, True), (None, False)):
@@ -207,7 +236,7 @@ def log_normal_ends(chance: random.Random, s: int, median: float) -> tuple[int, 
 
 
 def test_documents_are_dealt_evenly_and_kept_together() -> None:
-    """Balance within 3 % with 8 chunks, and at most three quarters of the rows that dealing by area alone sends."""
+    """Balance within 2 % with 8 chunks, and on average 60 % of the rows that dealing by area alone sends."""
     chance = random.Random(0)
     shares = []
     for s, c, b, causal, window in ((1 << 16, 4, 1, True, None), (1 << 16, 8, 1, True, None), (1 << 16, 8, 3, True, None),
@@ -215,10 +244,10 @@ def test_documents_are_dealt_evenly_and_kept_together() -> None:
         for _ in range(3):
             mask = RowMask(s, causal, window, tuple(log_normal_ends(chance, s, 1500) for _ in range(b)))
             plan, scattered = (plan_context(mask, runs) for runs in (cut_row(mask, c, 8), by_area_alone(mask, c, 8)))
-            assert plan.balance <= 1.03, (mask, plan.balance)
+            assert plan.balance <= 1.02, (mask, plan.balance)
             assert plan.ring_share < scattered.ring_share
             shares.append(plan.ring_share / scattered.ring_share)
-    assert sum(shares) / len(shares) < 0.7
+    assert sum(shares) / len(shares) < 0.6
 
 
 def by_area_alone(mask: RowMask, c: int, k: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -252,9 +281,12 @@ def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
     chosen = Counter[int]()
     masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 1 << 12, 3 << 13)]
     masks += [RowMask(s, documents=(log_normal_ends(chance, s, median),)) for s in (1 << 14, 1 << 18) for median in (300, 2000)]
+    masks += [RowMask(s, documents=(random_ends(chance, s),)) for s in range(5, 40)]
     for mask, c in itertools.product(masks, (2, 4, 8)):
         times, largest = {}, {}
         for k in (1, 2, 4, 8, 16) if mask.documents else (1, 2, 4, 8):
+            if c * k > max(c, mask.length):
+                continue
             plan = plan_context(mask, cut_row(mask, c, k))
             received = [sum(plan.num_rows(i, j, mask.sequences) for j in range(c)) for i in range(c)]
             times[k] = max(max(plan.area(i), 1024 * received[i]) for i in range(c))
