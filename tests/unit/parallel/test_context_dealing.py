@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 
-from megatron_sp.parallel.context_dealing import deal_chunks
+from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
+
+
+def test_documents_over_chunks() -> None:
+    chunks = [(0, 10), (10, 20), (20, 29), (29, 38)]
+    documents = [(0, 4), (4, 10), (10, 11), (11, 23), (23, 29), (29, 38)]
+    assert spread_over(documents, chunks) == [{1: 9, 2: 3}]
+    assert spread_over([(0, 10), (10, 30), (30, 38)], chunks) == [{1: 10, 2: 9, 3: 1}]
+    assert spread_over([(0, 11), (11, 38)], chunks) == [{0: 10, 1: 1}, {1: 9, 2: 9, 3: 9}]
 
 
 def test_equal_chunks_are_dealt_in_turn() -> None:
@@ -53,16 +61,14 @@ def test_swaps_bring_the_fullest_rank_down() -> None:
 
 
 def random_chunks(chance: random.Random, ranks: int, room: int) -> tuple[list[int], list[dict[int, int]]]:
-    areas, documents = [0] * (ranks * room), []
-    ends = sorted({*(chance.randrange(1, 100 * ranks * room) for _ in range(ranks * room // 2)), 100 * ranks * room})
+    """Areas and documents of a causal row of chunks of 100 positions."""
+    s = 100 * ranks * room
+    ends = sorted({*(chance.randrange(1, s) for _ in range(ranks * room // 2)), s})
+    areas = [0] * (ranks * room)
     for start, stop in itertools.pairwise((0, *ends)):
-        rows = {c: min(stop, 100 * c + 100) - max(start, 100 * c) for c in range(start // 100, (stop - 1) // 100 + 1)}
-        for chunk in rows:
-            begin, end = max(start, 100 * chunk) - start, min(stop, 100 * chunk + 100) - start
-            areas[chunk] += (end * (end + 1) - begin * (begin + 1)) // 2
-        if len(rows) > 1:
-            documents.append(rows)
-    return areas, documents
+        for q in range(start, stop):
+            areas[q // 100] += q - start + 1
+    return areas, spread_over(itertools.pairwise((0, *ends)), [(c, c + 100) for c in range(0, s, 100)])
 
 
 def test_all_chunks_once_evenly_and_the_same_every_time() -> None:

@@ -196,11 +196,12 @@ def test_a_causal_row_is_dealt_as_a_zigzag() -> None:
         RowMask(1 << 13, causal=False, lengths=(100, 8000, 8192, 0)),
         RowMask(1 << 16, window=1024),
         RowMask(1 << 16, window=4096),
+        RowMask(1 << 16, window=1 << 14),
         RowMask(1000, causal=False),  # chunks that differ by one position
     ],
 )
 def test_what_is_even_or_near_is_cut_contiguously(mask: RowMask) -> None:
-    for c in (1, 2, 3, 4, 8):
+    for c in (1, 2, 3, 4, 8, 32):
         assert cut_row(mask, c) == tuple(((chunk.start, chunk.stop),) for chunk in deal(mask.length, c))
 
 
@@ -279,7 +280,7 @@ def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
     """Against the definition, by pairs and rows of the plan."""
     chance = random.Random(4)
     chosen = Counter[int]()
-    masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 1 << 12, 3 << 13)]
+    masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 3 << 13)]
     masks += [RowMask(s, documents=(log_normal_ends(chance, s, median),)) for s in (1 << 14, 1 << 18) for median in (300, 2000)]
     masks += [RowMask(s, documents=(random_ends(chance, s),)) for s in range(5, 40)]
     for mask, c in itertools.product(masks, (2, 4, 8)):
@@ -298,6 +299,13 @@ def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
         assert expected in chunks_chosen(mask, c), (mask, c, times)
         chosen[expected] += 1
     assert len(chosen) >= 4, chosen
+
+
+def test_many_ranks_get_fewer_chunks_each() -> None:
+    """512 in all, so that dealing stays a matter of milliseconds."""
+    mask = RowMask(1 << 20, documents=(log_normal_ends(random.Random(0), 1 << 20, 60000),))
+    balance = {k: plan_context(mask, cut_row(mask, 128, k)).balance for k in (4, 8)}
+    assert cut_row(mask, 128) == cut_row(mask, 128, 4) and balance[8] < balance[4] - 0.05
 
 
 def test_a_short_row_has_no_empty_chunks() -> None:
