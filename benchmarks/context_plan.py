@@ -17,7 +17,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,13 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import REPOSITORY
 
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, RowMask, Runs, cut_row, merge_runs, plan_context
 from megatron_sp.parallel.heads import deal
 from megatron_sp.planner.context_picture import context_svg
 
 CHUNKS = (1, 2, 4, 8, 16)
 PAIRS_PER_ROW = (128, 512, 2048, 8192)
-Runs = tuple[tuple[int, int], ...]
 Cut = Callable[[RowMask, int], tuple[Runs, ...]]
 
 
@@ -46,22 +45,12 @@ def packed_row(chance: random.Random, length: int, median: float = 1500, sigma: 
     return tuple(ends[1:])
 
 
-def merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(run for run in runs if run[0] < run[1]):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
 # ---- cuts
 
 
 def zigzag(mask: RowMask, c: int) -> tuple[Runs, ...]:
     chunks = [(chunk.start, chunk.stop) for chunk in deal(mask.length, 2 * c)]
-    return tuple(merged((chunks[i], chunks[2 * c - 1 - i])) for i in range(c))
+    return tuple(merge_runs((chunks[i], chunks[2 * c - 1 - i])) for i in range(c))
 
 
 def zigzag_of_documents(mask: RowMask, c: int) -> tuple[Runs, ...]:
@@ -71,7 +60,7 @@ def zigzag_of_documents(mask: RowMask, c: int) -> tuple[Runs, ...]:
     for start, stop in zip((0, *ends), ends, strict=False):
         for index, chunk in enumerate(deal(stop - start, 2 * c)):
             shares[min(index, 2 * c - 1 - index)].append((start + chunk.start, start + chunk.stop))
-    return tuple(map(merged, shares))
+    return tuple(map(merge_runs, shares))
 
 
 def by_area_alone(k: int) -> Cut:
@@ -86,7 +75,7 @@ def by_area_alone(k: int) -> Cut:
             rank = min((rank for rank in range(c) if len(shares[rank]) < k), key=loads.__getitem__)
             loads[rank] += areas[chunk]
             shares[rank].append(chunks[chunk])
-        return tuple(map(merged, shares))
+        return tuple(map(merge_runs, shares))
 
     return cut
 

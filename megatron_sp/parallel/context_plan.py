@@ -234,7 +234,7 @@ class _Index:
         """Return how many rows the owner of ``runs`` receives from all others together, in all sequences."""
         total, own = 0, _Numbering(runs)
         for sequence in range(len(self.spans)):
-            needed = _merged((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
+            needed = merge_runs((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
             total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
         return total
 
@@ -301,14 +301,14 @@ def _dealt(index: _Index, cp_size: int, num_chunks: int) -> tuple[Runs, ...]:
     num_chunks = max(1, min(num_chunks, index.length // cp_size))  # no chunk is empty, if there are positions for all ranks
     chunks = [(chunk.start, chunk.stop) for chunk in deal(index.length, cp_size * num_chunks)]
     if num_chunks == 1:
-        return tuple(_merged([chunk]) for chunk in chunks)
+        return tuple(merge_runs([chunk]) for chunk in chunks)
     before = [index.area_before(start) for start, _ in chunks] + [index.area_before(index.length)]
     documents = [(span.q_start, span.q_stop) for span in chain.from_iterable(index.spans)] if index.packed else []
     shares = deal_chunks([b - a for a, b in pairwise(before)], spread_over(documents, chunks), cp_size)
-    return tuple(_merged(chunks[chunk] for chunk in share) for share in shares)
+    return tuple(merge_runs(chunks[chunk] for chunk in share) for share in shares)
 
 
-def _merged(runs: Iterable[Run]) -> Runs:
+def merge_runs(runs: Iterable[Run]) -> Runs:
     """Return the union of runs, in order; empty ones vanish, and those that touch become one."""
     found: list[Run] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
@@ -378,7 +378,7 @@ class ContextPlan:
         if (i, j) not in self._rows:
             held = self._numberings[j]
             self._rows[i, j] = tuple(
-                _merged(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
+                merge_runs(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
                 for sequence in range(self.mask.sequences)
             )
         return self._rows[i, j]
@@ -386,7 +386,7 @@ class ContextPlan:
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
         """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
         held = self._numberings[j]
-        return tuple(_merged((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
+        return tuple(merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
         """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j.
@@ -486,7 +486,7 @@ def plan_context(mask: RowMask, runs: tuple[Runs, ...]) -> ContextPlan:
     Raises:
         ValueError: the runs do not cover the row once, or those of a rank are not in order or touch.
     """
-    if not runs or any(share != _merged(share) for share in runs):
+    if not runs or any(share != merge_runs(share) for share in runs):
         raise ValueError(f"runs of a rank must be in order, not empty, and apart: {runs}")
     everything = sorted(run for share in runs for run in share)
     if [0, *(stop for _, stop in everything)] != [*(start for start, _ in everything), mask.length]:
