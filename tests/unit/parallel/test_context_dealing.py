@@ -60,6 +60,13 @@ def test_swaps_bring_the_fullest_rank_down() -> None:
     assert loads == [80, 80]
 
 
+def test_what_a_swap_took_away_is_forgotten() -> None:
+    """Of the swaps that balance the ranks, those that keep 3, 5 and 6 together: after the first, it matters who has what now."""
+    areas = [4, 28, 15, 21, 29, 23, 29, 27]
+    dealt = deal_chunks(areas, [{0: 4, 1: 4, 2: 1, 3: 1}, {3: 4, 4: 1, 5: 4, 6: 4}], 2)
+    assert dealt == [[0, 1, 4, 7], [2, 3, 5, 6]] and [sum(areas[chunk] for chunk in chunks) for chunks in dealt] == [88, 88]
+
+
 def random_chunks(chance: random.Random, ranks: int, room: int) -> tuple[list[int], list[dict[int, int]]]:
     """Areas and documents of a causal row of chunks of 100 positions."""
     s = 100 * ranks * room
