@@ -1,0 +1,494 @@
+"""Plan of context parallelism, in plain numbers: who has which positions of a row, which keys travel to whom, and of
+which calls attention consists.
+
+A row of s positions is cut into equal chunks and these are dealt to the cp ranks (``cut_row``); rank i has the L_i
+positions of its chunks, in order. From the mask (``RowMask``) follows for every pair of ranks which rows of j's keys
+and values rank i's queries see (``ContextPlan.rows``), which is what j sends to i and nothing else, and the list of
+rectangles, triangles and bands of pairs that i computes with them (``ContextPlan.pieces``).
+
+Every rank derives the same plan from the same mask, so nothing has to be agreed on; a rank computes only the parts that
+it asks for. Nothing has to divide anything: lengths, chunks and documents may be odd, and a rank's share may be empty.
+
+The kinds of pieces. A mask is a list of spans, queries that all see keys of one range only: documents, or the real keys
+of a padded sequence. Under a causal mask the queries of one span within one run of rank i see in their own run a
+triangle ("diagonal"), and all of their span's keys that j has before that run ("full"): j's chunks lie one after
+another in the message, so that one rectangle takes several of them. Where a window ends inside such a rectangle it is
+a "band", one for each run of keys.
+
+A causal row in two chunks a rank is dealt as the zigzag of Llama 3 (arXiv:2407.21783) and ring-flash-attention;
+MagiAttention (arXiv:2505.13211) deals chunks by area, too, without regard to who then needs whose keys.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import Literal, NamedTuple
+
+from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
+from megatron_sp.parallel.heads import deal
+
+Run = tuple[int, int]  # start and stop
+Runs = tuple[Run, ...]
+PieceKind = Literal["full", "diagonal", "band"]
+
+_CHUNKS_TRIED = (1, 2, 4, 8, 16)
+_CHUNKS_IN_ALL = 512  # with more, dealing takes longer than it saves
+_MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if they save more than this
+# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
+# heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
+_PAIRS_PER_ROW = 1024
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """Attention mask of a row of positions, for the b sequences of a micro-batch.
+
+    Masks that mean the same are equal objects: a window that no query reaches the end of, lengths of full sequences and
+    a single document are None, and sequences that are all alike are described once.
+
+    Attributes:
+        length: s, positions of the row.
+        causal: a query sees keys up to its own position.
+        window: a query sees itself and the ``window`` - 1 keys before it; requires ``causal``. None: all keys before it.
+        documents: for each sequence the ends of its documents, the last of which is the end of the row; a query sees
+            keys of its own document alone.
+        lengths: for each sequence its number of real keys; those behind are padding, which no query sees. Queries at
+            padding see what their position allows. Cannot be combined with ``documents``.
+    Raises:
+        ValueError: a value is out of range, or two do not go together.
+    """
+
+    length: int
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        s = self.length
+        if s < 1:
+            raise ValueError(f"a row has at least one position, not {s}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}: a query sees at least itself, so it must be 1 or more")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"a window ({self.window}) is for causal attention, and this mask is bidirectional")
+        if self.documents is not None and self.lengths is not None:
+            raise ValueError("documents and lengths cannot be combined: let the padding be the last document")
+        if self.documents == () or self.lengths == ():
+            raise ValueError("documents and lengths need an entry for each sequence of the micro-batch, at least one")
+        for sequence, ends in enumerate(self.documents or ()):
+            if not ends or ends[-1] != s or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
+                raise ValueError(
+                    f"ends of documents of sequence {sequence} must rise from at least 1 to the row's length {s}: {_few(ends)}"
+                )
+        for sequence, length in enumerate(self.lengths or ()):
+            if length < 0:
+                raise ValueError(f"sequence {sequence} has {length} real keys: 0 or more are possible")
+
+        if self.window is not None and self.window >= s:
+            object.__setattr__(self, "window", None)
+        if self.lengths is not None:
+            lengths = _once_if_alike(tuple(min(length, s) for length in self.lengths))
+            object.__setattr__(self, "lengths", None if lengths == (s,) else lengths)
+        if self.documents is not None:
+            documents = _once_if_alike(self.documents)
+            object.__setattr__(self, "documents", None if documents == ((s,),) else documents)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that differ in their keys; 1 if all b are alike."""
+        return len(self.documents or self.lengths or (None,))
+
+
+def _few(ends: tuple[int, ...]) -> str:
+    return str(list(ends)) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ... {ends[-1]}]"
+
+
+def _once_if_alike(entries: tuple) -> tuple:  # type: ignore[type-arg]
+    return entries[:1] if all(entry == entries[0] for entry in entries) else entries
+
+
+class Piece(NamedTuple):
+    """Queries of rank i and keys of rank j whose attention is one kernel call.
+
+    Attributes:
+        sequence: index in the micro-batch; -1 for all its sequences, which are alike.
+        q_start, q_stop: rows of L_i.
+        k_start, k_stop: rows of L_i if j is i; else rows of the message, that is of ``rows(i, j)`` of this sequence laid
+            one run after another.
+        kind: "full": every query sees every key. "diagonal": as many queries as keys, query a sees keys up to a. "band":
+            a query sees keys at a distance of 0 to ``window`` - 1 positions.
+        offset: for a band, the position of its first query less that of its first key; else 0. The positions of a
+            diagonal's and a band's keys are consecutive, those of its queries always.
+    """
+
+    sequence: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    kind: PieceKind
+    offset: int
+
+
+class _Span(NamedTuple):
+    """Queries that see keys of one range alone: the range of the queries themselves, or, under a causal mask, one before all of them."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+@lru_cache(maxsize=16)
+def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
+    """Return the spans of each sequence, which cover its queries in order."""
+    s, found = mask.length, []
+    for sequence in range(mask.sequences):
+        if mask.documents is not None:
+            ends = mask.documents[sequence]
+            found.append(tuple(_Span(a, b, a, b) for a, b in zip((0, *ends), ends, strict=False)))
+            continue
+        real = s if mask.lengths is None else mask.lengths[sequence]
+        if mask.causal:  # queries at padding have all keys before them: a triangle ends where its keys do
+            spans = [_Span(0, real, 0, real), _Span(real, s, 0, real)]
+        else:
+            spans = [_Span(0, s, 0, real)]
+        found.append(tuple(spans))
+    return tuple(found)
+
+
+def _triangle(n: int, most: int) -> int:
+    """Return the sum of min(a, most) over a = 1 .. n; 0 for negative n."""
+    n = max(n, 0)
+    grown = min(n, most)
+    return grown * (grown + 1) // 2 + (n - grown) * most
+
+
+class _Part(NamedTuple):
+    """Queries of one span within one run of positions, and the range of the keys that at least one of them sees."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+class _Index:
+    """Spans of a mask, found by position: how many pairs queries see, and which keys, without a look at every position or document."""
+
+    def __init__(self, mask: RowMask) -> None:
+        self.length, self.causal, self.window, self.packed = mask.length, mask.causal, mask.window, mask.documents is not None
+        self.spans = _spans_of(mask)
+        self.starts = [[span.q_start for span in spans] for spans in self.spans]
+        self.sums = [[0, *accumulate(self._area_of_span(span, span.q_stop) for span in spans)] for spans in self.spans]
+
+    def area_before(self, position: int) -> int:
+        """Return the pairs of all queries before ``position``, in all sequences."""
+        total = 0
+        for spans, starts, sums in zip(self.spans, self.starts, self.sums, strict=True):
+            last = bisect_right(starts, position) - 1
+            total += sums[last] + self._area_of_span(spans[last], position)
+        return total
+
+    def area(self, runs: Iterable[Run]) -> int:
+        """Return the pairs of the queries of ``runs``."""
+        return sum(self.area_before(b) - self.area_before(a) for a, b in runs)
+
+    def _area_of_span(self, span: _Span, stop: int) -> int:
+        """Return the pairs of a span's queries before ``stop``."""
+        keys = span.k_stop - span.k_start
+        if not self.causal:
+            return (stop - span.q_start) * keys
+        first, last = span.q_start - span.k_start, stop - span.k_start  # query x (from the span's first key) sees min(x + 1, keys)
+        area = _triangle(last, keys) - _triangle(first, keys)
+        if self.window is not None:  # less the min(x + 1 - window, keys) that are too far
+            area -= _triangle(last - self.window, keys) - _triangle(first - self.window, keys)
+        return area
+
+    def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
+        """Yield the parts of a run of queries, in order; their range of keys may be empty.
+
+        Args:
+            outside: only those that see keys outside the run: its first or its last part, since spans between them are documents
+                that lie within the run.
+        """
+        spans, starts = self.spans[sequence], self.starts[sequence]
+        first, last = bisect_right(starts, run[0]) - 1, bisect_right(starts, run[1] - 1) - 1
+        for index in sorted({first, last}) if outside else range(first, last + 1):
+            span = spans[index]
+            q_start, q_stop = max(run[0], span.q_start), min(run[1], span.q_stop)
+            k_start, k_stop = span.k_start, span.k_stop
+            if self.causal:
+                k_stop = min(k_stop, q_stop)
+            if self.window is not None:
+                k_start = max(k_start, q_start - self.window + 1)
+            if not (outside and run[0] <= k_start and k_stop <= run[1]):
+                yield _Part(q_start, q_stop, k_start, k_stop)
+
+    def num_received(self, runs: Runs) -> int:
+        """Return how many rows the owner of ``runs`` receives from all others together, in all sequences."""
+        total, own = 0, _Numbering(runs)
+        for sequence in range(len(self.spans)):
+            needed = merge_runs((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
+            total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
+        return total
+
+
+@lru_cache(maxsize=16)
+def _index_of(mask: RowMask) -> _Index:
+    return _Index(mask)
+
+
+@lru_cache(maxsize=64)
+def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple[Runs, ...]:
+    """Deal the positions of a row to the cp ranks so that all compute about as many pairs, with about as many positions.
+
+    The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
+    ``context_dealing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
+
+    Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to a
+    quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for documents)
+    with which attention takes at most 2 % longer than if the mean rank's pairs were all; if there is none, the fewest at
+    most 2 % above the best. Time is that of the slowest rank where the exchange is hidden: of computing its pairs or of
+    receiving its rows, whichever is longer, a row counting as much as 1,024 pairs. This gives 2 for a causal row, the
+    zigzag. docs/benchmarks/context_plan.md has what other rules cost.
+
+    Args:
+        num_chunks: chunks for each rank; fewer in a row that has fewer positions.
+    Returns:
+        Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ
+        by at most the number of chunks; a rank has none only if there are fewer positions than ranks.
+    Raises:
+        ValueError: a size is below 1.
+    """
+    if cp_size < 1 or (num_chunks is not None and num_chunks < 1):
+        raise ValueError(f"cp_size ({cp_size}) and the number of chunks for each rank ({num_chunks}) must be 1 or more")
+    index = _index_of(mask)
+    if num_chunks is not None:
+        return _dealt(index, cp_size, num_chunks)
+    mean = index.area_before(mask.length) / cp_size
+    tried: list[tuple[float, int, tuple[Runs, ...]]] = []
+    for k in _CHUNKS_TRIED:
+        if k > 1 and (k > _most_chunks(mask) or cp_size * k > min(mask.length, _CHUNKS_IN_ALL)):
+            break
+        runs = _dealt(index, cp_size, k)
+        areas = [index.area(share) for share in runs]
+        most = max(max(area, _PAIRS_PER_ROW * index.num_received(share)) for area, share in zip(areas, runs, strict=True))
+        if most <= (1 + _MARGIN) * mean:
+            return runs
+        tried.append((most, max(areas), runs))
+    least = min(most for most, _, _ in tried)
+    fast = [(largest, runs) for most, largest, runs in tried if most <= (1 + _MARGIN) * least]
+    enough = min(largest for largest, _ in fast) + _MARGIN * mean
+    return next(runs for largest, runs in fast if largest <= enough)
+
+
+def _most_chunks(mask: RowMask) -> int:
+    """Return the largest number of chunks for each rank worth a trial."""
+    if mask.documents is not None:
+        return 16
+    if not mask.causal or (mask.window is not None and 4 * mask.window <= mask.length):
+        return 1
+    return 8
+
+
+def _dealt(index: _Index, cp_size: int, num_chunks: int) -> tuple[Runs, ...]:
+    num_chunks = max(1, min(num_chunks, index.length // cp_size))  # no chunk is empty, if there are positions for all ranks
+    chunks = [(chunk.start, chunk.stop) for chunk in deal(index.length, cp_size * num_chunks)]
+    if num_chunks == 1:
+        return tuple(merge_runs([chunk]) for chunk in chunks)
+    before = [index.area_before(start) for start, _ in chunks] + [index.area_before(index.length)]
+    documents = [(span.q_start, span.q_stop) for span in chain.from_iterable(index.spans)] if index.packed else []
+    shares = deal_chunks([b - a for a, b in pairwise(before)], spread_over(documents, chunks), cp_size)
+    return tuple(merge_runs(chunks[chunk] for chunk in share) for share in shares)
+
+
+def merge_runs(runs: Iterable[Run]) -> Runs:
+    """Return the union of runs, in order; empty ones vanish, and those that touch become one."""
+    found: list[Run] = []
+    for start, stop in sorted(run for run in runs if run[0] < run[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _num_rows(runs: Iterable[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+class _Numbering:
+    """Runs of positions laid one after another: which row a position is."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.starts = [start for start, _ in runs]
+        self.rows = [0, *accumulate(stop - start for start, stop in runs)]
+
+    def row(self, position: int) -> int:
+        """Return the row of a position, which must be in one of the runs."""
+        index = bisect_right(self.starts, position) - 1
+        return self.rows[index] + position - self.starts[index]
+
+    def within(self, start: int, stop: int) -> Iterator[Run]:
+        """Yield the parts of the runs between two positions."""
+        for index in range(max(0, bisect_right(self.starts, start) - 1), bisect_left(self.starts, stop)):
+            a, b = self.runs[index]
+            if max(a, start) < min(b, stop):
+                yield max(a, start), min(b, stop)
+
+
+class ContextPlan:
+    """Plan of the exchange and of the pieces; the same on all ranks.
+
+    Results are computed when they are first asked for, and kept.
+
+    Attributes:
+        mask: the mask.
+        runs: runs of positions of each rank, in order.
+        cp_size: number of ranks.
+        lengths: L_i, number of positions of each rank.
+        alike: all sequences have the same pieces and rows, which are described once.
+    """
+
+    def __init__(self, mask: RowMask, runs: tuple[Runs, ...]) -> None:
+        self.mask, self.runs, self.cp_size = mask, runs, len(runs)
+        self.lengths = tuple(_num_rows(share) for share in runs)
+        self.alike = mask.sequences == 1
+        self._numberings = [_Numbering(share) for share in runs]
+        self._index = _index_of(mask)
+        self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
+        self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
+        self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
+
+    def rows(self, i: int, j: int) -> tuple[Runs, ...]:
+        """Return the positions whose keys and values rank j sends to rank i: those that at least one query of i sees.
+
+        With j = i: those of its own that it uses.
+
+        Returns:
+            For each sequence (one entry if all are alike) the runs of positions, in order.
+        """
+        if (i, j) not in self._rows:
+            held = self._numberings[j]
+            self._rows[i, j] = tuple(
+                merge_runs(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
+                for sequence in range(self.mask.sequences)
+            )
+        return self._rows[i, j]
+
+    def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
+        """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
+        held = self._numberings[j]
+        return tuple(merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
+
+    def num_rows(self, i: int, j: int, batch: int) -> int:
+        """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j.
+
+        Raises:
+            ValueError: the mask describes another number of sequences.
+        """
+        self._check_batch(batch)
+        if i == j:
+            return 0
+        return sum(map(_num_rows, self.rows(i, j))) * (batch if self.alike else 1)
+
+    def rows_received(self, i: int, batch: int) -> tuple[int, ...]:
+        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i receives, which come from rank i - t."""
+        return tuple(self.num_rows(i, (i - t) % self.cp_size, batch) for t in range(1, self.cp_size))
+
+    def rows_sent(self, i: int, batch: int) -> tuple[int, ...]:
+        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i sends, which go to rank i + t."""
+        return tuple(self.num_rows((i + t) % self.cp_size, i, batch) for t in range(1, self.cp_size))
+
+    def num_received(self, i: int, batch: int) -> int:
+        """Return the sum of ``rows_received``, in closed form: without a look at every other rank."""
+        self._check_batch(batch)
+        return self._index.num_received(self.runs[i]) * (batch if self.alike else 1)
+
+    @property
+    def ring_share(self) -> float:
+        """Rows that travel, as a share of those of a ring, which brings every row to every rank; 0 for one rank."""
+        return self._ring_share(sum(self._index.num_received(runs) for runs in self.runs) / self.cp_size)
+
+    @property
+    def worst_ring_share(self) -> float:
+        """Rows of the rank that receives the most, as a share of a ring's mean; 0 for one rank."""
+        return self._ring_share(max(self._index.num_received(runs) for runs in self.runs))
+
+    def _ring_share(self, rows: float) -> float:
+        of_ring = self.mask.sequences * self.mask.length * (self.cp_size - 1) / self.cp_size
+        return rows / of_ring if of_ring else 0.0
+
+    def pieces(self, i: int, j: int) -> tuple[Piece, ...]:
+        """Return the pieces of rank i's queries with rank j's keys: by sequence, then by queries, then by keys.
+
+        Every pair that the mask allows is in exactly one piece, and no other pair is; every query of a piece sees a key
+        of it. A query is in at most one full piece.
+        """
+        if (i, j) not in self._pieces:
+            self._pieces[i, j] = tuple(
+                piece for sequence in range(self.mask.sequences) for piece in self._pieces_of_sequence(i, j, sequence)
+            )
+        return self._pieces[i, j]
+
+    def area(self, i: int) -> int:
+        """Return the number of pairs that rank i's queries see, in all sequences that the mask describes."""
+        return self._index.area(self.runs[i])
+
+    @property
+    def balance(self) -> float:
+        """Largest area of a rank divided by the mean; 1 if nobody sees anything."""
+        areas = [self.area(i) for i in range(self.cp_size)]
+        return max(areas) * self.cp_size / sum(areas) if any(areas) else 1.0
+
+    def _check_batch(self, batch: int) -> None:
+        if not self.alike and batch != self.mask.sequences:
+            raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
+
+    def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
+        """Return the parts of rank i's queries; with ``outside``, those that see keys outside their own run."""
+        if (i, sequence, outside) not in self._parts_of:
+            self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
+        return self._parts_of[i, sequence, outside]
+
+    def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[Piece]:
+        own, name = i == j, -1 if self.alike else sequence
+        queries, held = self._numberings[i], self._numberings[j]
+        row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
+        window = self.mask.window
+        for part in self._parts(i, sequence, not own):
+            first = queries.row(part.q_start)
+            last = first + part.q_stop - part.q_start
+            before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop
+            keys = list(held.within(part.k_start, before_queries))
+            while window is not None and keys and part.q_stop - 1 - keys[0][0] >= window:  # the last query is too far from its first key
+                start, stop = keys.pop(0)
+                k = row_of_key(start)
+                rows = min(part.q_stop, stop - 1 + window) - part.q_start  # those that see its last key
+                yield Piece(name, first, first + rows, k, k + stop - start, "band", part.q_start - start)
+            if keys:
+                yield Piece(name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0)
+            if own and self.mask.causal and part.k_stop == part.q_stop:
+                yield Piece(name, first, last, first, last, "diagonal" if window is None or last - first <= window else "band", 0)
+
+
+@lru_cache(maxsize=32)
+def plan_context(mask: RowMask, runs: tuple[Runs, ...]) -> ContextPlan:
+    """Return the plan for a mask and the runs of positions of each rank, as ``cut_row`` gives them.
+
+    Raises:
+        ValueError: the runs do not cover the row once, or those of a rank are not in order or touch.
+    """
+    if not runs or any(share != merge_runs(share) for share in runs):
+        raise ValueError(f"runs of a rank must be in order, not empty, and apart: {runs}")
+    everything = sorted(run for share in runs for run in share)
+    if [0, *(stop for _, stop in everything)] != [*(start for start, _ in everything), mask.length]:
+        raise ValueError(f"runs of all ranks must cover the {mask.length} positions of the row, each once: {runs}")
+    return ContextPlan(mask, runs)
