@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -247,7 +248,7 @@ def test_in_16_bits_the_error_is_that_of_one_call() -> None:
     half = [x.bfloat16() for x in full]
     want = in_full(*(x.double() for x in half), torch.ones(s, s, dtype=torch.bool).tril()[None])
     edges = [s * i // n for i in range(n + 1)]
-    chunks = list(zip(edges, edges[1:], strict=False))
+    chunks = list(pairwise(edges))
     stages = [Stage((Part(-1, a, b, a, b, "diagonal"),)) for a, b in chunks]
     stages += [Stage((Part(-1, b, s, a, b, "full"),)) for a, b in chunks if b < s]
     found = by_pieces(CPUFlash(), stages, *half, Columns(1, True))
@@ -339,7 +340,7 @@ def test_halves_are_halves_and_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "diagonal", "band"])
 def test_a_piece_is_cut_between_two_queries(kind: str) -> None:
-    piece = Part(0, 2, 12, 3, 13, kind, 0 if kind == "full" else 0)  # type: ignore[arg-type]
+    piece = Part(0, 2, 12, 3, 13, kind)  # type: ignore[arg-type]
     for row in range(1, 10):
         upper, lower = cut(piece, row)
         assert torch.equal(pairs_of((*upper, *lower), 13, 4), pairs_of((piece,), 13, 4))
