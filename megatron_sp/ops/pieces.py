@@ -3,7 +3,7 @@
 Softmax over keys A and B is the mean of those over A and over B, weighted by their sums. With s = lse over A and B,
 
     forward     out = out_A exp(lse_A - s) + out_B exp(lse_B - s),    s = log(exp(lse_A) + exp(lse_B))
-    backward    P = exp(q k^T / sqrt(d) - s),  dS = P (dout v^T - rowsum(dout out)) / sqrt(d),  dq = dS k,  dk = dS^T q,  dv = P^T dout
+    backward    P = exp(q k^T / sqrt(d) - s),  dS = P (d_out v^T - rowsum(d_out out)) / sqrt(d),  dq = dS k,  dk = dS^T q,  dv = P^T d_out
 
 where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are kept in fp32 (fp64 for fp64).
 
@@ -545,7 +545,7 @@ class Reference(_TileKernel):
     """Plain matrix products in any dtype on any device, with attention dropout by hash.
 
     What is dropped is dropped after the softmax over all keys, so pieces are merged by the lse before dropout, and
-    rowsum(dout * out) is right with the final out after it.
+    rowsum(d_out * out) is right with the final out after it.
     """
 
     dropout: float = 0.0
