@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-TESTS = ["tests/unit/ops/test_pieces.py", "tests/dist/test_context_parallel.py"]
+TESTS = ["tests/unit/ops/test_pieces.py", "tests/unit/ops/test_gpu_pieces.py", "tests/dist/test_context_parallel.py"]
 
-PIECES, CONTEXT = "ops/pieces.py", "parallel/context_parallel.py"
+PIECES, GPU, CONTEXT = "ops/pieces.py", "ops/gpu_pieces.py", "parallel/context_parallel.py"
 
 MUTANTS = [
     # what ring attention got wrong elsewhere
@@ -16,7 +16,7 @@ MUTANTS = [
     ("merge: log1p(exp())", PIECES, "total = torch.logaddexp(lse, more_lse)", "total = lse + torch.log1p(torch.exp(more_lse - lse))"),
     ("merge: rows without keys are NaN", PIECES, "    finite = total.masked_fill(total == -torch.inf, 0.0)\n", "    finite = total\n"),
     ("merge: the sum stays that of the older part", PIECES, "    lse.copy_(total)\n", "    pass\n"),
-    ("merge: a piece takes the place of those before it", PIECES, "        first = not any(", "        first = True or not any("),
+    ("merge: a piece takes the place of those before it", PIECES, "        return not any(", "        return True or not any("),
     ("rows without keys have lse 0", PIECES, "device=q.device).fill_(-torch.inf)", "device=q.device).zero_()"),
     ("rows without keys have any contents", PIECES, "dtype=wide, device=q.device).zero_()\n        self.lse", "dtype=wide, device=q.device)\n        self.lse"),
     # pieces
@@ -45,6 +45,15 @@ MUTANTS = [
     ("a cut diagonal lacks the square below", PIECES, "return (upper,), (below, Part(", "return (upper,), (Part("),
     ("a cut band starts anew", PIECES, "piece.k_stop, piece.kind, piece.offset + row),)", "piece.k_stop, piece.kind, piece.offset),)"),
     ("keys of several pieces pass for those of one", PIECES, "    apart = all(", "    apart = True or all("),
+    # on a GPU
+    ("GPU: a diagonal is full", GPU, 'piece.kind == "diagonal", left, right', "False, left, right"),
+    ("GPU: a window is one long", GPU, "else window - 1 - right", "else window - right"),
+    ("GPU: a window is aligned at the first query", GPU, "right = piece.offset - keys + queries", "right = piece.offset"),
+    ("GPU: pieces that share queries share a call", GPU, "piece.q_start < last.q_stop:", "False:"),
+    ("GPU: keys are taken as if they lay one after another", GPU, "if stride == 1 and all(start + count == following for (start, count), (following, _) in pairwise(runs)):", "if stride == 1:"),
+    ("GPU: keys of two pieces get the gradient of one", GPU, "last + count * stride <= start:", "True:"),
+    ("GPU: only the first piece counts as seen", GPU, "so_far.add_rows(call.pieces, queries, out", "so_far.add_rows(call.pieces[:1], queries, out"),
+    ("GPU: a merge without the older part", PIECES, "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, first)\n        else:\n            if not first:", "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, True)\n        else:\n            if False:"),
     # exchange
     ("keys go to the rank behind", CONTEXT, "        to, source = self.peer(shift), self.peer(-shift)\n        outgoing", "        to, source = self.peer(-shift), self.peer(shift)\n        outgoing"),
     ("gradients go to the rank ahead", CONTEXT, "        to, source = self.peer(-shift), self.peer(shift)\n        mine", "        to, source = self.peer(shift), self.peer(-shift)\n        mine"),
@@ -58,6 +67,7 @@ MUTANTS = [
     ("own gradients of the second half are missing", CONTEXT, "    add_own(second)\n", ""),
     ("own second half comes before all messages", CONTEXT, "    add_own(first)\n    returning", "    add_own(first)\n    add_own(second)\n    second = ()\n    returning"),
     ("keys are used before they arrive", CONTEXT, "return self.under_way.popleft().wait()", "handle = self.under_way.popleft()\n        handle._waited, result = True, handle._result\n        return result"),
+    ("gradients are used before they arrive", CONTEXT, "add_to(d_kv, handle.wait())", "add_to(d_kv, (handle._result.clone(), handle.wait())[0])"),
     ("the next shift starts after this one's pieces", CONTEXT, "        self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))\n", "        self._start(index + max(1, self.pass_.cp.stages_ahead))\n"),
     ("gradients are rounded at every sum", CONTEXT, "d_q, d_kv = (empty(x.shape, dtype=wide, ", "d_q, d_kv = (empty(x.shape, dtype=x.dtype, "),
     ("gradients of a stage are rounded at every sum", CONTEXT, "dtype=kv.dtype if each_key_once(stage) else wide", "dtype=kv.dtype"),
