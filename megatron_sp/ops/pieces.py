@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -86,9 +86,9 @@ class Part(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """All pieces of some queries against the keys of one rank.
+    """All pieces of some queries against the keys of one rank. Every layer uses the same stages, so they keep what is derived from them.
 
     Attributes:
         pieces: in the order in which they are computed.
@@ -102,6 +102,13 @@ class Stage:
     window: int | None = None
     key_runs: tuple[tuple[Run, ...], ...] = ()
     documents: tuple[tuple[int, ...], ...] | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned when it was first asked for ``key``."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -371,7 +378,6 @@ class Tile(NamedTuple):
 Tiles = tuple[Tile, ...]
 
 
-@lru_cache(maxsize=256)
 def tiles_of(pieces: tuple[Piece, ...], window: int | None) -> Tiles:
     """Return the tiles of the pieces: a band is many, anything else is one."""
     found: list[Tile] = []
@@ -396,7 +402,6 @@ def _tiles_of_band(piece: Piece, window: int) -> Iterator[Tile]:
         yield Tile(piece.sequence, piece.q_start + start, n, piece.k_start + first, stop - first, "full" if whole else "band", offset)
 
 
-@lru_cache(maxsize=256)
 def batches_of(tiles: Tiles) -> tuple[Tiles, ...]:
     """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length."""
     found: list[list[Tile]] = []
@@ -426,7 +431,7 @@ class _Call(NamedTuple):
 def _calls(stage: Stage, q: Tensor) -> Iterator[_Call]:
     """Yield kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a large tile has calls of its own."""
     each, row = q.shape[1], q.shape[2] * q.shape[3] * q.element_size()
-    for batch in batches_of(tiles_of(stage.pieces, stage.window)):
+    for batch in stage.once("batches", lambda: batches_of(tiles_of(stage.pieces, stage.window))):
         of_one = batch[0].queries * each * row
         if of_one <= _BATCHED_BYTES:
             yield from (_Call(batch[some], slice(0, each)) for some in blocks(len(batch), of_one, q.device))
@@ -656,7 +661,6 @@ def _channels(stage: Stage, tile: Tile) -> list[Run]:
 # halves of a stage
 
 
-@lru_cache(maxsize=256)
 def halves(pieces: tuple[Piece, ...], window: int | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Split the pieces into two parts of about the same work, the first ones and the rest; a large one is cut between two queries."""
     work = [_pairs_of_rows(piece, window) for piece in pieces]

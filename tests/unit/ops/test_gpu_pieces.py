@@ -181,11 +181,11 @@ def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right:
     """As far as torch's description of its results goes, which is all that there is without a GPU."""
     q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
     (call,) = calls_of((Part(-1, 0, 4, 0, 4, kind), Part(-1, 4, 9, 4, 9, kind)), 4)
-    assert call[1:] == (kind == "diagonal", left, right)
-    lengths = gpu_pieces._lengths(call, q.device)
-    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call)
+    assert call.mask == (kind == "diagonal", left, right)
+    lengths = call.lengths(q.device)
+    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call.mask)
     assert out.shape == (9, 6, D) and lse.shape == (6, 9) and lse.dtype == torch.float32
-    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call)
+    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call.mask)
     assert [x.shape for x in found] == [(9, 6, D), (9, 2, D), (9, 2, D)]
 
 
