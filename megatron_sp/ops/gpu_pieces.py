@@ -139,8 +139,9 @@ def calls_of(pieces: tuple[Piece, ...], window: int | None) -> tuple[_Call, ...]
         if piece.kind == "band":
             queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
             right = piece.offset - keys + queries
-            left = -1 if window is None else window - 1 - right
-            assert right >= 0 and left >= -1, f"{piece} has keys that no query sees, or queries without keys"
+            assert window is not None, f"{piece} is a band, and the stage has no window"
+            left = window - 1 - right
+            assert right >= 0 and left >= 0, f"{piece} has keys that no query sees, or queries without keys"  # -1 would be no limit
             if piece.offset >= keys - 1:  # all keys are before all queries
                 right = -1
         several = groups.setdefault((piece.kind == "diagonal", left, right), [[]])

@@ -174,6 +174,8 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
 def test_a_band_with_keys_that_no_query_sees_is_refused() -> None:
     with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
         calls_of((Part(0, 0, 4, 0, 9, "band", 2),), 3)
+    with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
+        calls_of((Part(0, 0, 4, 0, 3, "band", 3),), 4)  # the last query is four positions behind the last key
 
 
 @pytest.mark.parametrize("kind, left, right", [("full", -1, -1), ("diagonal", -1, -1), ("band", 3, 0)])
