@@ -167,8 +167,18 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
     tensors = randn(12, 4, 2, D), randn(12, 4, 2, D, seed=1)
     columns, kv = Columns(2, False), randn(12, 4, 2, D, seed=2)
     for rows in (Rows.interleaved(kv, 2), message(kv, 2, False)):
+        rounds = calls_of(pieces, None)[0].apart(rows)
+        assert len(rounds) == 2  # in each of which no row is twice: sums on a GPU are those of the last time
+        every = torch.arange(len(rows.x))
+        for mine, of_tensor in rounds:
+            assert len(every[of_tensor].unique()) == len(every[of_tensor]) == len(torch.arange(32)[mine])
         stages = [(Stage(pieces), rows)]
         assert_law(results(TorchFlash(), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
+
+
+def test_pieces_that_share_queries_share_no_call() -> None:
+    bands: tuple[Piece, ...] = (Part(0, 0, 10, 0, 5, "band", 7), Part(0, 5, 15, 5, 10, "band", 7), Part(1, 5, 15, 5, 10, "band", 7))
+    assert [[piece.sequence for piece in call.pieces] for call in calls_of(bands, 20)] == [[0], [0, 1]]
 
 
 def test_a_band_with_keys_that_no_query_sees_is_refused() -> None:
