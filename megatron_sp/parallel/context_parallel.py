@@ -410,10 +410,8 @@ def _backward(
     for index, shift in enumerate(arrivals.shifts):
         d_rows = of_stage(pass_.peer(-shift), arrivals.wait(index))
         going_back = shift, pass_.send_back(d_rows, kv, shift)
-        del d_rows
         _add_arrived(pass_, d_kv, returning)
         returning = going_back
-        del going_back
     add_own(second)
     _add_arrived(pass_, d_kv, returning)
     return d_q.to(kv.dtype), d_kv.to(kv.dtype)

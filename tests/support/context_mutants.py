@@ -47,7 +47,7 @@ MUTANTS = [
     ("keys of several pieces pass for those of one", PIECES, "    apart = all(", "    apart = True or all("),
     # on a GPU
     ("GPU: a diagonal is full", GPU, 'piece.kind == "diagonal", left, right', "False, left, right"),
-    ("GPU: a window is one long", GPU, "else window - 1 - right", "else window - right"),
+    ("GPU: a window is one long", GPU, "            left = window - 1 - right", "            left = window - right"),
     ("GPU: a window is aligned at the first query", GPU, "right = piece.offset - keys + queries", "right = piece.offset"),
     ("GPU: pieces that share queries share a call", GPU, "piece.q_start < last.q_stop:", "False:"),
     ("GPU: keys are taken as if they lay one after another", GPU, "if stride == 1 and all(start + count == following for (start, count), (following, _) in pairwise(runs)):", "if stride == 1:"),
@@ -76,7 +76,6 @@ MUTANTS = [
     ("messages of sequences are laid out alike", CONTEXT, "        return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)", "        return Rows(x, tuple(range(sequences)), sequences)"),
     ("one run is packed", CONTEXT, "        if self.same and len(self.runs[0]) == 1:\n", "        if False:\n"),
     ("what has arrived is held", CONTEXT, "        del arrived  # before the next but one is given memory\n", ""),
-    ("gradients on their way are held", CONTEXT, "        del going_back\n", ""),
     ("every layer's halves are the whole stage", CONTEXT, "replace(own, pieces=second, _known={})", "replace(own, pieces=second)"),
     ("a kept result is sent for all the same", CONTEXT, "self.shifts[self.num_started : 0 if self.kept else count]", "self.shifts[self.num_started : count]"),
     ("a kept result is computed all the same", CONTEXT, "        if kept is None:\n            kept = _forward", "        if True:\n            kept = _forward"),
