@@ -278,10 +278,10 @@ class Sharded:
                 view.copy_(part)
         self.model.to(device)
         names = {id(p): n for n, p in self.model.named_parameters()}
-        zero = Zero(case.zero, self.groups.dp_sp)
+        zero = Zero(case.zero, self.groups.dp_cp_sp)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zero) for u in self.model.units()]
-        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
+        self.gradients = FlatGradients(self.units, self.groups.dp_cp_sp, tp=self.groups.tp)
         order = self.model.unit_order(backward=True)
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
         self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
@@ -306,7 +306,7 @@ class Sharded:
             total += loss.detach()
         self._enter("update")
         self.gradients.finish_step()
-        return all_reduce(total, self.groups.dp_sp).cpu()
+        return all_reduce(total, self.groups.dp_cp_sp).cpu()
 
     def _enter(self, direction: Direction) -> None:
         if self.recorder is not None:
