@@ -96,6 +96,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
     reference = step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
     sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
+    sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
@@ -245,7 +246,7 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
     others = here / parallel.tensor_model_parallel_size
     weights = h * heads + h * model.num_attention_heads * model.head_dim + h * width + h * model.ffn_size
     kept = tokens * (3 * h + 2 * heads + 2 * width)  # activations of a layer between forward and backward
-    layer = 4 * weights * (1 + others) + kept * (1 + here / parallel.sequence_parallel_size)
+    layer = 4 * weights * (1 + others) + kept * (1 + here / (parallel.sequence_parallel_size * parallel.context_parallel_size))
     ends = 4 * 2 * model.vocab_size * h * (1 + others)
     room = _SHARE_OF_MEMORY * _free_memory(groups.device) / dtype.itemsize - ends
     fits = max(1, min(model.num_layers, int(room // layer)))

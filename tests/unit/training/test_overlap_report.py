@@ -230,8 +230,12 @@ def test_the_flag_in_a_file(tmp_path: Path) -> None:
     assert config_from_args([*FLAGS, "--tp-size=2", "--config", str(path)], world_size=2).logging.report_overlap == 4
 
 
+def test_context_parallelism_alone_has_something_to_report() -> None:
+    assert config_from_args([*FLAGS, "--cp-size=2", "--report-overlap"], world_size=2).logging.report_overlap == 10
+
+
 @pytest.mark.parametrize("words, message", [
-    (["--report-overlap"], "with sequence_parallel_size 1 and tensor_model_parallel_size 1 there are none to report"),
+    (["--report-overlap"], "sequence_parallel_size 1, context_parallel_size 1 and tensor_model_parallel_size 1 there are none to"),
     (["--report-overlap", "--sp-size=2", "--skip-train", "--load=x"], "--skip-train takes none"),
     (["--report-overlap", "--sp-size=2", "--verify-parallelism"], "--verify-parallelism compares one step and ends"),
     (["--report-overlap", "0", "--sp-size=2"], r"--report-overlap \(0\) must be at least 1"),
