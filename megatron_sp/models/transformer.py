@@ -150,6 +150,8 @@ class AttentionCore:
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
         ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
+        if ctx.plan is not None:
+            raise RuntimeError("attention over the positions of several context-parallel ranks is not joined yet")
         if ctx.dropout is None or rate == 0.0:
             rate = 0.0
         else:

@@ -449,6 +449,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",
         recorder=None if overlap_report is None else overlap_report.recorder,
+        cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap, "attention": attention.kernel.name})

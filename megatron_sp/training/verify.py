@@ -106,6 +106,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
+            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
         )  # fmt: skip
         outcome = step.run(layout, groups, mine)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"

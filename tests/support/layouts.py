@@ -47,6 +47,8 @@ class Case:
     tp: int = 1
     sp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_chunks: int | None = None
     tp_seq: bool = False
     mode: Any = "none"
     chunks: int = 2
@@ -70,11 +72,15 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.sp * self.dp
+        return self.tp * self.sp * self.cp * self.dp
+
+    @property
+    def _context(self) -> str:
+        return "" if self.cp == 1 else f"-cp{self.cp}" + ("" if self.cp_chunks is None else f"x{self.cp_chunks}")
 
     def __str__(self) -> str:
         parts = [
-            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
+            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
         ]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
@@ -254,9 +260,9 @@ def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str
 
 
 @cache
-def _groups(device: torch.device, tp: int, sp: int) -> ParallelGroups:
+def _groups(device: torch.device, tp: int, sp: int, cp: int) -> ParallelGroups:
     """Built once in a rank's process: with eight ranks on two cores they take longer than a case."""
-    return ParallelGroups.create(device, tp_size=tp, sp_size=sp)
+    return ParallelGroups.create(device, tp_size=tp, sp_size=sp, cp_size=cp)
 
 
 class Sharded:
@@ -264,10 +270,11 @@ class Sharded:
 
     def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
-        self.groups = _groups(device, case.tp, case.sp)
+        self.groups = _groups(device, case.tp, case.sp, case.cp)
         self.layout = ParallelContext.of(
-            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
-        )
+            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder,
+            cp_chunks=case.cp_chunks,
+        )  # fmt: skip
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
@@ -375,7 +382,7 @@ def alone(case: Case) -> OneProcess:
 
     Layouts of the same model and batch share one.
     """
-    of_the_layout = ("tp", "sp", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
+    of_the_layout = ("tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:
         _KNOWN[key] = OneProcess(case)
@@ -425,7 +432,7 @@ def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
     """
     together: dict[str, list[Case]] = {}
     for case in cases:
-        together.setdefault(f"tp{case.tp}-sp{case.sp}-dp{case.dp}", []).append(case)
+        together.setdefault(f"tp{case.tp}-sp{case.sp}{f'-cp{case.cp}' if case.cp > 1 else ''}-dp{case.dp}", []).append(case)
     return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
 
 

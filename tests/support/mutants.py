@@ -132,8 +132,8 @@ MUTANTS = [
     Mutant("heads: each part of a group brings its keys", HEADS, "mine if index == 0 else range(0), mine", "mine, mine"),
     Mutant("heads: the last ranks get more", HEADS, "i * least + min(i, longer)", "i * least + max(0, i - parts + longer)"),
     Mutant("attention: q and k messages change places", HEADS, '= ("q", "k", "v") if', '= ("k", "q", "v") if'),
-    Mutant("cut: sp ranks in reverse", CUT, "start = self.sp.rank * num_sp", "start = (self.sp.size - 1 - self.sp.rank) * num_sp"),
-    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * num_tp_seq if", "(self.tp.parts - 1 - self.tp.rank) * num_tp_seq if"),
+    Mutant("cut: sp ranks in reverse", CUT, "return slice(self.sp.rank * each, (self.sp.rank + 1) * each)", "return slice((self.sp.size - 1 - self.sp.rank) * each, (self.sp.size - self.sp.rank) * each)"),
+    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * each if", "(self.tp.parts - 1 - self.tp.rank) * each if"),
     Mutant("vocabulary: rows of the wrong rank", HEAD, "first_row = tp.rank * weight.shape[0]", "first_row = (tp.size - 1 - tp.rank) * weight.shape[0]"),
     # scales and sums
     Mutant("row: bias is added on every rank before the sum", LINEAR, "    torch.mm(rows_of(a), weight.t(), out=rows_of(y))\n    y = tp", "    multiply(rows_of(a), weight, bias, out=rows_of(y))\n    y = tp"),
