@@ -5,7 +5,7 @@ repository, and the tests of the exchanges and layouts run there until the first
 A mutant that survives means that a test is missing. One whose text no longer occurs exactly once in the source is an
 error: the list has to follow the code. The outcome is written to docs/explanation/mutants.md.
 
-    python tests/support/mutants.py [--suite layers|zero|bert|kernels] [--only WORD] [--write]
+    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import bert_mutants, kernel_mutants, zero_mutants
+from support import bert_mutants, context_mutants, kernel_mutants, zero_mutants
 from support.paths import ROOT
 
 TESTS = [
@@ -180,6 +180,9 @@ SUITES = {
         "Triton's kernels", "docs/explanation/mutants_kernels.md", kernel_mutants.TESTS, [Mutant(*m) for m in kernel_mutants.MUTANTS]
     ),
     "zero": Suite("ZeRO", "docs/explanation/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
+    "context": Suite(
+        "context parallelism", "docs/explanation/mutants_context.md", context_mutants.TESTS, [Mutant(*m) for m in context_mutants.MUTANTS]
+    ),
 }
 
 

@@ -1,14 +1,15 @@
-"""Count the collectives that really run, below every wrapper, and the bytes that each sends from this rank."""
+"""Count the collectives that really run, below every wrapper, and the bytes that each sends from this rank to others."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# share of an op's bytes that leaves a rank of ``w``, by the arithmetic of rings
+# share of an op's bytes that leaves a rank of ``w``, by the arithmetic of rings; of an all_to_all with equal parts
 _SENT = {
     "allreduce_": lambda size, w: 2 * size * (w - 1) // w, "_allgather_base_": lambda size, w: size * (w - 1),
     "alltoall_base_": lambda size, w: size * (w - 1) // w, "_reduce_scatter_base_": lambda size, w: size * (w - 1) // w,
@@ -37,5 +38,11 @@ class Wire(TorchDispatchMode):
                 operand = args[1] if name in ("_allgather_base_", "alltoall_base_", "_reduce_scatter_base_") else args[0]
                 operand = operand if isinstance(operand, Tensor) else operand[0]
                 self.calls[name] += 1
-                self.num_bytes[name] += _SENT[name](operand.numel() * operand.element_size(), self._size)
+                splits = args[4] if name == "alltoall_base_" else []
+                if splits:  # uneven parts: all but this rank's own
+                    group = dist.ProcessGroup.unbox(args[2])
+                    apart = sum(splits) - splits[group.rank()]
+                    self.num_bytes[name] += operand.numel() // max(1, sum(splits)) * apart * operand.element_size()
+                else:
+                    self.num_bytes[name] += _SENT[name](operand.numel() * operand.element_size(), self._size)
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,389 @@
+"""Attention over the positions of all cp ranks, with keys and values exchanged as the mask needs them.
+
+Rank i has the queries, keys and values of its own positions (``context_plan.py``). In shift t = 1 .. c-1 it sends to rank
+i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t: each row goes
+straight to who needs it, and nowhere else; a shift in which nobody needs anything does not take place. Softmax is
+continued over what arrives (``ops/pieces.py``):
+
+    forward     own pieces | pieces with i-1 | pieces with i-2 | ...        the next shift's rows travel under the pieces of this one
+                 kv 1 -----^  kv 2 ----------^
+    backward    own pieces, first half | pieces with i-1 | pieces with i-2 | ... | own pieces, second half
+                 kv 1 -----------------^  kv 2 ----------^  d kv 1 to i-1       d kv c-1 ---------------^
+
+Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank computes what its queries add to the
+gradients of another's keys and values, sends it to their owner in the dtype of the activations, and the owner adds up in
+fp32 (fp64 for fp64): first half of its own, then by distance as they arrive, then second half and the last that arrives.
+The order is given by the plan, so results repeat bit for bit.
+
+Sources: Ring Attention (arXiv:2310.01889), whose ring of equal parts this is not; DistFlashAttn (arXiv:2310.03294);
+planned exchange for packed documents: MagiAttention (arXiv:2505.13211).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_to_all_async
+from megatron_sp.comm.groups import SINGLE_RANK, Group
+from megatron_sp.comm.recorder import CallSite
+from megatron_sp.ops.memory import empty
+from megatron_sp.ops.pieces import (
+    Columns,
+    Partial,
+    Piece,
+    PieceKernel,
+    Rows,
+    Stage,
+    attend,
+    attend_backward,
+    each_key_once,
+    halves,
+    wide_dtype,
+)
+from megatron_sp.parallel.context_plan import ContextPlan, Run
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The cp group, and how its exchanges are run.
+
+    Attributes:
+        group: ranks over which the positions of each sequence are dealt.
+        overlap: overlap exchanges with computation; else wait for each at once.
+        stages_ahead: number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all
+            keys and values are gathered first.
+        keep_kv: keep the received keys and values for backward instead of sending them again.
+        recorder: records every exchange.
+    """
+
+    group: Group = SINGLE_RANK
+    overlap: bool = True
+    stages_ahead: int = 1
+    keep_kv: bool = False
+    recorder: CallSite | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the positions of a sequence."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the cp group."""
+        return self.group.rank()
+
+    def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
+        """Start an exchange; without ``overlap`` it is complete when this returns.
+
+        Args:
+            name: name of the exchange for the recorder.
+            send: flat; the part for rank r is the r-th run of ``send_counts[r]`` elements.
+            send_counts: number of elements for each rank.
+            receive_counts: number of elements from each rank.
+        Returns:
+            Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
+        """
+        receive = send if self.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
+        record = None
+        if self.recorder is not None and self.size > 1:
+            record = self.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
+        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.group).recorded(record)
+        if self.overlap or self.size == 1:
+            return handle
+        return Handle(None, handle.wait(), "all_to_all")
+
+    def mark(self, label: str) -> None:
+        """Record that the computation named ``label`` begins, if there is a recorder."""
+        if self.recorder is not None:
+            self.recorder.mark(label)
+
+
+NO_CP = ContextParallel()
+
+
+class ContextAttention(NamedTuple):
+    """Result of ``context_attention``, and all that a later pass needs to do without computing it again.
+
+    Attributes:
+        out: [L, m, r, d].
+        lse: [L, m, r], fp32 (fp64 for fp64): logarithm of the sum of the exponentials of each query's scores; -inf for a query
+            without keys. Has no gradient.
+        received: keys and values of other ranks, in the order of the shifts, with ``keep_kv``; else empty.
+    """
+
+    out: Tensor
+    lse: Tensor
+    received: tuple[Tensor, ...] = ()
+
+
+def context_attention(
+    q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, kernel: PieceKernel, *, batch: int,
+    counts: tuple[int, ...] | None = None, row_keys: Tensor | None = None, kept: ContextAttention | None = None,
+) -> ContextAttention:  # fmt: skip
+    """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over the cp group.
+
+    Args:
+        q: [L, m, r, d], the queries of this rank's L positions; m = b * groups, those of a sequence side by side.
+        kv: [L, m, 2, d], keys and values.
+        plan: who has which positions, and who needs what.
+        cp: the group.
+        kernel: computes the pieces.
+        batch: b.
+        counts: number of queries of each key/value head of a sequence, if these differ: q is then [L, b * sum(counts), 1, d] and
+            kv [L, b * len(counts), 2, d]. None: r queries each.
+        row_keys: int32 [L, m, r], keys of the queries for dropout by hash.
+        kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as if it
+            had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
+    Returns:
+        Attention, and what to keep of it.
+    Raises:
+        ValueError: the tensors are not those of the plan.
+    """
+    columns = _checked(q, kv, plan, cp, batch, counts)
+    # whether backward may follow is known here only: inside forward autograd is always off
+    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled())
+    return ContextAttention._make(_regrouped(_ContextAttention.apply(pass_, kept, row_keys, q, kv)))
+
+
+def _regrouped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    out, lse, *received = tensors
+    return out, lse, tuple(received)
+
+
+def _checked(q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, batch: int, counts: tuple[int, ...] | None) -> Columns:
+    if plan.cp_size != cp.size:
+        raise ValueError(f"the plan is for {plan.cp_size} ranks, and the cp group has {cp.size}: plan for the group's size")
+    length = plan.lengths[cp.rank]
+    if (q.shape[0], kv.shape[0]) != (length, length):
+        raise ValueError(
+            f"cp rank {cp.rank} has queries of {q.shape[0]} positions and keys of {kv.shape[0]}, and the plan gives it {length}:"
+            " cut the sequence by the plan"
+        )
+    groups = q.shape[1] if counts is None else q.shape[1] // sum(counts) * len(counts)
+    uneven = counts is not None and (q.shape[1] != batch * sum(counts) or q.shape[2] != 1)
+    if uneven or kv.shape[1] != groups or groups % batch or kv.shape[2] != 2 or kv.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"queries {tuple(q.shape)} and keys and values {tuple(kv.shape)} do not fit together for {batch} sequences"
+            f"{'' if counts is None else f' with {counts} queries for each key'}: [L, b * g, r, d] and [L, b * g, 2, d] do"
+        )
+    if not plan.alike and plan.mask.sequences != batch:
+        raise ValueError(f"the mask describes {plan.mask.sequences} sequences, and there are {batch}")
+    return Columns(batch, plan.alike, counts)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Layout of the rows that rank j sends to rank i, and on the way back of their gradients.
+
+    Where all sequences need the same rows these lie as in [L, m, 2, d], and one run of them is no copy; else the rows of
+    one sequence follow those of another, [rows, m / b, 2, d].
+
+    Attributes:
+        runs: for each sequence (one entry if all are alike) runs of rows of L_j.
+    """
+
+    runs: tuple[tuple[Run, ...], ...]
+    columns: Columns
+
+    @property
+    def same(self) -> bool:
+        """True if all sequences need the same rows."""
+        return len(set(self.runs)) == 1
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """Number of rows of each sequence."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    def numel(self, kv: Tensor) -> int:
+        """Return the number of elements, for keys and values kv [L, m, 2, d]."""
+        return sum(self.num_rows) * (kv.shape[1] // self.columns.sequences) * 2 * kv.shape[3]
+
+    def pack(self, kv: Tensor) -> Tensor:
+        """Return the rows of kv [L, m, 2, d], flat; a view if they are one run for all sequences."""
+        if self.same and len(self.runs[0]) == 1:
+            ((start, stop),) = self.runs[0]
+            return kv[start:stop].view(-1)
+        send = empty((self.numel(kv),), dtype=kv.dtype, device=kv.device)
+        for part, rows in self._parts(send, kv):
+            part.copy_(rows)
+        return send
+
+    def add_to(self, d_kv: Tensor, arrived: Tensor) -> None:
+        """Add the gradients of a message's rows to those of all, d_kv [L, m, 2, d]."""
+        for part, rows in self._parts(arrived, d_kv):
+            rows.add_(part)
+
+    def rows(self, flat: Tensor, kv: Tensor) -> Rows:
+        """Return the rows of a message as the kernels address them; ``kv`` is for the shape."""
+        sequences, m = self.columns.sequences, kv.shape[1] // self.columns.sequences
+        x = flat.view(-1, m, *kv.shape[2:])
+        if self.same:
+            return Rows(x, tuple(range(sequences)), sequences)
+        counts = self.num_rows
+        return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)
+
+    def _parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return (part of the message, rows of kv [L, m, 2, d]), run by run."""
+        found, at = [], 0
+        by_sequence = [kv] if self.same else kv.unflatten(1, (self.columns.sequences, -1)).unbind(1)
+        for rows, runs in zip(by_sequence, self.runs, strict=False):
+            for start, stop in runs:
+                mine = rows[start:stop]
+                found.append((flat[at : at + mine.numel()].view(mine.shape), mine))
+                at += mine.numel()
+        return found
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Arguments of the op that are not tensors, and the exchanges of a rank."""
+
+    plan: ContextPlan
+    cp: ContextParallel
+    kernel: PieceKernel
+    columns: Columns
+    train: bool
+
+    def peer(self, shift: int) -> int:
+        """Return the rank at a distance."""
+        return (self.cp.rank + shift) % self.cp.size
+
+    def shifts(self) -> list[int]:
+        """Return the shifts in which any rank sends anything to any other; the same on all ranks."""
+        size = self.cp.size
+        return [t for t in range(1, size) if any(self.plan.num_rows((j + t) % size, j, self.columns.batch) for j in range(size))]
+
+    def message(self, i: int, j: int) -> _Message:
+        """Return the message from rank j to rank i."""
+        return _Message(self.plan.local_rows(i, j), self.columns)
+
+    def stage(self, j: int, pieces: tuple[Piece, ...] | None = None) -> Stage:
+        """Return the stage of this rank's queries with rank j's keys, or of some of its pieces."""
+        plan, rank = self.plan, self.cp.rank
+        key_runs = (plan.runs[rank],) * self.columns.sequences if j == rank else plan.rows(rank, j)
+        return Stage(plan.pieces(rank, j) if pieces is None else pieces, plan.mask.window, key_runs, plan.mask.documents)
+
+    def send_kv(self, kv: Tensor, shift: int) -> Handle:
+        """Start a shift: this rank's rows to the rank ``shift`` ahead, the rows of the one ``shift`` behind to here."""
+        to, source = self.peer(shift), self.peer(-shift)
+        outgoing, incoming = self.message(to, self.cp.rank), self.message(self.cp.rank, source)
+        send = outgoing.pack(kv)
+        return self.cp.exchange_async("kv", send, self._only(to, send.numel()), self._only(source, incoming.numel(kv)))
+
+    def send_back(self, d_rows: Tensor, kv: Tensor, shift: int) -> Handle:
+        """Start the way back of a shift: gradients of the rows of the rank ``shift`` behind, those of this rank's to here."""
+        to, source = self.peer(-shift), self.peer(shift)
+        mine = self.message(source, self.cp.rank)
+        return self.cp.exchange_async("d kv", d_rows, self._only(to, d_rows.numel()), self._only(source, mine.numel(kv)))
+
+    def _only(self, rank: int, count: int) -> list[int]:
+        return [count if r == rank else 0 for r in range(self.cp.size)]
+
+
+class _Arrivals:
+    """Keys and values of other ranks, shift by shift, some shifts ahead of their use."""
+
+    def __init__(self, pass_: _Pass, kv: Tensor, kept: tuple[Tensor, ...] = ()) -> None:
+        self.pass_, self.kv, self.kept = pass_, kv, kept
+        self.shifts = pass_.shifts()
+        self.num_started, self.under_way = 0, deque[Handle]()
+        self._start(max(1, pass_.cp.stages_ahead))
+
+    def _start(self, count: int) -> None:
+        for shift in self.shifts[self.num_started : 0 if self.kept else count]:
+            self.under_way.append(self.pass_.send_kv(self.kv, shift))
+            self.num_started += 1
+
+    def wait(self, index: int) -> Tensor:
+        """Start a further shift, and return what has come in the one of this index."""
+        if self.kept:
+            return self.kept[index]
+        self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))
+        return self.under_way.popleft().wait()
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pass_: _Pass, kept: ContextAttention | None, row_keys: Tensor | None, q: Tensor, kv: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        q, kv = q.contiguous(), kv.contiguous()
+        ctx.set_materialize_grads(False)
+        ctx.pass_ = pass_
+        if kept is None:
+            kept = _forward(pass_, q, kv, row_keys)
+        else:  # tensors of their own for autograd, which marks what is returned as results of this node
+            kept = ContextAttention(kept.out.detach(), kept.lse.detach(), tuple(x.detach() for x in kept.received))
+        if pass_.train and any(ctx.needs_input_grad):
+            ctx.save_for_backward(row_keys, q, kv, *kept[:2], *kept.received)
+        ctx.mark_non_differentiable(kept.lse, *kept.received)
+        return kept.out, kept.lse, *kept.received
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        row_keys, q, kv, out, lse, *received = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(out)  # others wait for this rank's part
+        return None, None, None, *_backward(ctx.pass_, (q, out, lse, d_out.contiguous()), kv, row_keys, tuple(received))
+
+
+def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> ContextAttention:
+    rank, columns = pass_.cp.rank, pass_.columns
+    arrivals, received = _Arrivals(pass_, kv), list[Tensor]()
+    so_far = Partial(q, columns)
+    attend(pass_.kernel, pass_.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
+    for index, shift in enumerate(arrivals.shifts):
+        source = pass_.peer(-shift)
+        arrived = arrivals.wait(index)
+        rows = pass_.message(rank, source).rows(arrived, kv)
+        attend(pass_.kernel, pass_.stage(source), q, rows, so_far, columns, row_keys)
+        if pass_.cp.keep_kv:
+            received.append(arrived)
+    return ContextAttention(so_far.out.to(q.dtype), so_far.lse, tuple(received))
+
+
+def _backward(
+    pass_: _Pass, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, row_keys: Tensor | None, received: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out."""
+    rank, columns, kernel = pass_.cp.rank, pass_.columns, pass_.kernel
+    wide = wide_dtype(kv.dtype)
+    arrivals = _Arrivals(pass_, kv, received)
+    d_q, d_kv = (empty(x.shape, dtype=wide, device=x.device).zero_() for x in (of_queries[0], kv))
+    own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
+
+    def add_own(pieces: tuple[Piece, ...]) -> None:
+        attend_backward(kernel, pass_.stage(rank, pieces), of_queries, own, d_q, of_own, columns, row_keys)
+
+    pieces = pass_.plan.pieces(rank, rank)
+    # the last gradients travel under the second half
+    first, second = halves(pieces, pass_.plan.mask.window) if arrivals.shifts else (pieces, ())
+    add_own(first)
+    returning: tuple[int, Handle] | None = None
+    for index, shift in enumerate(arrivals.shifts):
+        source = pass_.peer(-shift)
+        message, stage = pass_.message(rank, source), pass_.stage(source)
+        arrived = arrivals.wait(index)
+        d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
+        into = message.rows(d_rows, kv)
+        attend_backward(kernel, stage, of_queries, message.rows(arrived, kv), d_q, into, columns, row_keys)
+        del arrived
+        going_back = shift, pass_.send_back(d_rows.to(kv.dtype), kv, shift)
+        _add_arrived(pass_, d_kv, returning)
+        returning = going_back
+    add_own(second)
+    _add_arrived(pass_, d_kv, returning)
+    return d_q.to(kv.dtype), d_kv.to(kv.dtype)
+
+
+def _add_arrived(pass_: _Pass, d_kv: Tensor, returning: tuple[int, Handle] | None) -> None:
+    """Add what the rank that got this rank's rows in a shift has found for them."""
+    if returning is not None:
+        shift, handle = returning
+        pass_.message(pass_.peer(shift), pass_.cp.rank).add_to(d_kv, handle.wait())

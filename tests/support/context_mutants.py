@@ -1,0 +1,72 @@
+"""Mutants of context parallelism: the exchange of keys and values, and attention in pieces (``mutants.py --suite context``)."""
+
+from __future__ import annotations
+
+TESTS = ["tests/unit/ops/test_pieces.py", "tests/dist/test_context_parallel.py"]
+
+PIECES, CONTEXT = "ops/pieces.py", "parallel/context_parallel.py"
+
+MUTANTS = [
+    # what ring attention got wrong elsewhere
+    ("backward: the lse of a stage, not of all", PIECES, "        for call in _calls(stage, q.x):\n            queries, keys = _At(call, q, keys=False), _At(call, kv, keys=True)\n            block = self._block(stage, call, queries, q, kv, row_keys)\n", "        for call in _calls(stage, q.x):\n            queries, keys = _At(call, q, keys=False), _At(call, kv, keys=True)\n            block = self._block(stage, call, queries, q, kv, row_keys)\n            if queries.alone is not None:\n                lse.x[queries.alone][..., 0] = self.attend(block)[1].permute(2, 0, 1)\n"),
+    ("backward: out of a stage, not of all", PIECES, "            of_q, *of_kv = self.attend_backward(block, *final)", "            of_q, *of_kv = self.attend_backward(block, self.attend(block)[0], *final[1:])"),
+    ("backward: keys and values of the first arrival", CONTEXT, "        arrived = arrivals.wait(index)\n        d_rows", "        arrived = arrivals.wait(index)\n        oldest = arrived if index == 0 else oldest\n        arrived = oldest if oldest.shape == arrived.shape else arrived\n        d_rows"),
+    ("merge: the older part is not scaled", PIECES, "    out.mul_((lse - finite).exp_()[..., None]).add_", "    out.add_"),
+    ("merge: the newer part is not scaled", PIECES, ".add_(more * (more_lse - finite).exp_()[..., None])", ".add_(more)"),
+    ("merge: log1p(exp())", PIECES, "total = torch.logaddexp(lse, more_lse)", "total = lse + torch.log1p(torch.exp(more_lse - lse))"),
+    ("merge: rows without keys are NaN", PIECES, "    finite = total.masked_fill(total == -torch.inf, 0.0)\n", "    finite = total\n"),
+    ("merge: the sum stays that of the older part", PIECES, "    lse.copy_(total)\n", "    pass\n"),
+    ("merge: a piece takes the place of those before it", PIECES, "        first = not any(", "        first = True or not any("),
+    ("rows without keys have lse 0", PIECES, "device=q.device).fill_(-torch.inf)", "device=q.device).zero_()"),
+    ("rows without keys have any contents", PIECES, "dtype=wide, device=q.device).zero_()\n        self.lse", "dtype=wide, device=q.device)\n        self.lse"),
+    # pieces
+    ("a full piece is causal", PIECES, 'return tile.kind == "diagonal", None', 'return tile.queries == tile.keys or tile.kind == "diagonal", None'),
+    ("a diagonal is full", PIECES, 'return tile.kind == "diagonal", None', "return False, None"),
+    ("reference: a diagonal is full", PIECES, '        elif tile.kind == "diagonal":\n', '        elif tile.kind == "never":\n'),
+    ("the window is one short", PIECES, "(distance < 0) | (distance >= window)", "(distance < 0) | (distance >= window - 1)"),
+    ("the window is one long", PIECES, "(distance < 0) | (distance >= window)", "(distance < 0) | (distance > window)"),
+    ("tiles of a window lack a key", PIECES, "first, stop = max(0, at - window + 1), min(keys, at + n)", "first, stop = max(0, at - window + 2), min(keys, at + n)"),
+    ("tiles of a window reach too far", PIECES, "first, stop = max(0, at - window + 1), min(keys, at + n)", "first, stop = max(0, at - window + 1), keys"),
+    ("a band's tiles count from its first query", PIECES, "offset = 0 if whole else at - first", "offset = 0 if whole else piece.offset - first"),
+    ("tiles of a band are full", PIECES, "whole = at + n - window <= first and at >= stop - 1", "whole = True"),
+    ("a query is twice in one call", PIECES, "elif last.sequence == tile.sequence and tile.start < last.start + last.queries:", "elif False:"),
+    ("padding behind a short tile has gradients", PIECES, "if zero_behind and self.valid is not None:", "if False:"),
+    ("padding behind a short tile is written back", PIECES, "return (self.index.flatten(), x.flatten(0, 1)) if self.valid is None else", "return (self.index.flatten(), x.flatten(0, 1)) if True else"),
+    ("r heads are not summed", PIECES, "of_queries.sum(1, keepdim=True, dtype=wide_dtype(q.x.dtype))", "of_queries[:, :1]"),
+    ("r heads are summed in 16 bits", PIECES, "of_queries.sum(1, keepdim=True, dtype=wide_dtype(q.x.dtype))", "of_queries.sum(1, keepdim=True)"),
+    ("uneven heads: each run has the first one's keys", PIECES, "columns = slice(sum(widths[: heads.start]), sum(widths[: heads.stop]))", "columns = slice(0, sum(widths[: heads.stop]) - sum(widths[: heads.start]))"),
+    ("gradients of tiles take each other's place", PIECES, "into.index_add_(0, *self._flat(x.to(into.dtype)))", "into.index_copy_(0, *self._flat(x.to(into.dtype)))"),
+    ("gradients of a tile take the place of those before", PIECES, "into[self.alone].add_(x.permute(2, 0, 1, 3))", "into[self.alone].copy_(x.permute(2, 0, 1, 3))"),
+    ("dropout: keys are numbered by their row", PIECES, "            found.append((start + first - at, start + last - at))", "            found.append((first, last))"),
+    ("dropout: keys are numbered from the row's beginning", PIECES, "        begin = ends[bisect_right(ends, found[0][0]) - 1]", "        begin = 0"),
+    ("dropout: merged by what is left", PIECES, "torch.logsumexp(scores, dim=-1)\n", "torch.logsumexp(scores if block.keep is None else scores.masked_fill(~block.keep, -1e30), dim=-1)\n"),
+    ("dropout: gradients of what is dropped", PIECES, "d_probs = self._dropped(torch.matmul(d_out, v.transpose(-1, -2)), block)", "d_probs = torch.matmul(d_out, v.transpose(-1, -2))"),
+    ("the second half begins with the first one's last piece", PIECES, "return (*pieces[:index], *upper), (*lower, *pieces[index + 1 :])", "return (*pieces[:index], *upper), (*upper, *lower, *pieces[index + 1 :])"),
+    ("a cut diagonal lacks the square below", PIECES, "return (upper,), (below, Part(", "return (upper,), (Part("),
+    ("a cut band starts anew", PIECES, "piece.k_stop, piece.kind, piece.offset + row),)", "piece.k_stop, piece.kind, piece.offset),)"),
+    ("keys of several pieces pass for those of one", PIECES, "    apart = all(", "    apart = True or all("),
+    # exchange
+    ("keys go to the rank behind", CONTEXT, "        to, source = self.peer(shift), self.peer(-shift)\n        outgoing", "        to, source = self.peer(-shift), self.peer(shift)\n        outgoing"),
+    ("gradients go to the rank ahead", CONTEXT, "        to, source = self.peer(-shift), self.peer(shift)\n        mine", "        to, source = self.peer(shift), self.peer(-shift)\n        mine"),
+    ("other ranks' stages are skipped, forward", CONTEXT, "        attend(pass_.kernel, pass_.stage(source), q, rows, so_far, columns, row_keys)\n", ""),
+    ("other ranks' stages are skipped, backward", CONTEXT, "        attend_backward(kernel, stage, of_queries, message.rows(arrived, kv), d_q, into, columns, row_keys)\n", ""),
+    ("every rank decides by itself whether to send", CONTEXT, "for j in range(size))]\n", "for j in (self.cp.rank,))]\n"),
+    ("shifts that nobody needs take place", CONTEXT, "if any(self.plan.num_rows((j + t) % size, j, self.columns.batch) for j in range(size))]", "if True or self]"),
+    ("the last gradients are dropped", CONTEXT, "    add_own(second)\n    _add_arrived(pass_, d_kv, returning)\n", "    add_own(second)\n    if returning:\n        returning[1].wait()\n"),
+    ("the last gradients are added twice", CONTEXT, "            rows.add_(part)", "            rows.add_(part, alpha=2)"),
+    ("own gradients are overwritten by what arrives", CONTEXT, "            rows.add_(part)", "            rows.copy_(part)"),
+    ("own gradients of the second half are missing", CONTEXT, "    add_own(second)\n", ""),
+    ("own second half comes before all messages", CONTEXT, "    add_own(first)\n    returning", "    add_own(first)\n    add_own(second)\n    second = ()\n    returning"),
+    ("keys are used before they arrive", CONTEXT, "return self.under_way.popleft().wait()", "handle = self.under_way.popleft()\n        handle._waited, result = True, handle._result\n        return result"),
+    ("the next shift starts after this one's pieces", CONTEXT, "        self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))\n", "        self._start(index + max(1, self.pass_.cp.stages_ahead))\n"),
+    ("gradients are rounded at every sum", CONTEXT, "d_q, d_kv = (empty(x.shape, dtype=wide, ", "d_q, d_kv = (empty(x.shape, dtype=x.dtype, "),
+    ("gradients of a stage are rounded at every sum", CONTEXT, "dtype=kv.dtype if each_key_once(stage) else wide", "dtype=kv.dtype"),
+    ("gradients travel in fp32", CONTEXT, "pass_.send_back(d_rows.to(kv.dtype), kv, shift)", "pass_.send_back(d_rows.to(wide), kv, shift)"),
+    ("each sequence has the first one's rows", CONTEXT, "for rows, runs in zip(by_sequence, self.runs, strict=False):", "for rows, runs in zip(by_sequence, (self.runs[0],) * 9, strict=False):"),
+    ("messages of sequences are laid out alike", CONTEXT, "        return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)", "        return Rows(x, tuple(range(sequences)), sequences)"),
+    ("one run is packed", CONTEXT, "        if self.same and len(self.runs[0]) == 1:\n", "        if False:\n"),
+    ("a kept result is sent for all the same", CONTEXT, "self.shifts[self.num_started : 0 if self.kept else count]", "self.shifts[self.num_started : count]"),
+    ("a kept result is computed all the same", CONTEXT, "        if kept is None:\n            kept = _forward", "        if True:\n            kept = _forward"),
+    ("received keys are not kept", CONTEXT, "        if pass_.cp.keep_kv:\n", "        if False:\n"),
+    ("a rank without a gradient leaves the others waiting", CONTEXT, "            d_out = torch.zeros_like(out)  # others wait for this rank's part\n", "            return (None,) * 5\n"),
+]  # fmt: skip
