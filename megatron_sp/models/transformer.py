@@ -169,7 +169,7 @@ class AttentionCore:
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
         """Reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is a group of its own."""
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
-        return q.reshape(q.shape[0], -1, each, self.d)
+        return q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)  # no -1: there may be no rows
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
         """Reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]."""

@@ -72,7 +72,8 @@ class AttentionPlan:
     Attributes:
         chunks: the exchanges of the heads.
         head_dim: d.
-        seq_length: s, the real positions; exchanges include padding to a multiple of the ranks, attention does not.
+        seq_length: s, the real positions (with cp those of a cp rank, perhaps none); exchanges include padding to a
+            multiple of the ranks, attention does not.
         tp, sp: the groups.
         add_input: add the block's input to the result (the residual stream).
     """
@@ -398,8 +399,8 @@ class _Run:
         missing = self.padded_length - self.plan.seq_length
         if missing == 0:
             return x.reshape(-1)
-        whole = empty((self.padded_length, x[0].numel()), dtype=x.dtype, device=x.device)
-        whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, -1)
+        whole = empty((self.padded_length, x.shape[1:].numel()), dtype=x.dtype, device=x.device)
+        whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, whole.shape[1])
         whole[self.plan.seq_length :].zero_()
         return whole.view(-1)
 

@@ -231,7 +231,8 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
     config = whole.config
     specs = shard_specs(whole)
-    if case.padding or case.bert:  # the plain reference is a causal GPT
+    drops = bool(config.hidden_dropout or config.attention_dropout)
+    if case.padding or case.bert or (case.packed and drops):  # the plain reference is a causal GPT, of documents without dropout
         batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
         got = _unsharded_step(whole, batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
