@@ -25,6 +25,7 @@ MISTRAL = {**LLAMA, "window_size": 3}
 DROP = {"hidden_dropout": 0.2}
 ALL_DROP = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+NEOX = {**ROPE, "use_parallel_residual": True, "rotary_percent": 0.34, "untie_embeddings_and_output_weights": True}
 WIDE = {"ffn_hidden_size": 12}
 
 CASES = [
@@ -45,7 +46,7 @@ CASES = [
     Case(cp=3, seq=2, bert=True, model=ALL_DROP),
     Case(cp=3, seq=1, cp_chunks=2, model=DROP, kernels=FULL),
     # with Ulysses, and with tp
-    *(Case(cp=2, sp=2, mode=mode, chunks=2, model=LLAMA, seq=seq) for mode, seq in (("none", 8), ("split-qkv", 7), ("chunked", 9))),
+    Case(cp=2, sp=2, mode="chunked", chunks=2, model=LLAMA, seq=9),
     Case(cp=2, sp=2, seq=3, mode="chunked", model={**MULTI_QUERY, **ROPE}),  # padding on each cp rank
     Case(cp=3, sp=2, seq=2, mode="chunked", model={**ROPE, **ALL_DROP}, kernels=SELECTIVE),
     Case(cp=2, sp=2, bert=True, model=ALL_DROP, mode="split-qkv", steps=2),
@@ -56,17 +57,35 @@ CASES = [
     Case(cp=2, tp=2, packed=True, model={**GROUPED, **ALL_DROP}, kernels=FULL),
     Case(cp=2, dp=2, micro_batches=2, ragged=True, steps=2),
     # ZeRO over dp, cp and sp
-    *(Case(cp=2, dp=2, zero=zero, steps=2, model=LLAMA, kernels=FULL if zero == 3 else {}) for zero in (1, 2, 3)),
-    *(Case(cp=2, sp=2, zero=zero, steps=2, packed=True, mode="chunked", model={**ROPE, **DROP}, micro_batches=2) for zero in (1, 2, 3)),
+    *(Case(cp=2, dp=2, zero=zero, steps=2, model=LLAMA, kernels=FULL if zero == 3 else {}) for zero in (1, 3)),
+    Case(cp=2, sp=2, zero=3, steps=2, packed=True, mode="chunked", model={**ROPE, **DROP}, micro_batches=2),
+    Case(cp=2, sp=2, zero=2, steps=2, bert=True),
+]
+LONG_CASES = [
+    Case(cp=2, cp_chunks=3, ragged=True, batch=3, model=NEOX, kernels=SELECTIVE),
+    *(Case(cp=2, sp=2, mode=mode, chunks=2, model=LLAMA, seq=seq) for mode, seq in (("none", 8), ("split-qkv", 7))),
+    Case(cp=2, sp=2, dtype=torch.float32, mode="chunked", packed=True, model=LLAMA),
+    *(Case(cp=2, sp=2, zero=zero, steps=2, packed=True, mode="chunked", model={**ROPE, **DROP}, micro_batches=2) for zero in (0, 1, 2)),
     Case(cp=4, zero=3, steps=2, seq=9, model=DROP),
     Case(cp=4, zero=1, steps=2, seq=3, bert=True),
+    *(Case(cp=2, dp=2, zero=zero, steps=2, bert=True, model=ALL_DROP) for zero in (0, 1, 2, 3)),
     Case(cp=2, sp=2, tp=2, tp_seq=True, seq=9, zero=3, steps=2, model={**LLAMA, **DROP}, mode="chunked"),
     Case(cp=2, sp=2, tp=2, bert=True, zero=2, steps=2, model={**WIDE, **ALL_DROP}),
     Case(cp=2, sp=2, dp=2, zero=3, steps=2, packed=True, model=MISTRAL, kernels=SELECTIVE),
+    Case(cp=4, tp=2, tp_seq=True, seq=5, model={**LLAMA, **ALL_DROP}, steps=2),
+    Case(cp=8, seq=11, zero=3, steps=2, model=LLAMA),
+    Case(cp=8, seq=5, bert=True, model=DROP),
 ]
 
 
 @pytest.mark.usefixtures("plain_context")
 @pytest.mark.parametrize("cases", by_axes(CASES))
 def test_context_parallel_layouts(cases: list[Case], tmp_path: Path) -> None:
+    run_cases(cases, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("plain_context")
+@pytest.mark.parametrize("cases", by_axes(LONG_CASES))
+def test_more_context_parallel_layouts(cases: list[Case], tmp_path: Path) -> None:
     run_cases(cases, tmp_path)

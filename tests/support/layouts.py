@@ -80,7 +80,8 @@ class Case:
 
     def __str__(self) -> str:
         parts = [
-            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
+            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}"
+            f"{self.chunks if self.mode == 'chunked' else ''}"
         ]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
@@ -383,7 +384,9 @@ def alone(case: Case) -> OneProcess:
 
     Layouts of the same model and batch share one.
     """
-    of_the_layout = ("tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
+    of_the_layout = (
+        "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
+    )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:
         _KNOWN[key] = OneProcess(case)
