@@ -215,6 +215,8 @@ class LanguageModel(nn.Module):
         dtype = self.embedding.word_embeddings.weight.dtype
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole)
         if self.layout.cp.size > 1:
+            if ctx.cache is not None:
+                raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
             ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares))
         if ctx.dropout is not None:
             keys = ctx.dropout.token_keys

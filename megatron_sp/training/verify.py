@@ -39,6 +39,7 @@ from megatron_sp.training.attention import use_of
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
+from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
@@ -139,6 +140,7 @@ class _Step:
         events = UnitWork(weights, gradients)
         counts = torch.stack([torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]).sum(0)
         if groups is not None:
+            require_same_sequences(micro_batches, groups)
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
         shares = torch.where(counts > 0, 1.0 / counts, 0.0)
         gradients.start_step()

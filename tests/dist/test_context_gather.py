@@ -19,6 +19,8 @@ from megatron_sp.parallel.context_plan import RowMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.gather import agreed, last_position, whole_sequence
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training.same_sequences import require_same_sequences
+from megatron_sp.utils.errors import DataError
 
 __all__ = ["plain_context"]
 
@@ -44,6 +46,24 @@ def _gathered(cp: int, sp: int) -> None:
 @pytest.mark.parametrize("cp, sp", [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_rows_come_back_in_order(cp: int, sp: int, tmp_path: Path) -> None:
     run_ranks(_gathered, cp * sp, tmp_path, cp, sp)
+
+
+def _read() -> None:
+    """Four ranks, two of each replica: what they have read is compared within a replica."""
+    groups = ParallelGroups.create(torch.device("cpu"), cp_size=2)
+    rank, tokens = groups.rank, torch.zeros(2, 8, dtype=torch.int64)
+    documents, lengths = torch.tensor([[0] * 8, [0] * 3 + [1] * 5]), torch.tensor([8, 5])
+    require_same_sequences([{"tokens": tokens, "length": lengths - groups.dp_rank}, {"tokens": tokens}], groups)
+    for mine in (
+        {"tokens": tokens, "length": lengths - int(rank == 3)}, {"tokens": tokens, **({"documents": documents} if rank != 2 else {})},
+        {"tokens": tokens[:, : 7 + (rank < 3)]}, {"tokens": tokens, ("documents" if rank == 3 else "length"): documents},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=r"ranks 2 to 3 \(cp 2 \* sp 1 \* tp 1 = 2\) share each sequence, and have read sequences of"):
+            require_same_sequences([{"tokens": tokens}, mine], groups)
+
+
+def test_what_ranks_have_read_is_compared(tmp_path: Path) -> None:
+    run_ranks(_read, 4, tmp_path)
 
 
 def _scored() -> None:

@@ -119,6 +119,24 @@ def test_bert_and_what_validation_finds(tmp_path: Path) -> None:
             assert a[key] == pytest.approx(b[key], rel=1e-10), key
 
 
+def other_documents(rank: int) -> None:
+    """Rank 1 reads data in which documents are shorter."""
+    from megatron_sp.data import mock_dataset
+
+    mock_dataset._EOD_PROBABILITY = 0.1 if rank == 1 else 0.02
+
+
+@pytest.mark.parametrize("flags, says", [
+    (("--cp-size", 2), "ranks 0 to 1 (cp 2 * sp 1 * tp 1 = 2) share each sequence"),
+    pytest.param(("--cp-size", 2, "--global-batch-size", 8, "--micro-batch-size", 1), "ranks 0 to 1 (cp 2 *", marks=pytest.mark.long),
+])  # fmt: skip
+def test_ranks_that_read_different_documents(flags: tuple[object, ...], says: str, tmp_path: Path) -> None:
+    """All of them end with the reason, before anybody waits for rows that nobody sends."""
+    ranks = 2 if len(flags) == 2 else 4
+    ended = train(tmp_path, *DOUBLE, *flags, "--reset-attention-mask", "--save", tmp_path / "run", ranks=ranks, setup=other_documents)
+    ended.expect(4, says, "see that all hosts have the same data files")
+
+
 def evaluated(tmp_path: Path, ranks: int, *words: object) -> dict[str, float]:
     out = tmp_path / f"{ranks}.json"
     given = [str(word) for word in (*words, "--json", out, "--device", "cpu", "--batch-size", 3)]
