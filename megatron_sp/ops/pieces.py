@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.attention import torch_has_varlen
 from megatron_sp.ops.dropout import keep_mask
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.utils.numbers import window_tile
@@ -205,27 +206,52 @@ class PartialPart:
         self.out, self.lse, self.seen = out, lse, seen
 
     def add(self, call: _Call, at: _At, out: Tensor, lse: Tensor) -> None:
-        """Continue with the results of a kernel call, out [n * m, r, rows, d] and lse [n * m, r, rows]."""
-        first = not any(self.seen[t.sequence, t.start : t.start + t.queries].any() for t in call.tiles)
+        """Continue with the results of a call, out [n * m, r, rows, d] and lse [n * m, r, rows]."""
+        spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
+        first = self._is_first(spans)
         if at.alone is not None:
-            mine, sums = self.out.x[at.alone], self.lse.x[at.alone][..., 0]
-            out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
-            if first:  # as they are: what sees the keys of one piece has the bits of one call
-                mine.copy_(out)
-                sums.copy_(lse)
-            else:
-                merge_(mine, sums, out, lse)
+            self._continue(at.alone, out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), first)
         else:
-            lse = lse[..., None]
             if not first:
-                mine, sums = at.take(self.out.x), at.take(self.lse.x)
-                merge_(mine, sums[..., 0], out, lse[..., 0])
-                out, lse = mine, sums
+                out, lse = _merged(at.take(self.out.x), at.take(self.lse.x)[..., 0], out, lse)
             at.put(self.out.x, out)
-            at.put(self.lse.x, lse)
+            at.put(self.lse.x, lse[..., None])
         if call.columns.stop == self.out.x.shape[1]:
-            for tile in call.tiles:
-                self.seen[tile.sequence, tile.start : tile.start + tile.queries] = True
+            self._mark(spans)
+
+    def add_rows(self, pieces: Sequence[Piece], rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+        """Continue with the results of pieces that share no query, out [n, m, r, d] and lse [n, m, r]; ``rows``: where they belong."""
+        spans = [(piece.sequence, piece.q_start, piece.q_stop) for piece in pieces]
+        first = self._is_first(spans)
+        if isinstance(rows, slice):
+            self._continue(rows, out, lse, first)
+        else:
+            if not first:
+                out, lse = _merged(self.out.x.index_select(0, rows), self.lse.x.index_select(0, rows)[..., 0], out, lse)
+            self.out.x.index_copy_(0, rows, out.to(self.out.x.dtype))
+            self.lse.x.index_copy_(0, rows, lse[..., None].to(self.lse.x.dtype))
+        self._mark(spans)
+
+    def _continue(self, place: slice | tuple[slice, slice], out: Tensor, lse: Tensor, first: bool) -> None:
+        mine, sums = self.out.x[place], self.lse.x[place][..., 0]
+        if first:  # as they are: what sees the keys of one piece has the bits of one call
+            mine.copy_(out)
+            sums.copy_(lse)
+        else:
+            merge_(mine, sums, out, lse)
+
+    def _is_first(self, spans: list[tuple[int, int, int]]) -> bool:
+        """Return whether none of these queries has seen a key."""
+        return not any(self.seen[sequence, start:stop].any() for sequence, start, stop in spans)
+
+    def _mark(self, spans: list[tuple[int, int, int]]) -> None:
+        for sequence, start, stop in spans:
+            self.seen[sequence, start:stop] = True
+
+
+def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    merge_(out, lse, more, more_lse)
+    return out, lse
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -630,7 +656,15 @@ def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
         )
     if x.device.type == "cpu":
         return CPUFlash()
-    raise ValueError(f"no kernel for context parallelism on {x.device.type}: use the reference kernel (--attention-backend unfused)")
+    if torch_has_varlen(x):
+        from megatron_sp.ops.gpu_pieces import TorchFlash  # which imports this file
+
+        return TorchFlash()
+    raise ValueError(
+        f"no kernel for context parallelism on {x.device.type} takes {str(x.dtype).removeprefix('torch.')} and heads {x.shape[-1]} wide:"
+        " torch's flash kernel takes bf16 and fp16 and widths up to 256 that are multiples of 8, from compute capability 8.0 on; or use the"
+        " reference kernel (--attention-backend unfused)"
+    )
 
 
 # halves of a stage
@@ -669,7 +703,8 @@ def cut(piece: Piece, row: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Cut a piece before its query ``row``, counted from its first."""
     sequence, at, k = piece.sequence, piece.q_start + row, piece.k_start
     if piece.kind != "diagonal":
-        upper: Piece = Part(sequence, piece.q_start, at, k, piece.k_stop, piece.kind, piece.offset)
+        stop = min(piece.k_stop, k + row + piece.offset) if piece.kind == "band" else piece.k_stop  # keys that a query before sees
+        upper: Piece = Part(sequence, piece.q_start, at, k, stop, piece.kind, piece.offset)
         return (upper,), (Part(sequence, at, piece.q_stop, k, piece.k_stop, piece.kind, piece.offset + row),)
     upper = Part(sequence, piece.q_start, at, k, k + row, "diagonal")
     below = Part(sequence, at, piece.q_stop, k, k + row, "full")

@@ -341,10 +341,10 @@ def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> Co
     for index, shift in enumerate(arrivals.shifts):
         source = pass_.peer(-shift)
         arrived = arrivals.wait(index)
-        rows = pass_.message(rank, source).rows(arrived, kv)
-        attend(pass_.kernel, pass_.stage(source), q, rows, so_far, columns, row_keys)
+        attend(pass_.kernel, pass_.stage(source), q, pass_.message(rank, source).rows(arrived, kv), so_far, columns, row_keys)
         if pass_.cp.keep_kv:
             received.append(arrived)
+        del arrived  # before the next but one is given memory
     return ContextAttention(so_far.out.to(q.dtype), so_far.lse, tuple(received))
 
 
@@ -365,18 +365,23 @@ def _backward(
     # the last gradients travel under the second half
     first, second = halves(pieces, pass_.plan.mask.window) if arrivals.shifts else (pieces, ())
     add_own(first)
+
+    def of_stage(source: int, arrived: Tensor) -> Tensor:
+        """Add to the gradient of q, and return that of what arrived, in the dtype in which it travels."""
+        message, stage = pass_.message(rank, source), pass_.stage(source)
+        d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
+        rows, into = message.rows(arrived, kv), message.rows(d_rows, kv)
+        attend_backward(kernel, stage, of_queries, rows, d_q, into, columns, row_keys)
+        return d_rows.to(kv.dtype)
+
     returning: tuple[int, Handle] | None = None
     for index, shift in enumerate(arrivals.shifts):
-        source = pass_.peer(-shift)
-        message, stage = pass_.message(rank, source), pass_.stage(source)
-        arrived = arrivals.wait(index)
-        d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
-        into = message.rows(d_rows, kv)
-        attend_backward(kernel, stage, of_queries, message.rows(arrived, kv), d_q, into, columns, row_keys)
-        del arrived
-        going_back = shift, pass_.send_back(d_rows.to(kv.dtype), kv, shift)
+        d_rows = of_stage(pass_.peer(-shift), arrivals.wait(index))
+        going_back = shift, pass_.send_back(d_rows, kv, shift)
+        del d_rows
         _add_arrived(pass_, d_kv, returning)
         returning = going_back
+        del going_back
     add_own(second)
     _add_arrived(pass_, d_kv, returning)
     return d_q.to(kv.dtype), d_kv.to(kv.dtype)

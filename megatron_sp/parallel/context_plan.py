@@ -15,29 +15,31 @@ triangle ("diagonal"), and all of their span's keys that j has before that run (
 another in the message, so that one rectangle takes several of them. Where a window ends inside such a rectangle it is
 a "band", one for each run of keys.
 
-Dealing by area is the longest-processing-time rule (Graham, 1969) with room for an equal number of chunks on each rank;
-for a causal row and two chunks it gives the zigzag of Llama 3 (arXiv:2407.21783) and ring-flash-attention, for packed
-documents what MagiAttention (arXiv:2505.13211) calls dispatch.
+A causal row in two chunks a rank is dealt as the zigzag of Llama 3 (arXiv:2407.21783) and ring-flash-attention;
+MagiAttention (arXiv:2505.13211) deals chunks by area, too, without regard to who then needs whose keys.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
+from megatron_sp.parallel.context_dealing import deal_chunks
 from megatron_sp.parallel.heads import deal
 
 Run = tuple[int, int]  # start and stop
 Runs = tuple[Run, ...]
 PieceKind = Literal["full", "diagonal", "band"]
 
-_CHUNKS_TRIED = (1, 2, 4, 8)
-_BALANCE_MARGIN = 0.02  # more chunks are more messages and more pieces: taken only if they save more than this
+_CHUNKS_TRIED = (1, 2, 4, 8, 16)
+_MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if they save more than this
+# What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
+# heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
+_PAIRS_PER_ROW = 1024
 
 
 @dataclass(frozen=True)
@@ -166,28 +168,37 @@ def _triangle(n: int, most: int) -> int:
     return grown * (grown + 1) // 2 + (n - grown) * most
 
 
-class _Areas:
-    """Number of pairs that queries before a position see, in closed form: a bisection over the ends of the spans."""
+class _Part(NamedTuple):
+    """Queries of one span within one run of positions, and the range of the keys that at least one of them sees."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+class _Index:
+    """Spans of a mask, found by position: how many pairs queries see, and which keys, without a look at every position or document."""
 
     def __init__(self, mask: RowMask) -> None:
-        self.causal, self.window = mask.causal, mask.window
+        self.length, self.causal, self.window, self.packed = mask.length, mask.causal, mask.window, mask.documents is not None
         self.spans = _spans_of(mask)
         self.starts = [[span.q_start for span in spans] for spans in self.spans]
-        self.sums = [[0, *accumulate(self._of(span, span.q_stop) for span in spans)] for spans in self.spans]
+        self.sums = [[0, *accumulate(self._area_of_span(span, span.q_stop) for span in spans)] for spans in self.spans]
 
-    def before(self, position: int) -> int:
+    def area_before(self, position: int) -> int:
         """Return the pairs of all queries before ``position``, in all sequences."""
         total = 0
         for spans, starts, sums in zip(self.spans, self.starts, self.sums, strict=True):
             last = bisect_right(starts, position) - 1
-            total += sums[last] + self._of(spans[last], position)
+            total += sums[last] + self._area_of_span(spans[last], position)
         return total
 
-    def of(self, runs: Iterable[Run]) -> int:
+    def area(self, runs: Iterable[Run]) -> int:
         """Return the pairs of the queries of ``runs``."""
-        return sum(self.before(b) - self.before(a) for a, b in runs)
+        return sum(self.area_before(b) - self.area_before(a) for a, b in runs)
 
-    def _of(self, span: _Span, stop: int) -> int:
+    def _area_of_span(self, span: _Span, stop: int) -> int:
         """Return the pairs of a span's queries before ``stop``."""
         keys = span.k_stop - span.k_start
         if not self.causal:
@@ -198,60 +209,102 @@ class _Areas:
             area -= _triangle(last - self.window, keys) - _triangle(first - self.window, keys)
         return area
 
+    def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
+        """Yield the parts of a run of queries that see any key, in order.
+
+        Args:
+            outside: only those that see keys outside the run: its first or its last part, since spans between them are documents
+                that lie within the run.
+        """
+        spans, starts = self.spans[sequence], self.starts[sequence]
+        first, last = bisect_right(starts, run[0]) - 1, bisect_right(starts, run[1] - 1) - 1
+        for index in sorted({first, last}) if outside else range(first, last + 1):
+            span = spans[index]
+            q_start, q_stop = max(run[0], span.q_start), min(run[1], span.q_stop)
+            k_start, k_stop = span.k_start, span.k_stop
+            if self.causal:
+                k_stop = min(k_stop, q_stop)
+            if self.window is not None:
+                k_start = max(k_start, q_start - self.window + 1)
+            if k_start < k_stop and not (outside and run[0] <= k_start and k_stop <= run[1]):
+                yield _Part(q_start, q_stop, k_start, k_stop)
+
+    def num_received(self, runs: Runs) -> int:
+        """Return how many rows the owner of ``runs`` receives from all others together, in all sequences."""
+        total, own = 0, _Numbering(runs)
+        for sequence in range(len(self.spans)):
+            needed = _merged((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
+            total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
+        return total
+
+    def documents_over(self, chunks: Sequence[Run]) -> list[dict[int, int]]:
+        """Return, for each document that lies in several chunks, these chunks and how many of its positions each has."""
+        found = []
+        starts = [start for start, _ in chunks]
+        for span in chain.from_iterable(self.spans):
+            first, last = bisect_right(starts, span.q_start) - 1, bisect_right(starts, span.q_stop - 1) - 1
+            if first < last:
+                found.append({c: min(span.q_stop, chunks[c][1]) - max(span.q_start, chunks[c][0]) for c in range(first, last + 1)})
+        return found
+
 
 @lru_cache(maxsize=16)
-def _areas_of(mask: RowMask) -> _Areas:
-    return _Areas(mask)
+def _index_of(mask: RowMask) -> _Index:
+    return _Index(mask)
 
 
 @lru_cache(maxsize=64)
 def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple[Runs, ...]:
-    """Deal the positions of a row to the cp ranks so that all compute about as many pairs, and as many positions.
+    """Deal the positions of a row to the cp ranks so that all compute about as many pairs, with about as many positions.
 
-    All sequences of the micro-batch are cut alike, by the sum of their areas.
+    The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
+    ``context_dealing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
+
+    Without ``num_chunks``, the number is the fewest of 1, 2, 4 and 8 (and 16 for documents) with which attention takes at
+    most 2 % longer than if the mean rank's work were all; if there is none, the fewest at most 2 % above the best. Time is
+    that of the slowest rank where the exchange is hidden: of computing its pairs or of receiving its rows, whichever is
+    longer, a row counting as much as 1,024 pairs. This gives 2 for a causal row, 1 for a bidirectional one and for
+    windows that are short compared with the row, and for documents what their lengths ask for.
+    docs/benchmarks/context_plan.md has what other rules cost.
 
     Args:
-        num_chunks: chunks for each rank. None: the fewest of 1, 2, 4 and 8 whose balance (see ``ContextPlan.balance``) is within
-            0.02 of the best of them.
+        num_chunks: chunks for each rank; fewer in a row that has fewer positions.
     Returns:
-        Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ by at most
-        the number of chunks; a rank has none only if there are fewer positions than ranks.
+        Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ
+        by at most the number of chunks; a rank has none only if there are fewer positions than ranks.
     Raises:
         ValueError: a size is below 1.
     """
     if cp_size < 1 or (num_chunks is not None and num_chunks < 1):
         raise ValueError(f"cp_size ({cp_size}) and the number of chunks for each rank ({num_chunks}) must be 1 or more")
-    areas = _areas_of(mask)
+    index = _index_of(mask)
     if num_chunks is not None:
-        return _dealt(areas, mask.length, cp_size, num_chunks)[1]
-    mean = areas.before(mask.length) / cp_size
-    tried = []
+        return _dealt(index, cp_size, num_chunks)
+    mean = index.area_before(mask.length) / cp_size
+    tried: list[tuple[float, int, tuple[Runs, ...]]] = []
     for k in _CHUNKS_TRIED:
-        largest, runs = _dealt(areas, mask.length, cp_size, k)
-        tried.append((largest, runs))
-        if largest <= (1 + _BALANCE_MARGIN) * mean:
-            break
-    enough = min(largest for largest, _ in tried) + _BALANCE_MARGIN * mean
-    return next(runs for largest, runs in tried if largest <= enough)
+        if k > 1 and (cp_size * k > mask.length or (not index.packed and (k > 8 or not mask.causal))):
+            break  # without the causal mask and without documents all chunks are alike
+        runs = _dealt(index, cp_size, k)
+        areas = [index.area(share) for share in runs]
+        most = max(max(area, _PAIRS_PER_ROW * index.num_received(share)) for area, share in zip(areas, runs, strict=True))
+        if most <= (1 + _MARGIN) * mean:
+            return runs
+        tried.append((most, max(areas), runs))
+    least = min(most for most, _, _ in tried)
+    fast = [(largest, runs) for most, largest, runs in tried if most <= (1 + _MARGIN) * least]
+    enough = min(largest for largest, _ in fast) + _MARGIN * mean
+    return next(runs for largest, runs in fast if largest <= enough)
 
 
-def _dealt(areas: _Areas, length: int, cp_size: int, num_chunks: int) -> tuple[int, tuple[Runs, ...]]:
-    """Deal ``num_chunks`` chunks to each rank; return the largest area of a rank and the runs of each."""
-    chunks = [(chunk.start, chunk.stop) for chunk in deal(length, cp_size * num_chunks)]
-    before = [areas.before(start) for start, _ in chunks] + [areas.before(length)]
-    area = [b - a for a, b in pairwise(before)]
+def _dealt(index: _Index, cp_size: int, num_chunks: int) -> tuple[Runs, ...]:
+    num_chunks = max(1, min(num_chunks, index.length // cp_size))  # no chunk is empty, if there are positions for all ranks
+    chunks = [(chunk.start, chunk.stop) for chunk in deal(index.length, cp_size * num_chunks)]
     if num_chunks == 1:
-        return max(area), tuple(_merged([chunk]) for chunk in chunks)
-    ranks = [(0, 0, rank) for rank in range(cp_size)]  # area, number of chunks, rank: a heap
-    shares: list[list[Run]] = [[] for _ in range(cp_size)]
-    largest = 0
-    for index in sorted(range(len(chunks)), key=lambda index: (-area[index], index)):
-        of_rank, count, rank = heapq.heappop(ranks)
-        shares[rank].append(chunks[index])
-        largest = max(largest, of_rank + area[index])
-        if count + 1 < num_chunks:
-            heapq.heappush(ranks, (of_rank + area[index], count + 1, rank))
-    return largest, tuple(_merged(share) for share in shares)
+        return tuple(_merged([chunk]) for chunk in chunks)
+    before = [index.area_before(start) for start, _ in chunks] + [index.area_before(index.length)]
+    shares = deal_chunks([b - a for a, b in pairwise(before)], index.documents_over(chunks) if index.packed else [], cp_size)
+    return tuple(_merged(chunks[chunk] for chunk in share) for share in shares)
 
 
 def _merged(runs: Iterable[Run]) -> Runs:
@@ -290,15 +343,6 @@ class _Numbering:
                 yield max(a, start), min(b, stop)
 
 
-class _Part(NamedTuple):
-    """Queries of one span within one run of a rank, and the range of the keys that at least one of them sees."""
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-
-
 class ContextPlan:
     """Plan of the exchange and of the pieces; the same on all ranks.
 
@@ -317,8 +361,8 @@ class ContextPlan:
         self.lengths = tuple(_num_rows(share) for share in runs)
         self.alike = mask.sequences == 1
         self._numberings = [_Numbering(share) for share in runs]
-        self._spans = _spans_of(mask)
-        self._parts_of: dict[int, tuple[tuple[list[_Part], list[_Part]], ...]] = {}
+        self._index = _index_of(mask)
+        self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
         self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
 
@@ -333,7 +377,7 @@ class ContextPlan:
         if (i, j) not in self._rows:
             held = self._numberings[j]
             self._rows[i, j] = tuple(
-                _merged(run for part in self._parts(i, sequence, i == j) for run in held.within(part.k_start, part.k_stop))
+                _merged(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
                 for sequence in range(self.mask.sequences)
             )
         return self._rows[i, j]
@@ -354,6 +398,33 @@ class ContextPlan:
             return 0
         return sum(map(_num_rows, self.rows(i, j))) * (batch if self.alike else 1)
 
+    def rows_received(self, i: int, batch: int) -> tuple[int, ...]:
+        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i receives, which come from rank i - t."""
+        return tuple(self.num_rows(i, (i - t) % self.cp_size, batch) for t in range(1, self.cp_size))
+
+    def rows_sent(self, i: int, batch: int) -> tuple[int, ...]:
+        """Return for each shift t = 1 .. cp_size - 1 how many rows rank i sends, which go to rank i + t."""
+        return tuple(self.num_rows((i + t) % self.cp_size, i, batch) for t in range(1, self.cp_size))
+
+    def num_received(self, i: int, batch: int) -> int:
+        """Return the sum of ``rows_received``, in closed form: without a look at every other rank."""
+        self._check_batch(batch)
+        return self._index.num_received(self.runs[i]) * (batch if self.alike else 1)
+
+    @property
+    def ring_share(self) -> float:
+        """Rows that travel, as a share of those of a ring, which brings every row to every rank; 0 for one rank."""
+        return self._ring_share(sum(self._index.num_received(runs) for runs in self.runs) / self.cp_size)
+
+    @property
+    def worst_ring_share(self) -> float:
+        """Rows of the rank that receives the most, as a share of a ring's mean; 0 for one rank."""
+        return self._ring_share(max(self._index.num_received(runs) for runs in self.runs))
+
+    def _ring_share(self, rows: float) -> float:
+        of_ring = self.mask.sequences * self.mask.length * (self.cp_size - 1) / self.cp_size
+        return rows / of_ring if of_ring else 0.0
+
     def pieces(self, i: int, j: int) -> tuple[Piece, ...]:
         """Return the pieces of rank i's queries with rank j's keys: by sequence, then by queries, then by keys.
 
@@ -368,7 +439,7 @@ class ContextPlan:
 
     def area(self, i: int) -> int:
         """Return the number of pairs that rank i's queries see, in all sequences that the mask describes."""
-        return _areas_of(self.mask).of(self.runs[i])
+        return self._index.area(self.runs[i])
 
     @property
     def balance(self) -> float:
@@ -380,39 +451,18 @@ class ContextPlan:
         if not self.alike and batch != self.mask.sequences:
             raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
 
-    def _parts(self, i: int, sequence: int, own: bool) -> list[_Part]:
-        """Return the parts of rank i's queries that see any key; with ``own`` false, those that see keys outside their own run."""
-        if i not in self._parts_of:
-            self._parts_of[i] = tuple(self._cut_parts(i, spans) for spans in self._spans)
-        return self._parts_of[i][sequence][0 if own else 1]
-
-    def _cut_parts(self, i: int, spans: tuple[_Span, ...]) -> tuple[list[_Part], list[_Part]]:
-        parts, reaching = [], []
-        stops = [span.q_stop for span in spans]
-        for start, stop in self.runs[i]:
-            for index in range(bisect_right(stops, start), len(spans)):
-                span = spans[index]
-                if span.q_start >= stop:
-                    break
-                q_start, q_stop = max(start, span.q_start), min(stop, span.q_stop)
-                k_start, k_stop = span.k_start, span.k_stop
-                if self.mask.causal:
-                    k_stop = min(k_stop, q_stop)
-                if self.mask.window is not None:
-                    k_start = max(k_start, q_start - self.mask.window + 1)
-                if k_start < k_stop:
-                    part = _Part(q_start, q_stop, k_start, k_stop)
-                    parts.append(part)
-                    if k_start < start or k_stop > stop:
-                        reaching.append(part)
-        return parts, reaching
+    def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
+        """Return the parts of rank i's queries that see any key; with ``outside``, those that see keys outside their own run."""
+        if (i, sequence, outside) not in self._parts_of:
+            self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
+        return self._parts_of[i, sequence, outside]
 
     def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[Piece]:
         own, name = i == j, -1 if self.alike else sequence
         queries, held = self._numberings[i], self._numberings[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
-        for part in self._parts(i, sequence, own):
+        for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
             last = first + part.q_stop - part.q_start
             before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop

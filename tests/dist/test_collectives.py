@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.sent_bytes import Wire
 
-from megatron_sp.comm.collectives import all_reduce, all_reduce_async, barrier, broadcast
+from megatron_sp.comm.collectives import all_reduce, all_reduce_async, all_to_all_async, barrier, broadcast
 
 
 def _reduce() -> None:
@@ -64,3 +65,26 @@ def test_a_group_of_one_needs_no_backend_at_all(monkeypatch: pytest.MonkeyPatch)
     assert all_reduce(x, group) is x and broadcast(x, group) is x and all_reduce_async(x, group).wait() is x
     barrier(group)
     assert x.tolist() == [1, 1]
+
+
+def _sent() -> None:
+    """Of uneven parts, what goes to others; of equal ones the same."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with Wire(3) as wire:
+        counts = [5 * to + rank for to in range(3)]
+        receive = [5 * rank + source for source in range(3)]
+        all_to_all_async(torch.ones(sum(counts)), counts, torch.empty(sum(receive)), receive, group).wait()  # type: ignore[arg-type]
+    assert wire.calls["alltoall_base_"] == 1 and wire.num_bytes["alltoall_base_"] == 4 * (sum(counts) - counts[rank])
+    with Wire(3) as wire:
+        only = [4 if to == (rank + 1) % 3 else 0 for to in range(3)]
+        source = [4 if of == (rank - 1) % 3 else 0 for of in range(3)]
+        all_to_all_async(torch.ones(4, dtype=torch.bfloat16), only, torch.empty(4, dtype=torch.bfloat16), source, group).wait()  # type: ignore[arg-type]
+    assert wire.num_bytes["alltoall_base_"] == 8
+    with Wire(3) as wire:
+        dist.all_to_all_single(torch.empty(6), torch.ones(6))
+        all_to_all_async(torch.ones(0), [0] * 3, torch.empty(0), [0] * 3, group).wait()  # type: ignore[arg-type]
+    assert wire.calls["alltoall_base_"] == 2 and wire.num_bytes["alltoall_base_"] == 16
+
+
+def test_bytes_are_counted_below_every_wrapper(tmp_path: Path) -> None:
+    run_ranks(_sent, 3, tmp_path)

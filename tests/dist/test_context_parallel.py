@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from megatron_sp.ops.pieces import (
     halves,
     wide_dtype,
 )
+from megatron_sp.parallel import context_parallel
 from megatron_sp.parallel.context_parallel import NO_CP, ContextAttention, ContextParallel, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
 
@@ -286,6 +288,39 @@ def _schedule() -> None:
 
 def test_exchanges_travel_under_the_pieces_before_and_after_them(tmp_path: Path) -> None:
     run_ranks(_schedule, 4, tmp_path)
+
+
+def _memory() -> None:
+    """Buffers alive at any time: of keys and values those in use and those under way; of gradients what is made, sent and received."""
+    case, rank = Case(RowMask(40, causal=False), chunks=1), dist.get_rank()  # messages of one size, none of them packed
+    plan, alive, most = case.plan(4), list[Any](), [0]
+    stage = case.groups * 2 * D * 10
+    fresh = context_parallel.empty
+
+    def counted(shape: Any, **more: Any) -> Tensor:
+        made = fresh(shape, **more)
+        if len(shape) == 1:
+            assert made.numel() == stage
+            alive.append(weakref.ref(made))
+            most[0] = max(most[0], sum(x() is not None for x in alive))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parallel, "empty", counted)
+        for ahead, forward, backward in ((1, 2, 5), (2, 3, 5)):
+            q, kv, d_out = (x[positions(plan, rank)].clone().requires_grad_() for x in case.tensors())
+            out = context_attention(q, kv, plan, ContextParallel(dist.group.WORLD, stages_ahead=ahead), CPUFlash(), batch=1).out
+            assert most[0] == forward, most
+            alive.clear()
+            out.backward(d_out)
+            assert most[0] == backward, most
+            assert not any(x() is not None for x in alive)
+            most[0] = 0
+            alive.clear()
+
+
+def test_buffers_live_no_longer_than_they_are_needed(tmp_path: Path) -> None:
+    run_ranks(_memory, 4, tmp_path)
 
 
 def _simulated(case: Case, tensors: tuple[Tensor, ...], size: int, owner: int) -> dict[str, Tensor]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-TESTS = ["tests/unit/ops/test_pieces.py", "tests/dist/test_context_parallel.py"]
+TESTS = ["tests/unit/ops/test_pieces.py", "tests/unit/ops/test_gpu_pieces.py", "tests/dist/test_context_parallel.py"]
 
-PIECES, CONTEXT = "ops/pieces.py", "parallel/context_parallel.py"
+PIECES, GPU, CONTEXT = "ops/pieces.py", "ops/gpu_pieces.py", "parallel/context_parallel.py"
 
 MUTANTS = [
     # what ring attention got wrong elsewhere
     ("backward: the lse of a stage, not of all", PIECES, "        for call in _calls(stage, q.x):\n            queries, keys = _At(call, q, keys=False), _At(call, kv, keys=True)\n            block = self._block(stage, call, queries, q, kv, row_keys)\n", "        for call in _calls(stage, q.x):\n            queries, keys = _At(call, q, keys=False), _At(call, kv, keys=True)\n            block = self._block(stage, call, queries, q, kv, row_keys)\n            if queries.alone is not None:\n                lse.x[queries.alone][..., 0] = self.attend(block)[1].permute(2, 0, 1)\n"),
     ("backward: out of a stage, not of all", PIECES, "            of_q, *of_kv = self.attend_backward(block, *final)", "            of_q, *of_kv = self.attend_backward(block, self.attend(block)[0], *final[1:])"),
-    ("backward: keys and values of the first arrival", CONTEXT, "        arrived = arrivals.wait(index)\n        d_rows", "        arrived = arrivals.wait(index)\n        oldest = arrived if index == 0 else oldest\n        arrived = oldest if oldest.shape == arrived.shape else arrived\n        d_rows"),
+    ("backward: keys and values of the first arrival", CONTEXT, "        d_rows = of_stage(pass_.peer(-shift), arrivals.wait(index))\n", "        arrived = arrivals.wait(index)\n        oldest = arrived if index == 0 else oldest\n        d_rows = of_stage(pass_.peer(-shift), oldest if oldest.shape == arrived.shape else arrived)\n"),
     ("merge: the older part is not scaled", PIECES, "    out.mul_((lse - finite).exp_()[..., None]).add_", "    out.add_"),
     ("merge: the newer part is not scaled", PIECES, ".add_(more * (more_lse - finite).exp_()[..., None])", ".add_(more)"),
     ("merge: log1p(exp())", PIECES, "total = torch.logaddexp(lse, more_lse)", "total = lse + torch.log1p(torch.exp(more_lse - lse))"),
     ("merge: rows without keys are NaN", PIECES, "    finite = total.masked_fill(total == -torch.inf, 0.0)\n", "    finite = total\n"),
     ("merge: the sum stays that of the older part", PIECES, "    lse.copy_(total)\n", "    pass\n"),
-    ("merge: a piece takes the place of those before it", PIECES, "        first = not any(", "        first = True or not any("),
+    ("merge: a piece takes the place of those before it", PIECES, "        return not any(", "        return True or not any("),
     ("rows without keys have lse 0", PIECES, "device=q.device).fill_(-torch.inf)", "device=q.device).zero_()"),
     ("rows without keys have any contents", PIECES, "dtype=wide, device=q.device).zero_()\n        self.lse", "dtype=wide, device=q.device)\n        self.lse"),
     # pieces
@@ -45,26 +45,38 @@ MUTANTS = [
     ("a cut diagonal lacks the square below", PIECES, "return (upper,), (below, Part(", "return (upper,), (Part("),
     ("a cut band starts anew", PIECES, "piece.k_stop, piece.kind, piece.offset + row),)", "piece.k_stop, piece.kind, piece.offset),)"),
     ("keys of several pieces pass for those of one", PIECES, "    apart = all(", "    apart = True or all("),
+    # on a GPU
+    ("GPU: a diagonal is full", GPU, 'piece.kind == "diagonal", left, right', "False, left, right"),
+    ("GPU: a window is one long", GPU, "else window - 1 - right", "else window - right"),
+    ("GPU: a window is aligned at the first query", GPU, "right = piece.offset - keys + queries", "right = piece.offset"),
+    ("GPU: pieces that share queries share a call", GPU, "piece.q_start < last.q_stop:", "False:"),
+    ("GPU: keys are taken as if they lay one after another", GPU, "if stride == 1 and all(start + count == following for (start, count), (following, _) in pairwise(runs)):", "if stride == 1:"),
+    ("GPU: keys of two pieces get the gradient of one", GPU, "last + count * stride <= start:", "True:"),
+    ("GPU: only the first piece counts as seen", GPU, "so_far.add_rows(call.pieces, queries, out", "so_far.add_rows(call.pieces[:1], queries, out"),
+    ("GPU: a merge without the older part", PIECES, "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, first)\n        else:\n            if not first:", "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, True)\n        else:\n            if False:"),
     # exchange
     ("keys go to the rank behind", CONTEXT, "        to, source = self.peer(shift), self.peer(-shift)\n        outgoing", "        to, source = self.peer(-shift), self.peer(shift)\n        outgoing"),
     ("gradients go to the rank ahead", CONTEXT, "        to, source = self.peer(-shift), self.peer(shift)\n        mine", "        to, source = self.peer(shift), self.peer(-shift)\n        mine"),
-    ("other ranks' stages are skipped, forward", CONTEXT, "        attend(pass_.kernel, pass_.stage(source), q, rows, so_far, columns, row_keys)\n", ""),
-    ("other ranks' stages are skipped, backward", CONTEXT, "        attend_backward(kernel, stage, of_queries, message.rows(arrived, kv), d_q, into, columns, row_keys)\n", ""),
+    ("other ranks' stages are skipped, forward", CONTEXT, "        attend(pass_.kernel, pass_.stage(source), q, pass_.message(rank, source).rows(arrived, kv), so_far, columns, row_keys)\n", ""),
+    ("other ranks' stages are skipped, backward", CONTEXT, "        attend_backward(kernel, stage, of_queries, rows, d_q, into, columns, row_keys)\n", ""),
     ("every rank decides by itself whether to send", CONTEXT, "for j in range(size))]\n", "for j in (self.cp.rank,))]\n"),
     ("shifts that nobody needs take place", CONTEXT, "if any(self.plan.num_rows((j + t) % size, j, self.columns.batch) for j in range(size))]", "if True or self]"),
     ("the last gradients are dropped", CONTEXT, "    add_own(second)\n    _add_arrived(pass_, d_kv, returning)\n", "    add_own(second)\n    if returning:\n        returning[1].wait()\n"),
     ("the last gradients are added twice", CONTEXT, "            rows.add_(part)", "            rows.add_(part, alpha=2)"),
     ("own gradients are overwritten by what arrives", CONTEXT, "            rows.add_(part)", "            rows.copy_(part)"),
     ("own gradients of the second half are missing", CONTEXT, "    add_own(second)\n", ""),
-    ("own second half comes before all messages", CONTEXT, "    add_own(first)\n    returning", "    add_own(first)\n    add_own(second)\n    second = ()\n    returning"),
+    ("own second half comes before all messages", CONTEXT, "    add_own(first)\n", "    add_own(first)\n    add_own(second)\n    second = ()\n"),
     ("keys are used before they arrive", CONTEXT, "return self.under_way.popleft().wait()", "handle = self.under_way.popleft()\n        handle._waited, result = True, handle._result\n        return result"),
+    ("gradients are used before they arrive", CONTEXT, "add_to(d_kv, handle.wait())", "add_to(d_kv, (handle._result.clone(), handle.wait())[0])"),
     ("the next shift starts after this one's pieces", CONTEXT, "        self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))\n", "        self._start(index + max(1, self.pass_.cp.stages_ahead))\n"),
     ("gradients are rounded at every sum", CONTEXT, "d_q, d_kv = (empty(x.shape, dtype=wide, ", "d_q, d_kv = (empty(x.shape, dtype=x.dtype, "),
     ("gradients of a stage are rounded at every sum", CONTEXT, "dtype=kv.dtype if each_key_once(stage) else wide", "dtype=kv.dtype"),
-    ("gradients travel in fp32", CONTEXT, "pass_.send_back(d_rows.to(kv.dtype), kv, shift)", "pass_.send_back(d_rows.to(wide), kv, shift)"),
+    ("gradients travel in fp32", CONTEXT, "        return d_rows.to(kv.dtype)\n", "        return d_rows.to(wide)\n"),
     ("each sequence has the first one's rows", CONTEXT, "for rows, runs in zip(by_sequence, self.runs, strict=False):", "for rows, runs in zip(by_sequence, (self.runs[0],) * 9, strict=False):"),
     ("messages of sequences are laid out alike", CONTEXT, "        return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)", "        return Rows(x, tuple(range(sequences)), sequences)"),
     ("one run is packed", CONTEXT, "        if self.same and len(self.runs[0]) == 1:\n", "        if False:\n"),
+    ("what has arrived is held", CONTEXT, "        del arrived  # before the next but one is given memory\n", ""),
+    ("gradients on their way are held", CONTEXT, "        del going_back\n", ""),
     ("a kept result is sent for all the same", CONTEXT, "self.shifts[self.num_started : 0 if self.kept else count]", "self.shifts[self.num_started : count]"),
     ("a kept result is computed all the same", CONTEXT, "        if kept is None:\n            kept = _forward", "        if True:\n            kept = _forward"),
     ("received keys are not kept", CONTEXT, "        if pass_.cp.keep_kv:\n", "        if False:\n"),

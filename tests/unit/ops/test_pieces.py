@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_sp.ops import pieces as pieces_module
 from megatron_sp.ops.attention import AttentionMask, core_attention
+from megatron_sp.ops.gpu_pieces import TorchFlash
 from megatron_sp.ops.pieces import (
     Columns,
     CPUFlash,
@@ -262,6 +263,17 @@ def test_in_16_bits_the_error_is_that_of_one_call() -> None:
         assert law_error(mine, want[name]) <= 1.1 * law_error(x.double(), want[name]), name
 
 
+def test_the_queries_of_a_key_are_summed_before_anything_is_rounded() -> None:
+    s, r = 32, 3
+    q, kv, d_out = (x.bfloat16() for x in (randn(s, 1, r, 16), randn(s, 1, 2, 16, seed=1), randn(s, 1, r, 16, seed=2)))
+    pieces: tuple[Piece, ...] = (Part(-1, 0, s, 0, s, "diagonal"),)
+    together = by_pieces(CPUFlash(), [Stage(pieces)], q, kv, d_out, Columns(1, True))["kv"]
+    apart = [
+        by_pieces(CPUFlash(), [Stage(pieces)], q[:, :, i : i + 1], kv, d_out[:, :, i : i + 1], Columns(1, True))["kv"] for i in range(r)
+    ]
+    torch.testing.assert_close(together, apart[0] + apart[1] + apart[2], rtol=1e-6, atol=1e-6)
+
+
 # dropout
 
 
@@ -358,13 +370,15 @@ def test_which_gradients_are_no_sums() -> None:
 # which kernel
 
 
-def test_kernels_by_name() -> None:
-    x = torch.zeros(1)
+def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 1, 1, 1)
     assert isinstance(piece_kernel("sdpa", x), CPUFlash) and piece_kernel("reference", x, 0.25) == Reference(0.25)
     with pytest.raises(ValueError, match=r"attention dropout \(0.25\) in the kernel sdpa under context parallelism would depend on"):
         piece_kernel("sdpa", x, 0.25)
-    with pytest.raises(ValueError, match="no kernel for context parallelism on meta"):
+    with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
+    monkeypatch.setattr(pieces_module, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
+    assert isinstance(piece_kernel("cudnn", x.to("meta", torch.bfloat16)), TorchFlash)
 
 
 def test_fp32_is_as_exact_as_one_call() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, cut_row, plan_context
+from megatron_sp.parallel.heads import deal
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key
 
@@ -124,11 +126,300 @@ def check_all(lengths: range | list[int], seed: int, rounds: int, chunks: tuple[
                 check(plan, given, b, **mask)
 
 
+CHEAP = [1, 2, 3, 5, 8, 11]
+
+
 def test_every_allowed_pair_is_in_one_piece_and_no_other_pair_is() -> None:
-    check_all([1, 2, 3, 5, 8, 11], 0, 1, (None, 1, 2, 3))
+    check_all(CHEAP, 0, 1, (None, 1, 2, 3))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("s", range(1, 25))
 def test_every_allowed_pair_is_in_one_piece_for_every_length(s: int) -> None:
-    check_all([s], s, 4, (None, 1, 2, 3, 4, 8))
+    check_all([s], s, 3, (None, 1, 2, 3, 5, 8))
+
+
+def test_longer_rows_of_many_documents() -> None:
+    chance = random.Random(5)
+    for window, causal in ((None, True), (7, True), (None, False)):
+        ends = (*sorted(chance.sample(range(1, 60), 7)), 60)
+        mask = RowMask(60, causal, window, ((ends),))
+        check(plan_context(mask, cut_row(mask, 3, 4)), mask, 1, causal=causal, window=window, documents=(ends,), lengths=None)
+
+
+# ---- how the row is cut
+
+
+def test_a_causal_row_is_dealt_as_a_zigzag() -> None:
+    for c in range(2, 9):
+        for s in (2 * c, 64 * c, 1000):
+            chunks = deal(s, 2 * c)
+            expected = [sorted((chunks[i], chunks[2 * c - 1 - i]), key=lambda r: r.start) for i in range(c)]
+            for chosen in (None, 2):
+                runs = cut_row(RowMask(s), c, chosen)
+                assert [positions(share) for share in runs] == [[p for chunk in pair for p in chunk] for pair in expected], (c, s, chosen)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        RowMask(1 << 16, causal=False),
+        RowMask(1 << 13, causal=False, lengths=(100, 8000, 8192, 0)),
+        RowMask(1 << 16, window=1024),
+        RowMask(1 << 16, window=4096),
+        RowMask(1000, causal=False),  # chunks that differ by one position
+    ],
+)
+def test_what_is_even_or_near_is_cut_contiguously(mask: RowMask) -> None:
+    for c in (1, 2, 3, 4, 8):
+        assert cut_row(mask, c) == tuple(((chunk.start, chunk.stop),) for chunk in deal(mask.length, c))
+
+
+def test_one_chunk_each_is_contiguous_whatever_the_mask() -> None:
+    assert cut_row(RowMask(10), 3, 1) == (((0, 4),), ((4, 7),), ((7, 10),))
+    assert cut_row(RowMask(10, documents=((2, 3, 10),)), 3, 1) == (((0, 4),), ((4, 7),), ((7, 10),))
+
+
+@pytest.mark.parametrize("k", [None, 1, 2, 3, 4, 8])
+def test_shares_are_even_and_empty_only_in_rows_shorter_than_the_ranks(k: int | None) -> None:
+    chance = random.Random(2)
+    for s, c in itertools.product(range(1, 30), range(1, 8)):
+        for mask in (RowMask(s), RowMask(s, documents=(random_ends(chance, s),)), RowMask(s, lengths=(chance.randint(0, s),))):
+            lengths = plan_context(mask, cut_row(mask, c, k)).lengths
+            assert sum(lengths) == s and max(lengths) - min(lengths) <= (k or 16)
+            assert (min(lengths) == 0) == (s < c), (mask, c)
+
+
+def test_ranks_without_positions_have_nothing_to_do() -> None:
+    mask = RowMask(2)
+    plan = plan_context(mask, cut_row(mask, 4))
+    assert plan.runs == (((0, 1),), ((1, 2),), (), ()) and plan.lengths == (1, 1, 0, 0)
+    assert [[plan.num_rows(i, j, 3) for j in range(4)] for i in range(4)] == [[0] * 4, [3, 0, 0, 0], [0] * 4, [0] * 4]
+    assert plan.pieces(3, 0) == plan.pieces(0, 3) == plan.pieces(3, 3) == () and plan.area(3) == 0
+    assert plan.rows(3, 0) == plan.local_rows(0, 3) == ((),)
+
+
+def log_normal_ends(chance: random.Random, s: int, median: float) -> tuple[int, ...]:
+    ends = [0]
+    while ends[-1] < s:
+        ends.append(min(s, ends[-1] + max(16, min(int(median * chance.lognormvariate(0, 1.3)), s // 4))))
+    return tuple(ends[1:])
+
+
+def test_documents_are_dealt_evenly_and_kept_together() -> None:
+    """Balance within 3 % with 8 chunks, and at most three quarters of the rows that dealing by area alone sends."""
+    chance = random.Random(0)
+    shares = []
+    for s, c, b, causal, window in ((1 << 16, 4, 1, True, None), (1 << 16, 8, 1, True, None), (1 << 16, 8, 3, True, None),
+                                    (1 << 16, 8, 1, False, None), (1 << 16, 8, 1, True, 4096)):  # fmt: skip
+        for _ in range(3):
+            mask = RowMask(s, causal, window, tuple(log_normal_ends(chance, s, 1500) for _ in range(b)))
+            plan, scattered = (plan_context(mask, runs) for runs in (cut_row(mask, c, 8), by_area_alone(mask, c, 8)))
+            assert plan.balance <= 1.03, (mask, plan.balance)
+            assert plan.ring_share < scattered.ring_share
+            shares.append(plan.ring_share / scattered.ring_share)
+    assert sum(shares) / len(shares) < 0.7
+
+
+def by_area_alone(mask: RowMask, c: int, k: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The longest-processing-time rule and nothing else."""
+    alone = plan_context(mask, tuple(((chunk.start, chunk.stop),) for chunk in deal(mask.length, c * k)))
+    found: list[tuple[int, list[int]]] = [(0, []) for _ in range(c)]
+    for chunk in sorted(range(c * k), key=lambda chunk: -alone.area(chunk)):
+        rank = min((rank for rank in range(c) if len(found[rank][1]) < k), key=lambda rank: found[rank][0])
+        found[rank] = found[rank][0] + alone.area(chunk), [*found[rank][1], chunk]
+    runs = []
+    for _, chunks in found:
+        merged: list[list[int]] = []
+        for chunk in sorted(chunks):
+            start, stop = alone.runs[chunk][0]
+            if merged and merged[-1][1] == start:
+                merged[-1][1] = stop
+            else:
+                merged.append([start, stop])
+        runs.append(tuple((start, stop) for start, stop in merged))
+    return tuple(runs)
+
+
+def chunks_chosen(mask: RowMask, c: int) -> list[int]:
+    """Numbers of chunks with which the row is cut as it is without one."""
+    return [k for k in (1, 2, 4, 8, 16) if cut_row(mask, c, k) == cut_row(mask, c)]
+
+
+def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
+    """Against the definition, by pairs and rows of the plan."""
+    chance = random.Random(4)
+    chosen = Counter[int]()
+    masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 1 << 12, 3 << 13)]
+    masks += [RowMask(s, documents=(log_normal_ends(chance, s, median),)) for s in (1 << 14, 1 << 18) for median in (300, 2000)]
+    for mask, c in itertools.product(masks, (2, 4, 8)):
+        times, largest = {}, {}
+        for k in (1, 2, 4, 8, 16) if mask.documents else (1, 2, 4, 8):
+            plan = plan_context(mask, cut_row(mask, c, k))
+            received = [sum(plan.num_rows(i, j, mask.sequences) for j in range(c)) for i in range(c)]
+            times[k] = max(max(plan.area(i), 1024 * received[i]) for i in range(c))
+            largest[k] = max(plan.area(i) for i in range(c))
+        mean = sum(plan.area(i) for i in range(c)) / c
+        fast = [k for k in times if times[k] <= 1.02 * min(times.values())]
+        even = [k for k in fast if largest[k] <= min(largest[k] for k in fast) + 0.02 * mean]
+        expected = min([k for k in times if times[k] <= 1.02 * mean] or even)
+        assert expected in chunks_chosen(mask, c), (mask, c, times)
+        chosen[expected] += 1
+    assert len(chosen) >= 4, chosen
+
+
+def test_a_short_row_has_no_empty_chunks() -> None:
+    assert cut_row(RowMask(7), 3, 8) == cut_row(RowMask(7), 3, 2) and cut_row(RowMask(7), 5, 8) == cut_row(RowMask(7), 5, 1)
+
+
+def test_all_sequences_of_a_micro_batch_are_cut_alike_by_the_sum_of_their_areas() -> None:
+    a, b = (512, *range(520, 1025, 8)), (*range(8, 512, 8), 512, 1024)  # one has its pairs in the first half, the other in the second
+    of_each = [cut_row(RowMask(1024, documents=(ends,)), 2, 2) for ends in (a, b)]
+    together = RowMask(1024, documents=(a, b))
+    runs = cut_row(together, 2, 2)
+    plan = plan_context(together, runs)
+    assert runs not in of_each and plan.balance <= 1.02
+    assert plan.area(0) == sum(plan_context(RowMask(1024, documents=(ends,)), runs).area(0) for ends in (a, b))
+
+
+# ---- what travels
+
+
+def test_a_zigzag_sends_what_causal_attention_needs() -> None:
+    """All of L_j to ranks before j, whose last chunks come later, in one run; the first chunk alone to ranks after it."""
+    mask = RowMask(48)
+    plan = plan_context(mask, cut_row(mask, 4))
+    for i, j in itertools.permutations(range(4), 2):
+        assert plan.local_rows(i, j) == (((0, 12 if j > i else 6),),)
+        parts = 1 if j > i or i == 3 else 2  # rank 3's two chunks are one run
+        assert [piece.kind for piece in plan.pieces(i, j)] == ["full"] * parts
+    assert [sum(plan.rows_received(i, 5)) for i in range(4)] == [5 * n for n in (36, 30, 24, 18)]
+    assert plan.rows_sent(0, 1) == (6, 6, 6) and plan.rows_sent(3, 1) == (12, 12, 12) and plan.rows_sent(1, 1) == (6, 6, 12)
+    assert plan.rows_received(1, 1) == (6, 12, 12)  # of ranks 0, 3, 2
+    assert plan.ring_share == 0.75 and plan.worst_ring_share == 1.0
+
+
+def test_a_window_sends_the_rows_before_each_run_and_nothing_else() -> None:
+    mask = RowMask(80, window=7)
+    plan = plan_context(mask, cut_row(mask, 4, 1))
+    for i, j in itertools.permutations(range(4), 2):
+        assert plan.rows(i, j) == ((((20 * i - 6, 20 * i),) if j == i - 1 else ()),)
+    assert plan.ring_share == pytest.approx(6 * 3 / (3 * 80)) and plan.worst_ring_share == pytest.approx(6 / 60)
+    assert plan.pieces(2, 1) == (Piece(-1, 0, 6, 0, 6, "band", 6),)
+    assert plan.pieces(2, 2) == (Piece(-1, 0, 20, 0, 20, "band", 0),)
+    assert plan_context(RowMask(80, window=20), cut_row(mask, 4, 1)).pieces(2, 2) == (Piece(-1, 0, 20, 0, 20, "diagonal", 0),)
+
+
+def test_bidirectional_attention_sends_the_real_rows_to_everyone() -> None:
+    mask = RowMask(12, causal=False, lengths=(12, 5, 0))
+    plan = plan_context(mask, cut_row(mask, 3))
+    assert plan.rows(0, 1) == plan.rows(2, 1) == (((4, 8),), ((4, 5),), ())
+    assert plan.pieces(2, 1) == (Piece(0, 0, 4, 0, 4, "full", 0), Piece(1, 0, 4, 0, 1, "full", 0))
+    assert plan.num_rows(2, 0, 3) == 8 and plan.num_rows(0, 0, 3) == 0
+
+
+def test_documents_within_a_share_stay_there() -> None:
+    mask = RowMask(16, documents=((3, 8, 16),))
+    plan = plan_context(mask, cut_row(mask, 2, 1))
+    assert plan.ring_share == 0.0 and plan.pieces(0, 1) == plan.pieces(1, 0) == ()
+    assert plan.pieces(0, 0) == (Piece(-1, 0, 3, 0, 3, "diagonal", 0), Piece(-1, 3, 8, 3, 8, "diagonal", 0))
+
+
+def test_a_full_piece_takes_several_chunks_of_the_message() -> None:
+    runs = (((4, 6), (10, 12)), ((0, 4), (6, 10)))
+    plan = plan_context(RowMask(12), runs)
+    assert plan.rows(0, 1) == (((0, 4), (6, 10)),) and plan.local_rows(0, 1) == (((0, 8),),)
+    assert plan.pieces(0, 1) == (Piece(-1, 0, 2, 0, 4, "full", 0), Piece(-1, 2, 4, 0, 8, "full", 0))
+
+
+def test_closed_form_of_the_rows_received() -> None:
+    chance = random.Random(6)
+    for s, c, k in itertools.product((5, 24, 40), (1, 2, 3, 4), (None, 1, 3)):
+        for b, mask in masks(chance, s):
+            plan = plan_context(given := RowMask(s, **mask), cut_row(given, c, k))  # type: ignore[arg-type]
+            received = [sum(plan.rows_received(i, b)) for i in range(c)]
+            assert [plan.num_received(i, b) for i in range(c)] == received
+            assert sum(received) == sum(sum(plan.rows_sent(i, b)) for i in range(c))
+            ring = b * s * (c - 1)
+            assert plan.ring_share == pytest.approx(sum(received) / ring if ring else 0)
+            assert plan.worst_ring_share == pytest.approx(c * max(received) / ring if ring else 0)
+
+
+def test_areas_and_balance() -> None:
+    assert [plan_context(RowMask(9), cut_row(RowMask(9), 3, 1)).area(i) for i in range(3)] == [6, 15, 24]
+    assert plan_context(RowMask(9), cut_row(RowMask(9), 3, 1)).balance == 24 / 15
+    nothing = RowMask(9, causal=False, lengths=(0,))
+    assert plan_context(nothing, cut_row(nothing, 3)).balance == 1.0
+    window = RowMask(9, window=2)
+    assert [plan_context(window, cut_row(window, 3, 1)).area(i) for i in range(3)] == [5, 6, 6]
+
+
+def test_a_million_tokens_take_no_list_of_positions() -> None:
+    """Closed forms: the same as a sum over documents, at a length where nothing can be enumerated."""
+    s, c = 1 << 20, 8
+    ends = tuple(range(1000, s, 1000)) + (s,)
+    mask = RowMask(s, documents=(ends,))
+    plan = plan_context(mask, cut_row(mask, c))
+    sizes = [b - a for a, b in zip((0, *ends), ends, strict=False)]
+    assert sum(plan.area(i) for i in range(c)) == sum(n * (n + 1) // 2 for n in sizes)
+    assert plan.balance <= 1.02 and plan.ring_share < 0.01
+    assert sum(
+        (p.q_stop - p.q_start) * (p.q_stop - p.q_start + 1) // 2 for i in range(c) for p in plan.pieces(i, i) if p.kind == "diagonal"
+    ) + sum(
+        (p.q_stop - p.q_start) * (p.k_stop - p.k_start) for i in range(c) for j in range(c) for p in plan.pieces(i, j) if p.kind == "full"
+    ) == sum(plan.area(i) for i in range(c))
+
+
+# ---- masks
+
+
+def test_masks_that_mean_the_same_are_equal() -> None:
+    assert RowMask(8, window=8) == RowMask(8, window=99) == RowMask(8, documents=((8,), (8,))) == RowMask(8, lengths=(8, 9)) == RowMask(8)
+    assert RowMask(8, window=7) != RowMask(8) and RowMask(8, lengths=(8, 7)) != RowMask(8) and RowMask(8, causal=False) != RowMask(8)
+    assert RowMask(8, documents=((3, 8), (3, 8))) == RowMask(8, documents=((3, 8),))
+    assert RowMask(8, documents=((3, 8), (3, 8))).sequences == 1 and RowMask(8, documents=((3, 8), (8,))).sequences == 2
+    assert RowMask(8, lengths=(3, 4, 3)).sequences == 3 and hash(RowMask(8, lengths=(3, 3))) == hash(RowMask(8, lengths=(3,)))
+    plan = plan_context(RowMask(8, lengths=(3, 4)), cut_row(RowMask(8, lengths=(3, 4)), 2))
+    assert plan_context(RowMask(8, lengths=(3, 4)), plan.runs) is plan
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"length": 0}, "a row has at least one position, not 0"),
+        ({"window": 0}, "window is 0: a query sees at least itself"),
+        ({"window": 3, "causal": False}, "a window (3) is for causal attention"),
+        ({"documents": ((3, 8),), "lengths": (3,)}, "documents and lengths cannot be combined"),
+        ({"documents": ()}, "an entry for each sequence"),
+        ({"lengths": ()}, "an entry for each sequence"),
+        ({"documents": ((8,), ())}, "ends of documents of sequence 1 must rise from at least 1 to the row's length 8: []"),
+        ({"documents": ((3, 7),)}, "of sequence 0 must rise from at least 1 to the row's length 8: [3, 7]"),
+        ({"documents": ((0, 8),)}, "must rise"),
+        ({"documents": ((3, 3, 8),)}, "must rise"),
+        ({"documents": ((1, 2, 3, 4, 5, 6, 7, 7, 8),)}, "[1, 2, 3, 4, ... 8]"),
+        ({"lengths": (3, -1)}, "sequence 1 has -1 real keys"),
+    ],
+)
+def test_what_is_no_mask_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        RowMask(**{"length": 8, **given})  # type: ignore[arg-type]
+
+
+def test_what_is_no_cut_is_refused() -> None:
+    for c, k in ((0, None), (2, 0)):
+        with pytest.raises(ValueError, match="must be 1 or more"):
+            cut_row(RowMask(8), c, k)
+    for runs in ((), (((4, 8), (0, 4)),), (((0, 4), (4, 8)),), (((0, 3), (3, 3), (4, 8)),)):
+        with pytest.raises(ValueError, match="in order, not empty, and apart"):
+            plan_context(RowMask(8), runs)
+    for runs in ((((0, 7),),), (((0, 4),), ((5, 8),)), (((0, 4),), ((3, 8),)), (((1, 8),),), (((0, 9),),)):
+        with pytest.raises(ValueError, match="must cover the 8 positions of the row, each once"):
+            plan_context(RowMask(8), runs)
+
+
+def test_a_batch_of_another_size_is_refused() -> None:
+    mask = RowMask(8, lengths=(3, 4))
+    plan = plan_context(mask, cut_row(mask, 2))
+    for ask in (lambda: plan.num_rows(0, 1, 3), lambda: plan.num_received(0, 1), lambda: plan.rows_sent(1, 4)):
+        with pytest.raises(ValueError, match=r"the mask describes 2 sequences, and [134] are asked for"):
+            ask()

@@ -1,0 +1,202 @@
+"""Attention in pieces by the kernel of a GPU: what it is called with, on a stand-in; its arguments, on torch's meta device."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.errors import FP64, assert_law
+from support.op_checks import randn
+from torch import Tensor
+
+from megatron_sp.ops import gpu_pieces
+from megatron_sp.ops.gpu_pieces import TorchFlash, calls_of
+from megatron_sp.ops.pieces import Columns, CPUFlash, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
+from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+
+D = 8
+
+
+def _scores(q: Tensor, k: Tensor, a: int, b: int, call: Any, max_k: int) -> Tensor:
+    """Scores [heads, queries, keys] of one sequence; the masks are aligned at the last query and key."""
+    left, right = call.left, 0 if call.causal else call.right
+    left, right = (-1 if x >= max_k else x for x in (left, right))
+    distance = torch.arange(b) - (torch.arange(a)[:, None] + b - a)
+    hidden = torch.zeros(a, b, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    assert not hidden.all(1).any() and a and b, "a query without keys"
+    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _segments(ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+    assert ends_q.dtype == ends_k.dtype == torch.int32 and len(ends_q) == len(ends_k) and ends_q[0] == ends_k[0] == 0
+    assert max_q == ends_q.diff().max() and max_k == ends_k.diff().max()
+    of_q, of_k = ends_q.tolist(), ends_k.tolist()
+    return [(slice(*of_q[i : i + 2]), slice(*of_k[i : i + 2])) for i in range(len(of_q) - 1)]
+
+
+class StandIn:
+    """The kernel, by plain formulas; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.storages: set[int] = set()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, call: Any) -> Any:
+        self.calls.append(call)
+        self.storages |= {x.untyped_storage().data_ptr() for x in (q, k, v)}
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v)
+        out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
+        for a, b in _segments(ends_q, ends_k, max_q, max_k):
+            scores = _scores(q[a], k[b], a.stop - a.start, b.stop - b.start, call, max_k)
+            values = v[b].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            out[a], lse[:, a] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values), scores.logsumexp(-1)
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int,
+        max_k: int, call: Any,
+    ) -> Any:  # fmt: skip
+        self.calls.append(call)
+        assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and all(x.stride(-1) == 1 for x in (d_out, q, k, v, out))
+        r = q.shape[1] // k.shape[1]
+        grads = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        for a, b in _segments(ends_q, ends_k, max_q, max_k):
+            probs = torch.exp(_scores(q[a], k[b], a.stop - a.start, b.stop - b.start, call, max_k) - lse[:, a, None])
+            keys, values = k[b].repeat_interleave(r, 1), v[b].repeat_interleave(r, 1)
+            delta = (d_out[a] * out[a]).sum(-1).t()[..., None]
+            d_scores = probs * (torch.einsum("ihd,jhd->hij", d_out[a], values) - delta) / math.sqrt(q.shape[-1])
+            grads[0][a] = torch.einsum("hij,jhd->ihd", d_scores, keys)
+            of_k, of_v = torch.einsum("hij,ihd->jhd", d_scores, q[a]), torch.einsum("hij,ihd->jhd", probs, d_out[a])
+            grads[1][b], grads[2][b] = (x.unflatten(1, (-1, r)).sum(2) for x in (of_k, of_v))
+        return grads
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr(gpu_pieces, "_forward", stand_in.forward)
+    monkeypatch.setattr(gpu_pieces, "_backward", stand_in.backward)
+    return stand_in
+
+
+def results(kernel: Any, stages: list[tuple[Stage, Rows]], tensors: tuple[Tensor, ...], columns: Columns) -> dict[str, Tensor]:
+    q, d_out = tensors
+    so_far, found = Partial(q, columns), {}
+    for stage, rows in stages:
+        attend(kernel, stage, q, rows, so_far, columns)
+    d_q = torch.zeros_like(q)
+    for number, (stage, rows) in enumerate(stages):
+        d_kv = Rows(torch.zeros_like(rows.x), rows.starts, rows.stride)
+        for half in halves(stage.pieces, stage.window):
+            part = Stage(half, stage.window)
+            attend_backward(kernel, part, (q, so_far.out, so_far.lse, d_out), rows, d_q, d_kv, columns)
+        found[f"kv {number}"] = d_kv.x
+    seen = so_far.lse > -torch.inf
+    return {"out": so_far.out, "lse": so_far.lse[seen], "q": d_q, **found}
+
+
+def message(kv: Tensor, b: int, alike: bool) -> Rows:
+    """Rows of keys as a message has them: for sequences that differ one after another, each of its own length."""
+    if alike:
+        return Rows.interleaved(kv, 1)
+    return Rows(torch.cat(list(kv.unflatten(1, (b, -1)).unbind(1))), tuple(len(kv) * i for i in range(b)), 1)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("heads", [(2, 1, None), (2, 3, None), (3, 1, (1, 2, 2))])
+def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int, tuple[int, ...] | None]) -> None:
+    groups, r, counts = heads
+    rng, s = Random(b + r), 29
+    ends = [tuple(sorted({*(rng.randint(1, s) for _ in range(5)), s})) for _ in range(2)]
+    masks = [RowMask(s), RowMask(s, window=9), RowMask(s, causal=False), RowMask(s, documents=tuple(ends[:b]))]
+    masks += [RowMask(s, documents=tuple(ends[:b]), window=5), RowMask(s, causal=False, lengths=(20, 0)[:b]), RowMask(s, window=1)]
+    for mask in masks:
+        for size, chunks in ((2, 2), (3, 3)):
+            plan = plan_context(mask, cut_row(mask, size, chunks))
+            columns = Columns(b, plan.alike, counts)
+            m = b * groups if counts is None else b * sum(counts)
+            for rank in range(size):
+                length = plan.lengths[rank]
+                tensors = randn(length, m, r, D), randn(length, m, r, D, seed=1)
+                stages = []
+                for source in range(size):
+                    own = randn(length, b * groups, 2, D, seed=2)
+                    rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
+                    kv = randn(max([1, *rows]), b * groups, 2, D, seed=3 + source)
+                    keys = Rows.interleaved(own, columns.sequences) if source == rank else message(kv, b, plan.alike)
+                    stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
+                want = results(CPUFlash(), stages, tensors, columns)
+                assert_law(results(TorchFlash(), stages, tensors, columns), want, FP64)
+    assert kernel.calls
+
+
+def test_a_stage_is_one_call_and_the_own_one_two_whatever_the_number_of_documents(kernel: StandIn) -> None:
+    s = 64
+    mask = RowMask(s, documents=((7, 20, 21, 50, s),))
+    plan = plan_context(mask, cut_row(mask, 2, 4))
+    for i in range(2):
+        assert len(calls_of(plan.pieces(i, i), None)) <= 2 and len(calls_of(plan.pieces(i, 1 - i), None)) == 1
+    window = RowMask(s, window=16)
+    plan = plan_context(window, cut_row(window, 4, 1))
+    assert [len(calls_of(plan.pieces(2, j), 16)) for j in range(4)] == [0, 1, 1, 0]
+
+
+def test_a_share_of_one_run_reaches_the_kernel_without_a_copy(kernel: StandIn) -> None:
+    q, kv = randn(12, 2, 3, D), randn(12, 2, 2, D)
+    pieces: tuple[Piece, ...] = (Part(-1, 0, 5, 0, 5, "diagonal"), Part(-1, 5, 12, 5, 12, "diagonal"), Part(-1, 5, 12, 0, 5, "full"))
+    attend(TorchFlash(), Stage(pieces), q, Rows.interleaved(kv, 1), Partial(q, Columns(1, True)), Columns(1, True))
+    assert kernel.storages == {q.untyped_storage().data_ptr(), kv.untyped_storage().data_ptr()} and len(kernel.calls) == 2
+
+
+def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) -> None:
+    """Three pieces with overlapping keys in one call, of two sequences that lie between one another."""
+    pieces: tuple[Piece, ...] = (
+        Part(0, 0, 3, 0, 6, "full"), Part(0, 3, 6, 2, 9, "full"), Part(0, 6, 9, 6, 12, "full"), Part(1, 0, 4, 0, 6, "full"),
+        Part(1, 5, 9, 5, 7, "full"),
+    )  # fmt: skip
+    assert len(calls_of(pieces, None)) == 1
+    tensors = randn(12, 4, 2, D), randn(12, 4, 2, D, seed=1)
+    columns, kv = Columns(2, False), randn(12, 4, 2, D, seed=2)
+    for rows in (Rows.interleaved(kv, 2), message(kv, 2, False)):
+        stages = [(Stage(pieces), rows)]
+        assert_law(results(TorchFlash(), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
+
+
+def test_a_band_with_keys_that_no_query_sees_is_refused() -> None:
+    with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
+        calls_of((Part(0, 0, 4, 0, 9, "band", 2),), 3)
+
+
+@pytest.mark.parametrize("kind, left, right", [("full", -1, -1), ("diagonal", -1, -1), ("band", 3, 0)])
+def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right: int) -> None:
+    """As far as torch's description of its results goes, which is all that there is without a GPU."""
+    q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
+    (call,) = calls_of((Part(-1, 0, 4, 0, 4, kind), Part(-1, 4, 9, 4, 9, kind)), 4)
+    assert call[1:] == (kind == "diagonal", left, right)
+    lengths = gpu_pieces._lengths(call, q.device)
+    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call)
+    assert out.shape == (9, 6, D) and lse.shape == (6, 9) and lse.dtype == torch.float32
+    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call)
+    assert [x.shape for x in found] == [(9, 6, D), (9, 2, D), (9, 2, D)]
+
+
+def test_the_operators_have_the_arguments_that_are_used() -> None:
+    ops = SimpleNamespace(f=torch.ops.aten._flash_attention_forward, b=torch.ops.aten._flash_attention_backward)
+    of = {name: [a.name for a in op.default._schema.arguments] for name, op in vars(ops).items()}
+    assert of["f"][:10] == [
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+    ]  # fmt: skip
+    assert of["b"][:14] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+        "rng_state", "unused",
+    ]  # fmt: skip
+    assert all({"window_size_left", "window_size_right"} <= set(names) for names in of.values())
