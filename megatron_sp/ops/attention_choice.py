@@ -38,8 +38,8 @@ _THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {"flash4": ("sdpa-fa4
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest element; fp32 may be TF32 inside
 _16_BIT = (torch.bfloat16, torch.float16)
 
-IN_PIECES: tuple[KernelName, ...] = ()
-"""Fused kernels of a GPU with which context parallelism computes (``ops/pieces.py``): they give and take a log-sum-exp."""
+IN_PIECES: tuple[KernelName, ...] = ("sdpa",)
+"""Names of the GPU's fused kernels with which context parallelism computes: torch's own flash kernel (``ops/gpu_pieces.py``)."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,11 @@ def _context_lack(name: KernelName, use: AttentionUse) -> str:
         return "its dropout would depend on how context parallelism cuts the sequence"
     if use.dtype not in _16_BIT:
         return f"it gives no log-sum-exp in {str(use.dtype).removeprefix('torch.')}, by which context parallelism merges parts"
-    return "" if name in IN_PIECES else "context parallelism does not compute with it"
+    if name not in IN_PIECES:
+        return "context parallelism computes with torch's own flash kernel (sdpa)"
+    if use.head_dim > MOST_HEAD_DIM or use.head_dim % 8:
+        return f"torch's flash kernel takes heads up to {MOST_HEAD_DIM} wide, in multiples of 8, not {use.head_dim}"
+    return "" if compute_capability(use.device) >= (8, 0) else "torch's flash kernel needs compute capability 8.0"
 
 
 def _own_lack(name: KernelName, use: AttentionUse) -> str:

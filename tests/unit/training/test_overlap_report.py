@@ -253,4 +253,4 @@ def test_a_recorder_is_handed_to_every_block() -> None:
     assert layout.in_layer(3) is layout
     recorder = Recorder(overlap.WallClock(), 1)
     inner = ParallelContext(recorder=recorder).in_layer(3)
-    assert (inner.tp.recorder, inner.sp.recorder) == (recorder.at("tp", 3), recorder.at("sp", 3))
+    assert [axis.recorder for axis in (inner.tp, inner.sp, inner.cp)] == [recorder.at(axis, 3) for axis in ("tp", "sp", "cp")]
