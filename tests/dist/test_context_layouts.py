@@ -26,6 +26,7 @@ DROP = {"hidden_dropout": 0.2}
 ALL_DROP = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 NEOX = {**ROPE, "use_parallel_residual": True, "rotary_percent": 0.34, "untie_embeddings_and_output_weights": True}
+UNEVEN = {**ROPE, "num_attention_heads": 6, "kv_channels": 4, "group_query_attention": True, "num_query_groups": 3}
 WIDE = {"ffn_hidden_size": 12}
 
 CASES = [
@@ -49,6 +50,8 @@ CASES = [
     Case(cp=2, sp=2, mode="chunked", chunks=2, model=LLAMA, seq=9),
     Case(cp=2, sp=2, seq=3, mode="chunked", model={**MULTI_QUERY, **ROPE}),  # padding on each cp rank
     Case(cp=3, sp=2, seq=2, mode="chunked", model={**ROPE, **ALL_DROP}, kernels=SELECTIVE),
+    Case(cp=3, sp=2, seq=2, mode="split-qkv", model=LLAMA),
+    *(Case(cp=3, sp=2, seq=2, mode=mode, model=UNEVEN) for mode in ("none", "split-qkv")),
     Case(cp=2, sp=2, bert=True, model=ALL_DROP, mode="split-qkv", steps=2),
     Case(cp=2, sp=2, bert=True, classes=3, mode="chunked", cp_chunks=2),
     Case(cp=2, sp=3, seq=7, packed=True, model={"num_attention_heads": 7, "kv_channels": 2, **ROPE}, mode="chunked"),  # uneven heads
