@@ -49,3 +49,4 @@ mutants: env
 	$(PYTHON) tests/support/mutants.py --write
 	$(PYTHON) tests/support/mutants.py --suite zero --write
 	$(PYTHON) tests/support/mutants.py --suite bert --write
+	$(PYTHON) tests/support/mutants.py --suite cut --write

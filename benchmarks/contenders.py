@@ -64,7 +64,7 @@ class Ours:
         self.model = (BertModel if config.is_bert else GPTModel)(config, KernelConfig(), seed=SEED, dtype=torch.float32)
         names = {id(p): n for n, p in self.model.named_parameters()}
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in self.model.units()]
-        self.gradients = FlatGradients(units, groups.dp_sp)
+        self.gradients = FlatGradients(units, groups.dp_cp_sp)
         self.events = UnitWork(WholeWeights(units), self.gradients)
         self.optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
         attach_main_grad(self.model, self.gradients)

@@ -263,10 +263,10 @@ class Training:
         ).to(self.device)
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
         sharding = ParallelConfig(**layout.zero)
-        zero = Zero(sharding.zero_stage, groups.dp_sp)
+        zero = Zero(sharding.zero_stage, groups.dp_cp_sp)
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zero) for u in model.units()]
         gradients = FlatGradients(
-            units, groups.dp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
+            units, groups.dp_cp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
         )  # fmt: skip
         weights = WholeWeights(

@@ -131,7 +131,7 @@ class Saver:
         from megatron_sp.optim.weights import UnitWork, WholeWeights
         from megatron_sp.parallel.layers import attach_main_grad
 
-        self.gradients = FlatGradients(self.units, self.groups.dp_sp)
+        self.gradients = FlatGradients(self.units, self.groups.dp_cp_sp)
         self.events = UnitWork(WholeWeights(self.units), self.gradients)
         attach_main_grad(self.model, self.gradients)
         length = min(tokens, self.shape["seq_length"])

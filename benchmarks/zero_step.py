@@ -370,8 +370,9 @@ class Ours(Contender):
         groups = ParallelGroups.create(device)
         if stage is None:
             groups = replace(
-                groups, dp=SINGLE_RANK, sp=SINGLE_RANK, tp=SINGLE_RANK, dp_sp=SINGLE_RANK, world=SINGLE_RANK, control=SINGLE_RANK
-            )
+                groups, dp=SINGLE_RANK, cp=SINGLE_RANK, sp=SINGLE_RANK, tp=SINGLE_RANK, dp_cp_sp=SINGLE_RANK, world=SINGLE_RANK,
+                control=SINGLE_RANK,
+            )  # fmt: skip
 
         def build(config: Config, layout: ParallelContext, on_unit: Any) -> Any:
             return GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32, layout=layout, on_unit=on_unit)

@@ -68,7 +68,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
-    gradients = FlatGradients(units, groups.dp_sp)
+    gradients = FlatGradients(units, groups.dp_cp_sp)
     events = UnitWork(WholeWeights(units), gradients)
     optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
     attach_main_grad(model, gradients)

@@ -1,7 +1,7 @@
 """Process groups of one parallel layout, built once and passed around as an object.
 
-Axes from slowest to fastest varying: dp, sp, tp (pp and cp will go before sp). Neighbouring ranks, which share a host,
-get the axis that communicates most.
+Axes from slowest to fastest varying: dp, cp, sp, tp (pp will go before them). Neighbouring ranks, which share a host, get
+the axis that communicates most: tp and Ulysses stay within a node, context parallelism crosses nodes.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """Settings of the NCCL communicators of sp and of dp; without effect on gloo.
+    """Settings of the NCCL communicators of sp, cp and dp; without effect on gloo.
 
     A collective that runs under computation takes a multiprocessor of the GPU from it for each of its CTAs.
 
     Attributes:
-        sp_ctas, dp_ctas: CTAs that a collective takes at most; None: NCCL decides.
+        sp_ctas: CTAs that an exchange around or inside attention (sp, cp) takes at most; None: NCCL decides.
+        dp_ctas: the same for gradients and parameters.
         cta_policy: default, efficiency or zero; the last two need NCCL 2.27 and 2.28.
     """
 
@@ -89,11 +90,11 @@ class NcclOptions:
         """
         if axis == "tp":
             return {}
-        most = self.sp_ctas if axis == "sp" else self.dp_ctas
+        name, most = ("dp", self.dp_ctas) if axis == "dp" else ("sp", self.sp_ctas)
         fields = {} if most is None else {"max_ctas": most}
         if most is not None and self.min_ctas_of_environment() > most:
             raise ConfigError(
-                f"--nccl-{axis}-ctas ({most}) is less than NCCL_MIN_CTAS ({self.min_ctas_of_environment()}): lower the latter"
+                f"--nccl-{name}-ctas ({most}) is less than NCCL_MIN_CTAS ({self.min_ctas_of_environment()}): lower the latter"
             )
         if self.cta_policy != "default":
             name = f"NCCL_CTA_POLICY_{self.cta_policy.upper()}"
@@ -120,9 +121,9 @@ class ParallelGroups:
     """The process groups of a layout, with this rank's place in each.
 
     Attributes:
-        mesh: device mesh with axes (dp, sp, tp).
-        dp, sp, tp: groups along one axis.
-        dp_sp: group over dp and sp together, over which parameters are replicated.
+        mesh: device mesh with axes (dp, cp, sp, tp).
+        dp, cp, sp, tp: groups along one axis.
+        dp_cp_sp: group over dp, cp and sp together, over which parameters are replicated.
         world: group of all ranks.
         control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the
             default group.
@@ -131,46 +132,52 @@ class ParallelGroups:
 
     mesh: DeviceMesh
     dp: Group
+    cp: Group
     sp: Group
     tp: Group
-    dp_sp: Group
+    dp_cp_sp: Group
     world: Group
     control: Group
     device: torch.device
 
     @classmethod
     def create(
-        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None, check: bool = False,
-        nccl: NcclOptions = _AS_NCCL_DECIDES,
+        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, cp_size: int = 1, timeout: timedelta | None = None,
+        check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES,
     ) -> ParallelGroups:  # fmt: skip
         """Build the groups; the default process group must be initialised.
 
         Args:
             device: device of this rank's tensors.
-            tp_size, sp_size: sizes of these axes; dp_size = world_size / (tp_size * sp_size).
+            tp_size, sp_size, cp_size: sizes of these axes; dp_size = world_size / (cp_size * sp_size * tp_size).
             timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
             nccl: settings of communicators.
         Raises:
             ConfigError: NCCL here does not know a setting.
-            ValueError: tp_size * sp_size does not divide the world size.
+            ValueError: cp_size * sp_size * tp_size does not divide the world size.
         """
         world_size = dist.get_world_size()
-        if world_size % (tp_size * sp_size):
-            raise ValueError(f"world_size ({world_size}) must be a multiple of tp_size * sp_size ({tp_size} * {sp_size})")
-        shape = {"dp": world_size // (tp_size * sp_size), "sp": sp_size, "tp": tp_size}
+        of_replica = cp_size * sp_size * tp_size
+        if world_size % of_replica:
+            raise ValueError(
+                f"world_size ({world_size}) must be a multiple of cp_size * sp_size * tp_size"
+                f" ({cp_size} * {sp_size} * {tp_size} = {of_replica})"
+            )
+        shape = {"dp": world_size // of_replica, "cp": cp_size, "sp": sp_size, "tp": tp_size}
         options: dict[int | str, Any] = {
             axis: o for axis, size in shape.items() if (o := _options(size, device, axis != "dp", nccl.of(axis))) is not None
         }
         mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=options)
         control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         assert dist.group.WORLD is not None and control is not None
-        dp_sp = mesh.get_group("dp")
-        if sp_size > 1:
-            dp_sp = mesh["dp", "sp"]._flatten("dp_sp", _options(world_size // tp_size, device, False, nccl.of("dp"))).get_group()
+        dp_cp_sp = mesh.get_group("dp")
+        if cp_size * sp_size > 1:
+            over_all = _options(world_size // tp_size, device, False, nccl.of("dp"))
+            dp_cp_sp = mesh["dp", "cp", "sp"]._flatten("dp_cp_sp", over_all).get_group()
         groups = {
             "world": dist.group.WORLD, "control": control, "tp": mesh.get_group("tp"), "sp": mesh.get_group("sp"),
-            "dp": mesh.get_group("dp"), "dp_sp": dp_sp,
+            "cp": mesh.get_group("cp"), "dp": mesh.get_group("dp"), "dp_cp_sp": dp_cp_sp,
         }  # fmt: skip
         if check:
             groups = check_groups(groups, timeout or _DEFAULT_TIMEOUT)
@@ -197,6 +204,11 @@ class ParallelGroups:
         return self.sp.rank()
 
     @property
+    def cp_rank(self) -> int:
+        """This rank in its cp group."""
+        return self.cp.rank()
+
+    @property
     def dp_rank(self) -> int:
         """This rank in its dp group."""
         return self.dp.rank()
@@ -204,7 +216,7 @@ class ParallelGroups:
     @property
     def is_first_of_replica(self) -> bool:
         """True on one rank of each data-parallel replica: the one that reports what all its ranks would report alike."""
-        return self.tp.rank() == 0 and self.sp.rank() == 0
+        return self.tp.rank() == 0 and self.sp.rank() == 0 and self.cp.rank() == 0
 
     @property
     def dp_size(self) -> int:

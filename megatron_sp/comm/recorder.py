@@ -1,6 +1,6 @@
 """Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-There is no global state: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) hold a
+There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``, ``TensorParallel``) hold a
 ``CallSite``: a recorder and their place in the model. Without one nothing is recorded, at the cost of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
@@ -17,12 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 
-Axis = Literal["sp", "tp"]
+Axis = Literal["cp", "sp", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 Direction = Literal["forward", "backward", "update"]
 Moment = Any  # what a clock's now() gives: seconds, or a CUDA event
 WAIT = "wait"
@@ -69,7 +70,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watchers: dict[Axis, torch.cuda.Stream] = {"sp": torch.cuda.Stream(device), "tp": torch.cuda.Stream(device)}
+        self._watchers: dict[Axis, torch.cuda.Stream] = {axis: torch.cuda.Stream(device) for axis in AXES}
 
     def now(self) -> Moment:
         event = torch.cuda.Event(enable_timing=True)

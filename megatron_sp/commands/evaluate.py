@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace, launch: Launch) -> None:
                 "task": task, "file": path, "split": options.split, "part": options.part if options.split else None,
                 "checkpoint": str(loaded.stored.folder), "step": loaded.stored.step, "dtype": options.dtype, "seq_length": reading.length,
                 "stride": reading.stride, "batch_size": reading.batch_size, "limit": reading.limit, "tp": options.tp_size,
-                "sp": options.sp_size, "dp": team.dp_size, "version": __version__,
+                "sp": options.sp_size, "cp": options.cp_size, "dp": team.dp_size, "version": __version__,
             }  # fmt: skip
             report(numbers, about, options.json)
 

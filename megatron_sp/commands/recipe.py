@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_sp.commands.recipe_variables import Variables
+from megatron_sp.commands.recipe_variables import RankCounts, Variables
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.flags.config_file import canonical
 from megatron_sp.config.presets import PROGRAMS
@@ -55,7 +55,7 @@ class Recipe:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.variables.layout[2]
+        return self.variables.layout.processes
 
     @property
     def nproc(self) -> int:
@@ -87,9 +87,9 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
     save = variables.save or (scratch if variables.smoke else f"runs/{name.removeprefix('pretrain_')}")
     data, length = _data(variables, users), _length(variables)
 
-    def of(layout: tuple[int, int, int], *more: str) -> tuple[list[str], Config]:
+    def of(layout: RankCounts, *more: str) -> tuple[list[str], Config]:
         flags = [*own, *_layout(variables, layout), *data, *length, "--save", save, "--auto-resume", *more, *users]
-        return flags, config_from_args(flags, world_size=layout[2], family=family)
+        return flags, config_from_args(flags, world_size=layout.processes, family=family)
 
     try:
         flags, config = of(variables.full_layout)  # in a smoke test too: an impossible layout cannot be tried
@@ -100,11 +100,11 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
     return Recipe(name, program, variables, tuple(flags), config, save)
 
 
-def _layout(variables: Variables, layout: tuple[int, int, int]) -> list[str]:
-    tp, sp, _ = layout
+def _layout(variables: Variables, layout: RankCounts) -> list[str]:
+    tp, sp, cp, _ = layout
     flags = ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if tp > 1 else [])]
     flags += ["--sequence-parallel-size", str(sp), *(["--sp-overlap-mode", variables.overlap] if sp > 1 else [])]
-    flags += ["--zero-stage", str(variables.zero)]
+    flags += [*(["--context-parallel-size", str(cp)] if cp > 1 else []), "--zero-stage", str(variables.zero)]
     return flags + (["--recompute-granularity", variables.recompute] if variables.recompute != "none" else [])
 
 
@@ -137,8 +137,8 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
     """Return flags for tiny sizes, with gradient accumulation if the full size has it."""
-    tp, sp, world_size = variables.smoke_layout
+    tp, sp, cp, world_size = variables.smoke_layout
     flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
-    batch, dp = full.batch, full.parallel.dp_size(variables.full_layout[2])
+    batch, dp = full.batch, full.parallel.dp_size(variables.full_layout.processes)
     accumulates = (batch.global_batch_size or 0) > batch.micro_batch_size * dp
-    return [*flags, "--global-batch-size", str(world_size // (tp * sp) * (2 if accumulates else 1))]
+    return [*flags, "--global-batch-size", str(world_size // (tp * sp * cp) * (2 if accumulates else 1))]

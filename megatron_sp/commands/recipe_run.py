@@ -63,10 +63,11 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
     parallel, hosts = recipe.config.parallel, 1 if recipe.variables.smoke else recipe.variables.nnodes
     where = _many(recipe.world_size, "CPU process", "CPU processes") if plan.device == "cpu" else _many(recipe.world_size, "GPU", "GPUs")
     exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
+    context = f", cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
     return (
         f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
-        f" {parallel.sequence_parallel_size}{exchanges}, dp {parallel.dp_size(recipe.world_size)}, ZeRO stage {parallel.zero_stage},"
-        f" recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
+        f" {parallel.sequence_parallel_size}{exchanges}{context}, dp {parallel.dp_size(recipe.world_size)},"
+        f" ZeRO stage {parallel.zero_stage}, recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
     )
 
 

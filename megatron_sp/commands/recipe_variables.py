@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_sp.utils.errors import ConfigError
+
+
+class RankCounts(NamedTuple):
+    """Sizes of the axes, and the number of processes."""
+
+    tp: int
+    sp: int
+    cp: int
+    processes: int
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,7 @@ class Variables:
     nnodes: int
     tp: int
     sp: int
+    cp: int
     zero: int
     overlap: str
     recompute: str
@@ -42,7 +53,8 @@ class Variables:
         found = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
             0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP leaves)"),
-            _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none", environ.get("RECOMPUTE", "") or "none",
+            _whole(environ, "CP", "1"), _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none",
+            environ.get("RECOMPUTE", "") or "none",
             _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
             environ.get("DATA_PATH", "") or "mock", environ.get("TOKENIZER_MODEL", ""), environ.get("VOCAB_FILE", ""),
             environ.get("SAVE", ""), _switch(environ, "SMOKE"), _switch(environ, "DRY_RUN"),
@@ -52,25 +64,25 @@ class Variables:
         return found
 
     @property
-    def full_layout(self) -> tuple[int, int, int]:
-        """Full layout: (tp, sp, number of processes)."""
-        return self.tp, self.sp or max(1, self.nproc // self.tp), self.nproc * self.nnodes
+    def full_layout(self) -> RankCounts:
+        """Full layout."""
+        return RankCounts(self.tp, self.sp or max(1, self.nproc // self.tp), self.cp, self.nproc * self.nnodes)
 
     @property
-    def smoke_layout(self) -> tuple[int, int, int]:
+    def smoke_layout(self) -> RankCounts:
         """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes."""
-        tp, sp, _ = self.full_layout
-        tp, sp = min(tp, 2), min(sp, 2)
-        return tp, sp, max(tp * sp, 2 if self.zero else 1)
+        tp, sp, cp = (min(size, 2) for size in self.full_layout[:3])
+        return RankCounts(tp, sp, cp, max(tp * sp * cp, 2 if self.zero else 1))
 
     @property
-    def layout(self) -> tuple[int, int, int]:
+    def layout(self) -> RankCounts:
         """Layout of this run: that of the smoke test with SMOKE=1, else the full one."""
         return self.smoke_layout if self.smoke else self.full_layout
 
     def text(self) -> str:
         """Return the variables of the layout as text for messages."""
-        names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host", "ZERO": self.zero}
+        names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host"}
+        names |= ({"CP": self.cp} if self.cp > 1 else {}) | {"ZERO": self.zero}
         return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
 
 

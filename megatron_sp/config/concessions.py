@@ -61,9 +61,9 @@ def _layout(config: Config) -> Iterator[str]:
         yield NCCL_ON_CPU
     if parallel.distributed_backend == "gloo" or config.kernels.device == "cpu":
         yield from drop_nccl(config, "the ranks talk over gloo, not NCCL")
-    if parallel.sequence_parallel_size == 1 and 1 <= (parallel.nccl_sp_ctas or 0) <= MOST_CTAS:
+    if parallel.sequence_parallel_size == parallel.context_parallel_size == 1 and 1 <= (parallel.nccl_sp_ctas or 0) <= MOST_CTAS:
         parallel.nccl_sp_ctas = None
-        yield "--nccl-sp-ctas (--sequence-parallel-size is 1: there are no exchanges)"
+        yield "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)"
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

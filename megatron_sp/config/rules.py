@@ -15,6 +15,7 @@ from typing import Any
 from megatron_sp.config.concessions import concede
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
+from megatron_sp.config.rules_context import context_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import variant_violations
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
@@ -48,7 +49,7 @@ def normalize(config: Config) -> Config:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
-    config.ignored_flags += tuple(concede(config))
+    config.ignored_flags += (*settle_comm_type(config.parallel), *concede(config))
     return config
 
 
@@ -172,16 +173,14 @@ def _head_dim_known(model: ModelConfig) -> bool:
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    for name, what in (
-        ("pipeline_model_parallel_size", "pipeline parallelism"), ("context_parallel_size", "ring attention (context parallelism)"),
-    ):  # fmt: skip
-        if getattr(parallel, name) > 1:
-            yield (
-                f"{name} ({getattr(parallel, name)}) must be 1: {what} is not supported yet; leave --{name.replace('_', '-')} out and"
-                " the ranks work in tensor, sequence and data parallel"
-            )
+    if parallel.pipeline_model_parallel_size > 1:
+        yield (
+            f"pipeline_model_parallel_size ({parallel.pipeline_model_parallel_size}) must be 1: pipeline parallelism is not supported yet;"
+            " leave --pipeline-model-parallel-size out and the ranks work in tensor, sequence, context and data parallel"
+        )
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
+    yield from context_violations(config)
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:
@@ -191,12 +190,15 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
-    tp, sp = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
-    if world_size > 0 and world_size % (tp * sp):
-        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp")
+    parallel = config.parallel
+    names = ["tensor_model_parallel_size", "sequence_parallel_size"] + ["context_parallel_size"] * (parallel.context_parallel_size > 1)
+    product = parallel.replica_size
+    if world_size > 0 and world_size % product:
+        ways = _ways_out(config, world_size, {"processes"}, "processes", *("tp", "sp", "cp")[: len(names)])
+        factors = " * ".join(str(getattr(parallel, name)) for name in names)
         yield (
-            f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
-            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}{ways}"
+            f"the number of processes ({world_size}) must be a multiple of {' * '.join(names)} ({factors} = {product}):"
+            f" {_division(world_size, product)}{ways}"
         )
 
 
@@ -265,6 +267,7 @@ class _Sizes:
     processes: int
     tp: int
     sp: int
+    cp: int
     heads: int
     groups: int | None
     ffn: int | None
@@ -277,18 +280,23 @@ class _Sizes:
     def of(cls, config: Config, world_size: int) -> _Sizes:
         model, parallel, batch = config.model, config.parallel, config.batch
         return cls(
-            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, model.num_attention_heads or 0,
-            model.num_query_groups, model.ffn_size if _ffn_known(model) else None, None if model.kv_channels else model.hidden_size,
-            model.rotary_percent if model.position_embedding_type == "rope" else None,
+            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size,
+            model.num_attention_heads or 0, model.num_query_groups, model.ffn_size if _ffn_known(model) else None,
+            None if model.kv_channels else model.hidden_size, model.rotary_percent if model.position_embedding_type == "rope" else None,
             tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2]))), batch.micro_batch_size,
         )  # fmt: skip
+
+    @property
+    def replica(self) -> int:
+        """Number of ranks that work on the same sequences."""
+        return self.tp * self.sp * self.cp
 
     def broken(self) -> set[str]:
         """Return the names of the rules that these sizes violate."""
         groups, width = self.groups or self.heads, (self.hidden or 0) // self.heads if self.heads else 0
-        unit = self.micro_batch * max(1, self.processes // (self.tp * self.sp))
+        unit = self.micro_batch * max(1, self.processes // self.replica)
         rules = {
-            "processes": self.processes % (self.tp * self.sp) != 0,
+            "processes": self.processes % self.replica != 0,
             "batch": any(size % unit for size in self.batches),
             "ffn": bool(self.ffn and self.ffn % self.tp),
         }
@@ -305,7 +313,7 @@ class _Sizes:
 
 
 _WAYS = {
-    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"),
+    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"), "cp": ("--cp-size {}", "cp"),
     "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"), "ffn": ("--ffn-hidden-size {}", "ffn"),
 }  # fmt: skip
 _MOST_TRIED = 1 << 12
@@ -325,7 +333,7 @@ def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more
         text, key = _WAYS[name]
         value = getattr(sizes, key)
         found = []
-        for distance in range(1, min(2 * max(value, sizes.processes, sizes.tp * sizes.sp) + 2, _MOST_TRIED)):
+        for distance in range(1, min(2 * max(value, sizes.processes, sizes.replica) + 2, _MOST_TRIED)):
             found += [
                 near for near in (value - distance, value + distance)
                 if near > more_than and replace(sizes, **{key: near}).broken() <= before - mend
@@ -419,7 +427,8 @@ def _kernels(config: Config) -> Iterator[str]:
     if kernels.recompute_qkv and granularity == "selective":
         yield "--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop one of them"
     parallel = config.parallel
-    parts = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    ulysses = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    parts = ulysses * parallel.context_parallel_size
     positions = -(-(model.seq_length or 0) // parts)
     if model.seq_length and kernels.mlp_chunks > positions:
         yield (
@@ -582,11 +591,11 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
     if log.profile and absent:
         yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
     parallel = config.parallel
-    if log.report_overlap is not None and parallel.sequence_parallel_size == 1 and parallel.tensor_model_parallel_size == 1:
+    if log.report_overlap is not None and parallel.replica_size == 1:
         yield (
-            "--report-overlap is about the exchanges of sequence- and tensor-parallel ranks, and with sequence_parallel_size 1 and"
-            " tensor_model_parallel_size 1 there are none to report: add --sequence-parallel-size N or --tensor-model-parallel-size N,"
-            " or leave it out"
+            "--report-overlap is about the exchanges of sequence-, context- and tensor-parallel ranks, and with sequence_parallel_size 1,"
+            " context_parallel_size 1 and tensor_model_parallel_size 1 there are none to report: add --sequence-parallel-size N,"
+            " --context-parallel-size N or --tensor-model-parallel-size N, or leave it out"
         )
     if log.report_overlap is not None and config.batch.skip_train:
         yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"

@@ -10,7 +10,7 @@ from megatron_sp.utils.flag_field import flag
 
 @dataclass
 class ParallelConfig:
-    """Layout of the ranks: processes = tp * sp * dp."""
+    """Layout of the ranks: processes = tp * sp * cp * dp."""
 
     tensor_model_parallel_size: int = flag(
         1,
@@ -55,7 +55,40 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1, high=2**16)
     context_parallel_size: int = flag(
-        1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1, high=2**16
+        1,
+        "cp: ranks that hold parts of every sequence each, and send keys and values to those whose queries see them; around Ulysses, for"
+        " more ranks than heads; any number, for nothing has to be divisible",
+        unit="ranks",
+        aliases=("cp-size",),
+        low=1,
+        high=2**16,
+    )
+    cp_chunks: int | None = flag(
+        None,
+        "with cp > 1: deal each sequence to the ranks in so many chunks for each (default: the smallest of 1, 2, 4, 8 with which all ranks"
+        " have the same work; causal attention takes 2)",
+        unit="chunks",
+        low=1,
+        high=1024,
+    )
+    cp_stages_ahead: int | Literal["all"] | None = flag(
+        None,
+        "with cp > 1: exchanges of keys and values under way while those before are attended to, each with a buffer; all: of all ranks at"
+        " once (default: 1)",
+        unit="exchanges",
+        low=1,
+        high=2**16,
+    )
+    cp_keep_kv: bool = flag(
+        False, "with cp > 1: keep the keys and values of other ranks for backward, instead of having them sent again; takes their memory"
+    )
+    cp_comm_type: tuple[str, ...] | None = flag(
+        None,
+        "Megatron's word for what --context-parallel-size means; p2p: cp; all_gather: cp with --cp-stages-ahead all; a2a: that many ranks"
+        " of Ulysses instead; a2a+p2p: both, see --hierarchical-context-parallel-sizes (default: p2p)",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size"
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(
@@ -63,22 +96,22 @@ class ParallelConfig:
     )
     nccl_sp_ctas: int | None = flag(
         None,
-        "with sp > 1 on GPUs: multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow down the"
-        " exchange (default: NCCL decides, which is what the planner assumes)",
+        "with sp or cp > 1 on GPUs: multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow"
+        " down the exchange (default: NCCL decides, which is what the planner assumes)",
         unit="CTAs",
         low=1,
         high=64,
     )
     nccl_dp_ctas: int | None = flag(
         None,
-        "the same for gradients and parameters between the ranks of dp x sp (default: NCCL decides)",
+        "the same for gradients and parameters between the ranks of dp x cp x sp (default: NCCL decides)",
         unit="CTAs",
         low=1,
         high=64,
     )
     nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag(
         "default",
-        "how NCCL takes multiprocessors for sp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
+        "how NCCL takes multiprocessors for sp, cp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
         " later, registered buffers)",
     )
     verify_parallelism: bool = flag(
@@ -90,8 +123,8 @@ class ParallelConfig:
     )
     zero_stage: int = flag(
         0,
-        "what the ranks of dp x sp share instead of each having all of it; 1: optimizer state and master weights; 2: gradients too; 3:"
-        " parameters too (ZeRO)",
+        "what the ranks of dp x cp x sp share instead of each having all of it; 1: optimizer state and master weights; 2: gradients too;"
+        " 3: parameters too (ZeRO)",
         low=0,
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
@@ -123,8 +156,19 @@ class ParallelConfig:
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:
-        """Return the data-parallel size, world_size / (tp * sp)."""
-        return world_size // (self.tensor_model_parallel_size * self.sequence_parallel_size)
+        """Return the data-parallel size, world_size / (tp * sp * cp)."""
+        return world_size // self.replica_size
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks that work on the same sequences: tp * sp * cp."""
+        return self.tensor_model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+
+    @property
+    def num_stages_ahead(self) -> int:
+        """Number of exchanges of keys and values that are under way at once."""
+        ahead = self.cp_stages_ahead
+        return max(1, self.context_parallel_size - 1) if ahead == "all" else ahead or 1
 
     @property
     def overlap_mode(self) -> str:

@@ -33,7 +33,7 @@ class RankForm:
         self.attention = AttentionForm(workload, self.shape)
         self.activations = ActivationForm(self.shape, self.attention)
         self.zero = ZeroForm(
-            self._units(), workload.parallel, workload.dp * self.shape.sp, self.shape.e, self.shape.wide,
+            self._units(), workload.parallel, workload.dp * self.shape.cp * self.shape.sp, self.shape.e, self.shape.wide,
             accumulates=self.shape.num_micro_batches > 1, tied=not workload.model.untie_embeddings_and_output_weights,
             receives=not self.shape.cuda,
         )  # fmt: skip

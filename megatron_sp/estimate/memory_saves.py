@@ -27,7 +27,7 @@ def copy_bytes(config: Config, world_size: int) -> int:
     wide = shape.wide
     state = with_state * wide * (2 if config.optimizer.optimizer == "adam" else 1)
     each = shape.e + state + with_state * wide * shape.is_16_bit
-    ranks = parallel.dp_size(world_size) * parallel.sequence_parallel_size
+    ranks = parallel.dp_size(world_size) * shape.cp * shape.sp
     tables = 1 + config.model.untie_embeddings_and_output_weights
     padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # padding rows are not saved
     share = -(-(form.zero.num_params - padding) * each // ranks)

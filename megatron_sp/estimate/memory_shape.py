@@ -30,7 +30,7 @@ class RankShape:
         h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank after and before the
             activation.
         parts: number of ranks that shard the stream between the layers with tp_seq; 1 without it.
-        length, padded: tokens of a sequence, and with the padding that makes it divisible.
+        length, padded: tokens of a sequence (with cp of a cp rank's share), and with the padding that makes it divisible.
         all_tokens: tokens of a micro-batch; this rank has ``sp_tokens`` of them in tensor-parallel layers,
             ``tp_seq_tokens`` between them.
         rows: rows of the vocabulary on this tp rank.
@@ -53,7 +53,7 @@ class RankShape:
         assert model.num_layers and model.hidden_size and model.num_attention_heads and model.seq_length and model.vocab_size
         self.cuda = workload.device == "cuda"
         self.kernels = kernels
-        self.tp, self.sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+        self.tp, self.sp, self.cp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.is_16_bit = precision.bf16 or precision.fp16
         self.e, self.wide = (2, 4) if self.is_16_bit else (8, 8) if precision.fp64 else (4, 4)
@@ -63,7 +63,7 @@ class RankShape:
         self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
         self.dropout = model.hidden_dropout > 0
 
-        b, s, dp = batch.micro_batch_size, model.seq_length, workload.dp
+        b, s, dp = batch.micro_batch_size, -(-model.seq_length // self.cp), workload.dp
         self.num_micro_batches = (batch.global_batch_size or b * dp) // (b * dp)
         self.length, self.padded = s, round_up(s, self.sp * self.parts)
         self.all_tokens = s * b

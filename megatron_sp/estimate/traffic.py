@@ -108,7 +108,7 @@ class _Counter:
         self.num_terms = 2 if workload.model.has_order_head else 1  # of the loss
         self.num_samples = shape.num_micro_batches * workload.batch.micro_batch_size * workload.dp
         self.tp, self.sp = shape.tp, shape.sp
-        self.ranks, self.world = workload.dp * shape.sp, workload.dp * shape.sp * shape.tp
+        self.ranks, self.world = workload.dp * shape.cp * shape.sp, workload.dp * shape.cp * shape.sp * shape.tp
         self.units = range(shape.layers + 2)
         self.recomputed = sum(last - first for first, last in shape.recomputed)
         self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step

@@ -1,7 +1,7 @@
 """BERT: the blocks of ``language_model.py`` with bidirectional attention, a masked-token head and a sentence-order head.
 
     masked tokens    act(dense(x)) -> norm -> tied embedding table plus a bias -> cross entropy at the masked positions
-    order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the sp rank that has position 0)
+    order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the rank that has position 0)
 
 With pre-norm blocks (Megatron's BERT) there is a norm after the last block; with post-norm blocks (--norm-placement
 post, the original BERT, arXiv:1810.04805) there is one after the embedding instead. Parameter names are
@@ -39,8 +39,8 @@ class BertLoss(NamedTuple):
 
     Attributes:
         masked: loss of the masked tokens, each times its weight in the loss mask.
-        order: sentence-order loss of all sequences on the sp rank that has position 0, elsewhere 0; None without that
-            head.
+        order: sentence-order loss of all sequences on the cp and sp rank that has position 0, elsewhere 0; None without
+            that head.
         masked_hits: summed weights of the masked tokens predicted correctly, detached.
         order_hits: number of sequences whose order was predicted correctly, detached; None without that head.
     """
@@ -165,7 +165,7 @@ class BertModel(LanguageModel):
         """Compute the loss of this rank's share of a micro-batch.
 
         Args:
-            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
+            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp, sp and cp groups.
             types: int64 [b, s], the segment of each token; None: all tokens are of segment 0.
             loss_mask: [b, s], nonzero at masked tokens.
             order: int64 [b], 1 where the two segments are swapped; may be None only without that head.
@@ -173,10 +173,10 @@ class BertModel(LanguageModel):
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
         types = torch.zeros_like(tokens) if types is None else types
-        x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
-        cut = self.layout.cut(tokens.shape[1])
-        labels, loss_mask = (cut.pad(t.t())[cut.sp_slice] for t in (labels, loss_mask))
-        order_sum, order_hits = self._order(x, order)
+        x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [L/sp, b, h]
+        cut = self.cut(tokens, ctx)
+        labels, loss_mask = (cut.take(t.t())[cut.sp_slice] for t in (labels, loss_mask))
+        order_sum, order_hits = self._order(x, cut.row_of(0), order)
         if x.device.type in self.selects_on:
             places = loss_mask.reshape(-1).nonzero()[:, 0]
             x, labels, loss_mask = rows_of(x)[places, None], labels.reshape(-1)[places, None], loss_mask.reshape(-1)[places, None]
@@ -186,16 +186,16 @@ class BertModel(LanguageModel):
         made = self.head.loss(x, labels, loss_mask)
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 
-    def _order(self, x: Tensor, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return (loss, hits) of the sentence-order head; x: [s/sp, b, h]."""
+    def _order(self, x: Tensor, row: int | None, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return (loss, hits) of the sentence-order head; x: [L/sp, b, h], ``row``: the one of position 0, if it is here."""
         if self.pooler is None or self.binary_head is None:
             return None, None
-        if self.layout.sp.rank > 0:
+        if row is None:
             nothing = torch.zeros((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
             return nothing, nothing
         if order is None:
             raise ValueError("this model has a head for sentence order and needs the order of each sequence, int64 [b]")
-        first = x[0].clone()  # a view would keep all positions until backward
+        first = x[row].clone()  # a view would keep all positions until backward
         logits = _widened(self.binary_head(self.pooler(first)))
         return F.cross_entropy(logits, order, reduction="sum"), (logits.detach().argmax(1) == order).sum()
 

@@ -23,7 +23,7 @@ NEW_PARAMETERS = ("classification_head.", "pooler.")
 
 
 class ClassifierLoss(NamedTuple):
-    """Loss of a micro-batch; on all sp ranks but the first the sums are zero and ``logits`` is None.
+    """Loss of a micro-batch; on ranks without position 0 the sums are zero and ``logits`` is None.
 
     Attributes:
         sum: cross entropy of each sequence times its weight, summed, fp32 or wider.
@@ -68,17 +68,18 @@ class BertClassifier(LanguageModel):
         """Compute the loss of a micro-batch.
 
         Args:
-            tokens, types: int64 [b, s], the same on every rank of the tp and sp groups.
+            tokens, types: int64 [b, s], the same on every rank of the tp, sp and cp groups.
             label: int64 [b], class indices.
             weight: [b], weights of the sequences in the loss.
             ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
-        x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
+        x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [L/sp, b, h]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.layout.sp.rank > 0:
+        row = self.cut(tokens, ctx).row_of(0)
+        if row is None:
             return ClassifierLoss(x[:0].sum().to(wide), torch.zeros((), dtype=wide, device=x.device), None)
-        pooled = self.pooler(x[0].clone())  # a view would keep all positions until backward
+        pooled = self.pooler(x[row].clone())  # a view would keep all positions until backward
         if ctx.dropout is not None:
             keys = DropoutKeys(ctx.dropout.token_keys[:1]).row_keys(len(self.stack.layers), SITE_EMBEDDING)[0]
             pooled = hash_dropout(pooled, self.config.hidden_dropout, keys)

@@ -50,13 +50,13 @@ class GPTModel(LanguageModel):
         """Compute the loss of this rank's positions of a micro-batch.
 
         Args:
-            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
+            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp, sp and cp groups.
             loss_mask: [b, s].
             ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         Returns:
             (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each
-            of these positions [s/sp, b], detached).
+            of these positions [L/sp, b], detached).
         """
         made = self._head_loss(tokens, labels, loss_mask, ctx, events)
         return made.sum, made.tokens
@@ -70,18 +70,18 @@ class GPTModel(LanguageModel):
             ctx: mask and kernel.
         Returns:
             (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on
-            every rank of the tp and sp groups.
+            every rank of the tp, sp and cp groups.
         """
         made = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None)
-        length = tokens.shape[1]
-        return whole_sequence(made.tokens, length, self.layout).t(), whole_sequence(made.hits, length, self.layout).t()
+        cut = self.cut(tokens, ctx)
+        return whole_sequence(made.tokens, cut).t(), whole_sequence(made.hits, cut).t()
 
     def _head_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> HeadLoss:
         x = self.hidden(tokens, ctx, events)
         if events is not None and self.output_layer is None:
             events.before_use(0)
-        cut = self.layout.cut(tokens.shape[1])
-        labels, loss_mask = (cut.pad(t.t())[cut.sp_slice] for t in (labels, loss_mask))
+        cut = self.cut(tokens, ctx)
+        labels, loss_mask = (cut.take(t.t())[cut.sp_slice] for t in (labels, loss_mask))
         return self.head.loss(x, labels, loss_mask)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ class GPTModel(LanguageModel):
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the logits after the last of the tokens [b, s]: [b, vocab_size], on every rank of the tp and sp groups."""
-        return self.logits(last_position(self.hidden(tokens, ctx), tokens.shape[1], self.layout))
+        """Compute the logits after the last of the tokens [b, s]: [b, vocab_size], on every rank of the tp, sp and cp groups."""
+        return self.logits(last_position(self.hidden(tokens, ctx), self.cut(tokens, ctx)))
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the logits after each of the tokens [b, s]: [s, b, vocab_size] (large), on every rank of the tp and sp groups."""
-        return self.logits(whole_sequence(self.hidden(tokens, ctx), tokens.shape[1], self.layout))
+        """Compute the logits after each of the tokens [b, s]: [s, b, vocab_size] (large), on every rank of the tp, sp and cp groups."""
+        return self.logits(whole_sequence(self.hidden(tokens, ctx), self.cut(tokens, ctx)))

@@ -17,7 +17,8 @@ from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
-from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, unit_boundary
+from megatron_sp.parallel.context_plan import RowMask, plan_context
+from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
@@ -161,13 +162,13 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
         """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s]."""
-        cut = self.layout.cut(tokens.shape[1])
+        cut = self.cut(tokens, ctx)
         positions = self._positions(tokens, ctx)
         ctx = self._prepare(ctx, positions, cut)
         if events is not None:
             events.before_use(0)
-        mine = None if types is None else cut.pad(types.t())[cut.tp_seq_slice]
-        x = self.embedding(cut.pad(tokens.t())[cut.sp_slice], cut.pad(positions)[cut.tp_seq_slice], ctx, mine)
+        mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
+        x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
         layers = cast("list[TransformerBlock]", list(self.stack.layers))
         offload = self._offload_pass(x, ctx)
         # the unit whose parameters backward reads after those of the layers run next
@@ -199,6 +200,11 @@ class LanguageModel(nn.Module):
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 
+    def cut(self, tokens: Tensor, ctx: ForwardContext) -> SequenceCut:
+        """Return this rank's positions of a micro-batch [b, s]; with cp they follow from the mask, alike on all ranks of a replica."""
+        length = tokens.shape[1]
+        return self.layout.cut(RowMask(length) if self.layout.cp.size == 1 else row_mask(ctx.mask, length, self.config.window_size))
+
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the position ids of the tokens: [s], or [s, b] if they differ between sequences."""
         if ctx.cache is not None:
@@ -215,11 +221,16 @@ class LanguageModel(nn.Module):
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
         dtype = self.embedding.word_embeddings.weight.dtype
-        ctx = replace(ctx, length=cut.length)
+        ctx = replace(ctx, length=cut.length, whole_length=cut.whole)
+        if self.layout.cp.size > 1:
+            if ctx.cache is not None:
+                raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
+            ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares))
         if ctx.dropout is not None:
-            ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.tp_seq_slice]))
+            keys = ctx.dropout.token_keys
+            ctx = replace(ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice]))
         if ctx.rotary is None:
-            ctx = replace(ctx, rotary=rotary_of(self.config, positions, dtype))
+            ctx = replace(ctx, rotary=rotary_of(self.config, cut.share(positions), dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
         remakes = self.kernels.recompute_qkv and torch.is_grad_enabled()
         return replace(ctx, recompute_core=again, remakes_heads=remakes, mlp_chunks=self.kernels.mlp_chunks)

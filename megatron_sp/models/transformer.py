@@ -159,6 +159,8 @@ class AttentionCore:
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
+        if ctx.plan is not None:
+            raise RuntimeError("attention over the positions of several context-parallel ranks is not joined yet")
         if ctx.dropout is None or rate == 0.0:
             rate = 0.0
         else:
@@ -176,7 +178,7 @@ class AttentionCore:
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
         """Reshape queries [s, b, (g r d)] to [s, (b g), r, d]; if the groups are uneven, each query is a group of its own."""
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
-        return q.reshape(q.shape[0], -1, each, self.d)
+        return q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)  # no -1: there may be no rows
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
         """Reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]."""
@@ -185,10 +187,10 @@ class AttentionCore:
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
         """Repeat keys or values [s, (b g), 1, d] to [s, (b queries), 1, d]: one head for each query."""
         places = key_of_each_query(share, self.r)
-        by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
+        by_group = x.view(x.shape[0], x.shape[1] // len(share.uses), len(share.uses), self.d)
         # not an index: it would have to travel to the GPU each time, and the host to wait for it
         runs = [by_group[:, :, key : key + 1].expand(-1, -1, places.count(key), -1) for key in range(len(share.uses))]
-        return torch.cat(runs, dim=2).view(x.shape[0], -1, 1, self.d)
+        return torch.cat(runs, dim=2).flatten(1, 2)[:, :, None]
 
 
 class MLP(nn.Module):

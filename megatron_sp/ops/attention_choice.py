@@ -38,6 +38,9 @@ _THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {"flash4": ("sdpa-fa4
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest element; fp32 may be TF32 inside
 _16_BIT = (torch.bfloat16, torch.float16)
 
+IN_PIECES: tuple[KernelName, ...] = ("sdpa",)
+"""Names of the GPU's fused kernels with which context parallelism computes: torch's own flash kernel (``ops/gpu_pieces.py``)."""
+
 
 @dataclass(frozen=True)
 class AttentionKernel:
@@ -60,6 +63,7 @@ class AttentionUse:
         window: keys that a query attends to, itself included; None: all before it.
         documents: sequences are packed documents (--reset-attention-mask).
         deterministic: --deterministic-mode.
+        context: with context parallelism, where keys come in parts whose results are merged by their log-sum-exp.
     """
 
     device: torch.device
@@ -71,6 +75,7 @@ class AttentionUse:
     window: int | None = None
     documents: bool = False
     deterministic: bool = False
+    context: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,12 +179,25 @@ def _known_lack(name: KernelName, use: AttentionUse) -> str:
     general = (
         "it needs a GPU" if use.device.type != availability.GPU
         else "no fused kernel computes in float64" if use.dtype == torch.float64
+        else _context_lack(name, use) if use.context and _context_lack(name, use)
         else "" if name == "sdpa"
         else f"it needs bf16 or fp16, not {str(use.dtype).removeprefix('torch.')}" if use.dtype not in _16_BIT
         else f"it takes heads up to {MOST_HEAD_DIM} wide, not {use.head_dim}" if use.head_dim > MOST_HEAD_DIM
         else ""
     )  # fmt: skip
     return general or _own_lack(name, use)
+
+
+def _context_lack(name: KernelName, use: AttentionUse) -> str:
+    if use.dropout > 0:
+        return "its dropout would depend on how context parallelism cuts the sequence"
+    if use.dtype not in _16_BIT:
+        return f"it gives no log-sum-exp in {str(use.dtype).removeprefix('torch.')}, by which context parallelism merges parts"
+    if name not in IN_PIECES:
+        return "context parallelism computes with torch's own flash kernel (sdpa)"
+    if use.head_dim > MOST_HEAD_DIM or use.head_dim % 8:
+        return f"torch's flash kernel takes heads up to {MOST_HEAD_DIM} wide, in multiples of 8, not {use.head_dim}"
+    return "" if compute_capability(use.device) >= (8, 0) else "torch's flash kernel needs compute capability 8.0"
 
 
 def _own_lack(name: KernelName, use: AttentionUse) -> str:

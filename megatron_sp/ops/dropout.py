@@ -49,7 +49,7 @@ class DropoutKeys:
     def row_keys(self, layer: int, site: int) -> Tensor:
         """Return the keys of one dropout site of one layer, int32 [s, b]."""
         site_key = _mix64_int((layer << 8) + site + 1)
-        if is_fused_on(self.token_keys.device):
+        if self.token_keys.numel() > 0 and is_fused_on(self.token_keys.device):
             from megatron_sp.ops.kernels import dropout
 
             return dropout.row_keys(self.token_keys, site_key)

@@ -97,7 +97,7 @@ class _Rotary(torch.autograd.Function):
 
 def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
     """Return a view of the heads to rotate: [s, ..., c] -> [s, runs of heads, rotated, head_dim]."""
-    return x.view(x.shape[0], x[0].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
+    return x.view(x.shape[0], x.shape[1:].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:

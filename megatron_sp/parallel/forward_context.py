@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 
 MicroBatch = dict[str, Tensor]
 
@@ -53,12 +54,15 @@ class ForwardContext:
     Attributes:
         mask: attention mask.
         kernel: attention kernel.
-        length: real positions of the sequence; 0: not known yet.
+        length: real positions of the sequence that this rank's cp rank has, those between Ulysses' exchanges; 0: not
+            known yet.
+        whole_length: real positions of the sequence, of which the mask speaks.
+        plan: who has which positions and exchanges which keys; None with one cp rank, which has them all.
         positions: int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every
             sequence.
-        rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
-        dropout: dropout keys of all positions; None: no dropout (evaluation). ``local_dropout``: those of this rank's
-            positions.
+        rotary: cos and sin of the cp rank's positions, each [L, rotated/2] or [L, b, rotated/2], or None.
+        dropout: dropout keys of all positions, within the blocks of the cp rank's; None: no dropout (evaluation).
+            ``local_dropout``: those of this rank's positions.
         cache: KV cache, for generation.
         kept: attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
             computes them again.
@@ -71,6 +75,8 @@ class ForwardContext:
     mask: AttentionMask
     kernel: KernelName = "sdpa"
     length: int = 0
+    whole_length: int = 0
+    plan: ContextPlan | None = None
     positions: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     dropout: DropoutKeys | None = None
@@ -81,6 +87,23 @@ class ForwardContext:
     remakes_heads: bool = False
     recompute_core: bool = False
     mlp_chunks: int = 1
+
+
+def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:
+    """Return an attention mask in numbers of the host, by which sequences are dealt to cp ranks.
+
+    Args:
+        mask: mask of the micro-batch.
+        length: positions of its sequences.
+        window: window of the model's layers.
+    Raises:
+        RuntimeError: the lengths of the sequences are on a device only, for which the host would have to wait.
+    """
+    lengths = mask.lengths_on_host()
+    if lengths is None and mask.key_lengths is not None:
+        raise RuntimeError("context parallelism plans by the lengths of the sequences, and the mask has them on the device alone")
+    window = mask.window if window is None else window
+    return RowMask(length, mask.causal, window, mask.documents, lengths)
 
 
 class ResidualDropout(NamedTuple):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, broadcast
-from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
@@ -33,24 +34,33 @@ class _GatherPositions(torch.autograd.Function):
         return grad.narrow(0, ctx.tp.rank * each, each).contiguous(), None
 
 
-def whole_sequence(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
-    """Gather the positions of all sp ranks, [s/sp, ...] -> [length, ...], without padding; for evaluation, has no backward."""
-    return all_gather_async(x.contiguous(), layout.sp.group).wait()[:length]
+def whole_sequence(x: Tensor, cut: SequenceCut) -> Tensor:
+    """Gather the positions of all sp and cp ranks, in order: [padded/sp, ...] -> [s, ...]; for evaluation, has no backward."""
+    share = all_gather_async(x.contiguous(), cut.sp.group).wait()
+    if cut.cp.size > 1:  # each gives as many rows as the one that has most
+        longest = max(map(cut.length_of, range(cut.cp.size)))
+        missing = longest - share.shape[0]
+        share = F.pad(share, (0, 0) * (x.ndim - 1) + (0, missing)) if missing > 0 else share[:longest].contiguous()
+    return cut.put_together(list(all_gather_async(share, cut.cp.group).wait().tensor_split(cut.cp.size)))
 
 
-def last_position(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
-    """Broadcast position ``length - 1`` over the sp ranks, [s/sp, ...] -> [...]; for generation, has no backward."""
-    owner, at = divmod(length - 1, x.shape[0])
-    return broadcast((x[at] if layout.sp.rank == owner else torch.empty_like(x[0])).contiguous(), layout.sp.group, owner)
+def last_position(x: Tensor, cut: SequenceCut) -> Tensor:
+    """Broadcast the sequence's last position over the sp and cp ranks, [padded/sp, ...] -> [...]; for generation, has no backward."""
+    last = cut.whole - 1
+    row, (cp_owner, sp_owner, _) = cut.row_of(last), cut.place(last)
+    mine = (torch.empty_like(x[0]) if row is None else x[row]).contiguous()
+    return broadcast(broadcast(mine, cut.sp.group, sp_owner), cut.cp.group, cp_owner)
 
 
 def agreed(value: int, layout: ParallelContext, device: torch.device) -> int:
-    """Return the value of the first rank of the tp and sp groups, on all their ranks.
+    """Return the value of the first rank of the tp, sp and cp groups, on all their ranks.
 
     Every rank has computed the same value; but if a library rounded differently on one of them, they would generate
     different texts and then hang.
     """
-    if layout.tp.size == 1 and layout.sp.size == 1:
+    if layout.tp.size == layout.sp.size == layout.cp.size == 1:
         return value
     told = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(broadcast(broadcast(told, layout.tp.group), layout.sp.group))
+    for group in (layout.tp.group, layout.sp.group, layout.cp.group):
+        told = broadcast(told, group)
+    return int(told)

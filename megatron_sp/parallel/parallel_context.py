@@ -1,40 +1,122 @@
-"""Parallel layout of a model as the layers on this rank see it: the tp and sp groups, and how a sequence is split over them."""
+"""Parallel layout of a model as the layers on this rank see it: the tp, sp and cp groups, and how a sequence is split over them.
+
+A sequence of s positions is first dealt to the cp ranks in runs that follow from its mask (``context_plan.py``); a cp
+rank's share, L positions in order, is then split evenly over sp, and with tp_seq over tp. Shares may differ in length,
+and one may be empty; it is padded so that each rank has at least one row, of which no result depends on.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
+from megatron_sp.parallel.context_parallel import NO_CP, ContextParallel
+from megatron_sp.parallel.context_plan import RowMask, Runs, cut_row
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
 
 
-class SequenceCut(NamedTuple):
-    """Positions of a sequence that a rank holds.
+@dataclass(frozen=True)
+class SequenceCut:
+    """Positions of a sequence that a rank holds. Whatever has a value for each position goes through ``take``.
 
     Attributes:
-        length: real positions of the sequence.
-        padded: length with padding at the end, divisible by the number of parts.
-        tp_seq_slice: this rank's positions outside the tensor-parallel regions.
-        sp_slice: this rank's positions inside them, the same on the whole tp group.
+        shares: runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence.
+        tp, sp, cp: the groups.
     """
 
-    length: int
-    padded: int
-    tp_seq_slice: slice
-    sp_slice: slice
+    shares: tuple[Runs, ...]
+    tp: TensorParallel = NO_TP
+    sp: SequenceParallel = NO_SP
+    cp: ContextParallel = NO_CP
 
-    def pad(self, x: Tensor) -> Tensor:
-        """Pad with zeros at the end: [length, ...] -> [padded, ...]."""
-        missing = self.padded - self.length
-        return x if missing == 0 else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing))
+    @property
+    def runs(self) -> Runs:
+        """Runs of this cp rank's positions."""
+        return self.shares[self.cp.rank]
+
+    @property
+    def whole(self) -> int:
+        """Number of positions of the sequence, s."""
+        return sum(self.length_of(rank) for rank in range(len(self.shares)))
+
+    @property
+    def length(self) -> int:
+        """Number of real positions of this cp rank, L."""
+        return self.length_of(self.cp.rank)
+
+    def length_of(self, cp_rank: int) -> int:
+        """Return the number of real positions of a cp rank."""
+        return sum(stop - start for start, stop in self.shares[cp_rank])
+
+    @property
+    def padded(self) -> int:
+        """L with padding at the end, divisible by the number of parts: at least one row for each."""
+        return self._padded(self.cp.rank)
+
+    def _padded(self, cp_rank: int) -> int:
+        return round_up(max(1, self.length_of(cp_rank)), self.sp.size * self.tp.parts)
+
+    @property
+    def sp_slice(self) -> slice:
+        """This rank's rows of the padded share inside the tensor-parallel regions, the same on the whole tp group."""
+        each = self.padded // self.sp.size
+        return slice(self.sp.rank * each, (self.sp.rank + 1) * each)
+
+    @property
+    def tp_seq_slice(self) -> slice:
+        """This rank's rows outside the tensor-parallel regions."""
+        inside = self.sp_slice
+        each = (inside.stop - inside.start) // self.tp.parts
+        start = inside.start + (self.tp.rank * each if self.tp.parts > 1 else 0)
+        return slice(start, start + each)
+
+    def share(self, x: Tensor) -> Tensor:
+        """Return this cp rank's positions, in order: [s, ...] -> [L, ...]."""
+        assert x.shape[0] == self.whole, f"{x.shape[0]} positions, and the sequence that was cut has {self.whole}"
+        if len(self.shares) == 1:
+            return x
+        parts = [x[start:stop] for start, stop in self.runs]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x[:0]
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return this cp rank's positions, in order, with zeros after them: [s, ...] -> [padded, ...]."""
+        mine, missing = self.share(x), self.padded - self.length
+        return mine if missing == 0 else F.pad(mine, (0, 0) * (x.ndim - 1) + (0, missing))
+
+    def put_together(self, shares: list[Tensor]) -> Tensor:
+        """Return the sequence in order from the shares of all cp ranks, each [at least L of that rank, ...]: [s, ...]."""
+        if len(shares) == 1:
+            return shares[0][: self.whole]
+        parts: list[tuple[int, Tensor]] = []
+        for runs, share in zip(self.shares, shares, strict=True):
+            row = 0
+            for start, stop in runs:
+                parts.append((start, share[row : row + stop - start]))
+                row += stop - start
+        return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+
+    def place(self, position: int) -> tuple[int, int, int]:
+        """Return who has a position: (cp rank, sp rank, row of that rank's ``sp_slice``)."""
+        for cp_rank, runs in enumerate(self.shares):
+            row = 0
+            for start, stop in runs:
+                if start <= position < stop:
+                    return cp_rank, *divmod(row + position - start, self._padded(cp_rank) // self.sp.size)
+                row += stop - start
+        raise ValueError(f"there is no position {position} in a sequence of {self.whole}")
+
+    def row_of(self, position: int) -> int | None:
+        """Return the row of this rank's ``sp_slice`` that has a position; None if another cp or sp rank has it."""
+        cp_rank, sp_rank, row = self.place(position)
+        return row if (cp_rank, sp_rank) == (self.cp.rank, self.sp.rank) else None
 
 
 @dataclass(frozen=True)
@@ -42,9 +124,10 @@ class ParallelContext:
     """Groups and modes of the parallel layers.
 
     Attributes:
-        tp, sp: the groups.
+        tp, sp, cp: the groups.
         mode, num_chunks: how the Ulysses exchanges are split (``parallel/heads.py``).
         recorder: recorder of collectives and computation (--report-overlap).
+        cp_chunks: chunks of a sequence that each cp rank is dealt; None: as many as the mask needs.
     """
 
     tp: TensorParallel = NO_TP
@@ -52,32 +135,31 @@ class ParallelContext:
     mode: OverlapMode = "none"
     num_chunks: int = 1
     recorder: Recorder | None = None
+    cp: ContextParallel = NO_CP
+    cp_chunks: int | None = None
 
     @classmethod
     def of(
         cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1, cp_keep_kv: bool = False,
     ) -> ParallelContext:  # fmt: skip
         """Context of a rank's groups, for a model outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
-        return cls(tp, sp, mode, num_chunks, recorder).in_layer(None)
+        cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
+        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
         """Return the context for a block, whose collectives and computation are recorded under its number."""
         if self.recorder is None:
             return self
         tp, sp = replace(self.tp, recorder=self.recorder.at("tp", layer)), replace(self.sp, recorder=self.recorder.at("sp", layer))
-        return replace(self, tp=tp, sp=sp)
+        return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)))
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[HeadChunk, ...]:
         """Return the plan of the exchanges of one tp rank's heads."""
         return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks))
 
-    def cut(self, length: int) -> SequenceCut:
-        """Return this rank's contiguous positions of a sequence, split over sp first, then over tp with tp_seq."""
-        padded = round_up(length, self.sp.size * self.tp.parts)
-        num_sp = padded // self.sp.size
-        num_tp_seq = num_sp // self.tp.parts
-        start = self.sp.rank * num_sp
-        mine = start + (self.tp.rank * num_tp_seq if self.tp.parts > 1 else 0)
-        return SequenceCut(length, padded, slice(mine, mine + num_tp_seq), slice(start, start + num_sp))
+    def cut(self, mask: RowMask) -> SequenceCut:
+        """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp."""
+        shares = cut_row(mask, self.cp.size, self.cp_chunks) if self.cp.size > 1 else (((0, mask.length),),)
+        return SequenceCut(shares, self.tp, self.sp, self.cp)

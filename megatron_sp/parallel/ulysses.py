@@ -80,7 +80,8 @@ class AttentionPlan:
     Attributes:
         chunks: the exchanges of the heads.
         head_dim: d.
-        seq_length: s, the real positions; exchanges include padding to a multiple of the ranks, attention does not.
+        seq_length: s, the real positions (with cp those of a cp rank, perhaps none); exchanges include padding to a
+            multiple of the ranks, attention does not.
         tp, sp: the groups.
         add_input: add the block's input to the result (the residual stream).
         kept: keeps attention's results for a recomputation, or has them; None: there is none, or it repeats attention.

@@ -39,8 +39,8 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
     distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
-        size = micro_batches(base, given, dp, frame.sp)[0]
-        for stage, kind in most_saving(savings(base, given, dp * frame.sp)):
+        size = micro_batches(base, given, dp, frame.cp * frame.sp)[0]
+        for stage, kind in most_saving(savings(base, given, dp * frame.cp * frame.sp)):
             layout = ParallelPlan(**{**vars(frame), "zero": stage, "recompute": kind, "micro_batch": size})
             config = layout.apply(base)
             if not violations(config, machine.gpus):

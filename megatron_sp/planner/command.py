@@ -128,7 +128,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     config.batch.rampup_batch_size = None
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
-    one = config.parallel.tensor_model_parallel_size * config.parallel.sequence_parallel_size
+    one = config.parallel.replica_size
     raise_all(violations(_on_trial(config, given), one))
     complete(config, one)
     return config, frozenset(given), extra

@@ -53,8 +53,8 @@ class RunPlan:
         """Return the plan for JSON, in bytes and plain numbers."""
         parallel = self.config.parallel
         layout = {
-            "dp": parallel.dp_size(self.world_size), "sp": parallel.sequence_parallel_size, "tp": parallel.tensor_model_parallel_size,
-            "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
+            "dp": parallel.dp_size(self.world_size), "cp": parallel.context_parallel_size, "sp": parallel.sequence_parallel_size,
+            "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
         }  # fmt: skip
         parameters = {"model": self.num_params, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
         return {
@@ -68,6 +68,7 @@ class RunPlan:
         config, memory, traffic = self.config, self.memory, self.traffic
         parallel = config.parallel
         axes = [f"dp {parallel.dp_size(self.world_size)}"]
+        axes += [f"cp {parallel.context_parallel_size}"] if parallel.context_parallel_size > 1 else []
         axes += [f"sp {parallel.sequence_parallel_size}"] if parallel.sequence_parallel_size > 1 else []
         tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
         axes += [f"tp {parallel.tensor_model_parallel_size}{tp_seq}"] if parallel.tensor_model_parallel_size > 1 else []

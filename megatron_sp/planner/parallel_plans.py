@@ -47,10 +47,11 @@ class ParallelPlan:
     zero: int = 0
     recompute: str | None = None
     micro_batch: int = 1
+    cp: int = 1
 
     def dp(self, gpus: int) -> int:
         """Data-parallel size on so many GPUs."""
-        return gpus // (self.tp * self.sp)
+        return gpus // (self.tp * self.sp * self.cp)
 
     def words(self, gpus: int) -> str:
         """Return the layout as text."""
@@ -59,6 +60,7 @@ class ParallelPlan:
         parts += [f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")] * (
             self.sp > 1
         )
+        parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
@@ -69,6 +71,7 @@ class ParallelPlan:
         made = [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.tp_seq
         made += [f"--sequence-parallel-size {self.sp}"] * (self.sp > 1)
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
+        made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -80,7 +83,7 @@ class ParallelPlan:
         config.parallel, config.kernels, config.batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
         parallel, kernels = config.parallel, config.kernels
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq
-        parallel.sequence_parallel_size, parallel.zero_stage = self.sp, self.zero
+        parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = self.sp, self.cp, self.zero
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
@@ -108,20 +111,25 @@ def default_batch(config: Config, gpus: int) -> int:
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield layouts in tp, tp_seq, sp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
+    """Yield layouts in tp, tp_seq, sp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults, cp is given."""
+    cp = base.parallel.context_parallel_size
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
-        for sp in _splits(base, given, "sequence_parallel_size", gpus // tp, gpus // tp):
+        for sp in _splits(base, given, "sequence_parallel_size", max(1, gpus // (tp * cp)), gpus // (tp * cp)):
             for tp_seq in _tp_seqs(base, given, tp):
                 for mode, chunks in _modes(base, given, tp, sp):
-                    yield ParallelPlan(tp, tp_seq, sp, mode, chunks)
+                    yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp)
 
 
-def micro_batches(base: Config, given: Given, dp: int, sp: int) -> list[int]:
-    """Return micro-batch sizes that divide the global batch, from the smallest to the first that keeps a rank busy enough."""
+def micro_batches(base: Config, given: Given, dp: int, shares: int) -> list[int]:
+    """Return micro-batch sizes that divide the global batch, from the smallest to the first that keeps a rank busy enough.
+
+    Args:
+        shares: ranks that share a sequence.
+    """
     if ("batch", "micro_batch_size") in given:
         return [base.batch.micro_batch_size]
     each = max(1, (base.batch.global_batch_size or dp) // max(1, dp))
-    tokens = (base.model.seq_length or 1) / sp
+    tokens = (base.model.seq_length or 1) / shares
     powers = [2**i for i in range(11) if i == 0 or tokens * 2 ** (i - 1) < ENOUGH_TOKENS]
     return [size for size in powers if each % size == 0]
 

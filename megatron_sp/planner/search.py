@@ -158,9 +158,9 @@ class _Frame:
 
     def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
         """Add the candidates that fit; yield (bytes, layout) of those tried for least memory."""
-        tries = savings(self.base, self.given, self.dp * self.frame.sp)
+        tries = savings(self.base, self.given, self.dp * self.frame.cp * self.frame.sp)
         ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
-        for size in micro_batches(self.base, self.given, self.dp, self.frame.sp):
+        for size in micro_batches(self.base, self.given, self.dp, self.frame.cp * self.frame.sp):
             smallest = self._smallest(ways, size, found, all_of_them=not sizes)
             yield from ((one.needs, one.layout) for one in smallest)
             if not any(self._fits(one) for one in smallest):
@@ -217,8 +217,8 @@ class _Frame:
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
-    """Return the number of a rank's communicators with more than one member: world, tp, sp, dp x sp."""
-    return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.dp(gpus) * layout.sp))
+    """Return the number of a rank's communicators with more than one member: world, tp, sp, cp, dp x cp x sp."""
+    return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
 
 
 def _too_large(least: dict[tuple[int, int], tuple[int, ParallelPlan]], fitting: set[tuple[int, int]], machine: Machine) -> list[Rejected]:

@@ -124,7 +124,7 @@ class Work:
     def attention(self, backward: bool) -> float:
         """Return the seconds of one block's attention; the reference kernel moves its scores through memory."""
         shape, gpu = self.shape, self.gpu
-        pairs = self.heads.num_queries * shape.all_tokens * shape.length
+        pairs = self.heads.num_queries * shape.all_tokens * shape.length * shape.cp  # each query of a share sees keys of the whole sequence
         flops = 4.0 * pairs * shape.d
         if self.heads.uses_reference:
             moved = pairs * shape.wide * (10 if backward else 6)

@@ -11,6 +11,8 @@ from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record, number
 from megatron_sp.report.sections import Section, card, quiet, section, shortened
 
+_AXES = {"cp": "context", "sp": "ulysses", "tp": "tensor"}
+
 
 def numerics_section(run: RunFiles) -> Section | None:
     """Return the section about skipped steps and overflows."""
@@ -105,7 +107,7 @@ def exchanges_section(run: RunFiles) -> Section | None:
 def _exchange_row(row: Record, whole: float) -> list[object]:
     exchange, exposed = number(row.get("exchange")), number(row.get("exposed"))
     return [
-        {"sp": "ulysses", "tp": "tensor"}.get(row["axis"], row["axis"]), "outside" if row.get("layer") is None else row["layer"],
+        _AXES.get(row["axis"], row["axis"]), "outside" if row.get("layer") is None else row["layer"],
         row.get("direction", ""), _value(row, "number"), show(exchange, "seconds"), show(exposed, "seconds"),
         show(number(row.get("hidden")), "percent"), _two_bars(exchange, exposed, whole),
     ]  # fmt: skip

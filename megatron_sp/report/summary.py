@@ -136,7 +136,7 @@ def _in_words(run: RunFiles) -> list[str]:
         if config["model"]["seq_length"]:
             words.append(f"sequences of {config['model']['seq_length']}")
     if isinstance(layout, dict):
-        sizes = ", ".join(f"{axis} {layout[axis]}" for axis in ("dp", "sp", "tp") if number(layout.get(axis)) > 1)
+        sizes = ", ".join(f"{axis} {layout[axis]}" for axis in ("dp", "cp", "sp", "tp") if number(layout.get(axis)) > 1)
         words.append(f"{layout.get('world_size', '?')} processes{f' ({sizes})' if sizes else ''}")
     if config and config["parallel"].get("zero_stage"):
         words.append(f"ZeRO {config['parallel']['zero_stage']}")

@@ -22,7 +22,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import tokenizer_provider
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.step import Loss
+from megatron_sp.training.step import Loss, on_device
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.files import atomic_write_text
 
@@ -110,8 +110,8 @@ class Classification:
                 events = UnitWork(weights, None)
                 for batch in batches:
                     real = batch["weight"] > 0
-                    logits = _logits(run, {name: value.to(groups.device) for name, value in batch.items()}, events)
-                    if logits is not None and groups.is_first_of_replica:
+                    logits = _logits(run, on_device(batch, groups.device), events)
+                    if logits is not None and groups.tp_rank == 0:  # on the one cp and sp rank that has [CLS]
                         found[batch["sample_ids"][real]] = logits.argmax(1).cpu()[real]
         return found
 

@@ -89,6 +89,11 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
 def problems(config: Config) -> Iterator[str]:
     """Yield the problems of flags that an external model does not support."""
     kernels, parallel, model = config.kernels, config.parallel, config.model
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size} needs megatron_sp's own blocks: an external model supports"
+            " --sequence-parallel-size, up to its number of heads"
+        )
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
         yield f"--sp-overlap-mode {parallel.overlap_mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"
     partly = kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1 or kernels.recompute_attention != "none"

@@ -25,6 +25,7 @@ While it runs:
     saves.py            when checkpoints are written, and how that is reported
     save_interval.py    --save-interval auto
     sample_history.py   digests of the last steps' samples
+    same_sequences.py   ranks that share sequences have read the same ones
     finite.py           non-finite weights and losses
     signals.py          graceful stop
     watchdog.py         end of a rank that makes no progress

@@ -41,6 +41,8 @@ def announce(run: Run) -> None:
 def _layout_words(run: Run) -> str:
     groups, layout, words = run.context.groups, run.layout.parallel, ""
     tp_seq = run.context.config.parallel.sequence_parallel
+    if groups.cp.size() > 1:
+        words += f", cp {groups.cp.size()}"
     if groups.sp.size() > 1:
         chunks = f" in {layout.num_chunks} chunks" if layout.mode == "chunked" else ""
         overlap = "overlapped" if layout.sp.overlap else "not overlapped"

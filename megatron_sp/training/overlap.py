@@ -38,7 +38,7 @@ from megatron_sp.training.overlap_picture import draw_steps, in_lanes
 from megatron_sp.utils.files import atomic_write_text
 
 TRACE_NAME, PICTURE_NAME = "overlap-trace.json", "overlap.png"
-AXIS_WORDS: dict[Axis, str] = {"sp": "ulysses", "tp": "tensor"}
+AXIS_WORDS: dict[Axis, str] = {"cp": "context", "sp": "ulysses", "tp": "tensor"}
 _ROUNDS = 7
 _SECONDS = 20.0  # after which no further round begins
 _TRACED_STEPS = 3
@@ -176,7 +176,7 @@ def _time_once(what: Collective, groups: ParallelGroups, clock: Clock, send: Ten
 
 
 def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tensor) -> Handle:
-    group = groups.sp if what.axis == "sp" else groups.tp
+    group = {"cp": groups.cp, "sp": groups.sp, "tp": groups.tp}[what.axis]
     if what.op == "all_to_all":
         return all_to_all_async(send, what.sends, receive, what.receives, group)
     if what.op == "all_gather":
@@ -188,7 +188,7 @@ def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tens
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
-    """Return one row for each axis, layer and direction: sp before tp, layers in order, embedding and head at the end.
+    """Return one row for each axis, layer and direction: cp, sp, tp, layers in order, embedding and head at the end.
 
     Args:
         steps: steps with the same collectives in the same order.
@@ -263,7 +263,7 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
             label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
             about = {"layer": span.layer, "direction": span.direction}
             events.append(_event(0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about))
-        for first, axis in ((1, "sp"), (11, "tp")):
+        for first, axis in ((1, "sp"), (11, "cp"), (21, "tp")):
             for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
                 names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
                 events.append(_event(first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)))

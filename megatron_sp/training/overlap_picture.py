@@ -14,11 +14,12 @@ LAYERS_SHOWN = 2
 # Okabe and Ito's colours, which colour-blind readers can tell apart: blues and greens compute, reds move
 COLOURS = {
     "projection": "#0072B2", "attention": "#009E73", "output projection": "#56B4E9", "mlp": "#E69F00", "other": "#C9C9C9", WAIT: "#FFFFFF",
-    "to heads": "#CC79A7", "to positions": "#882255", "tensor parallel": "#D55E00",
+    "to heads": "#CC79A7", "to positions": "#882255", "context parallel": "#F0E442", "tensor parallel": "#D55E00",
 }  # fmt: skip
 WORDS = {
     "projection": "QKV projection", "other": "norms, dropout, rest", "mlp": "MLP", WAIT: "waiting (exposed)",
-    "to heads": "Ulysses: to heads", "to positions": "Ulysses: back to positions", "tensor parallel": "tensor-parallel collective",
+    "to heads": "Ulysses: to heads", "to positions": "Ulysses: back to positions",
+    "context parallel": "context-parallel exchange", "tensor parallel": "tensor-parallel collective",
 }  # fmt: skip
 _TO_HEADS = ("qkv", "q", "k", "v", "d out")
 _WIDE_ENOUGH = 0.011  # share of the window that a letter needs
@@ -103,7 +104,8 @@ def _num_lanes(part: Window) -> int:
 
 
 def _by_axis(part: Window) -> list[tuple[str, list[tuple[int, CollectiveTimes]]]]:
-    placed = [(name, in_lanes([f for f in part.flights if f.what.axis == axis])) for axis, name in (("sp", "ulysses"), ("tp", "tensor"))]
+    axes = (("sp", "ulysses"), ("cp", "context"), ("tp", "tensor"))
+    placed = [(name, in_lanes([f for f in part.flights if f.what.axis == axis])) for axis, name in axes]
     return [(name, lanes) for name, lanes in placed if lanes]
 
 
@@ -116,8 +118,7 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     for name, placed in _by_axis(part):
         ticks[y] = f"{name} exchanges"
         for lane, flight in placed:
-            kind = "tensor parallel" if flight.what.axis == "tp" else "to heads" if flight.name in _TO_HEADS else "to positions"
-            _bar(axes, y + lane, flight.begin, flight.end, part, kind, flight.name, used)
+            _bar(axes, y + lane, flight.begin, flight.end, part, _kind(flight), flight.name, used)
         y += 1 + max(lane for lane, _ in placed)
     layers = [span.layer for span in part.spans if span.layer is not None]
     for layer in dict.fromkeys(layers):
@@ -134,6 +135,12 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _kind(flight: CollectiveTimes) -> str:
+    if flight.what.axis == "sp":
+        return "to heads" if flight.name in _TO_HEADS else "to positions"
+    return "context parallel" if flight.what.axis == "cp" else "tensor parallel"
 
 
 def _bar(axes: Any, y: float, begin: float, end: float, part: Window, kind: str, text: str, used: dict[str, None]) -> None:

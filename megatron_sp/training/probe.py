@@ -19,6 +19,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SelfAttention
 from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.parallel.context_plan import RowMask, plan_context
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
@@ -91,15 +92,20 @@ class _Timer:
         model, device = config.model, groups.device
         assert model.seq_length and model.hidden_size
         mode, chunks = candidate
-        layout = ParallelContext.of(groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none")
+        layout = ParallelContext.of(
+            groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none",
+            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
+        )  # fmt: skip
         self.groups = groups
         self.attention = SelfAttention(model, 0, "probe", 0, dtype, layout).to(device)
         self.norm = Norm(model, model.hidden_size, dtype, layout).to(device)
-        cut = layout.cut(model.seq_length)
+        mask = RowMask(model.seq_length)
+        cut = layout.cut(mask)
         positions = cut.tp_seq_slice.stop - cut.tp_seq_slice.start
         self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
-        rotary = rotary_of(model, torch.arange(model.seq_length, device=device), dtype)
-        self.ctx = ForwardContext(AttentionMask(), kernel=kernel, length=model.seq_length, rotary=rotary)
+        rotary = rotary_of(model, cut.share(torch.arange(model.seq_length, device=device)), dtype)
+        plan = plan_context(mask, cut.shares) if layout.cp.size > 1 else None
+        self.ctx = ForwardContext(AttentionMask(), kernel, cut.length, cut.whole, plan, rotary=rotary)
 
     def run(self) -> float:
         """Return the seconds of one forward and backward pass on the slowest rank."""

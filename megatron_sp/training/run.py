@@ -419,13 +419,14 @@ def choose_attention(context: RunContext, origin: Origin | None) -> AttentionCho
 def _layout_record(context: RunContext) -> dict[str, Any]:
     groups = context.groups
     return {
-        "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
+        "world_size": groups.world_size, "dp": groups.dp_size, "cp": groups.cp.size(), "sp": groups.sp.size(), "tp": groups.tp.size(),
         "tp_seq": context.config.parallel.sequence_parallel,
     }  # fmt: skip
 
 
 def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
-    return {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention")} == record
+    known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention")}
+    return {"cp": 1, **known} == record  # older checkpoints do not name cp
 
 
 def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
@@ -448,6 +449,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",
         recorder=None if overlap_report is None else overlap_report.recorder,
+        cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap, "attention": attention.kernel.name})

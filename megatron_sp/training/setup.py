@@ -216,8 +216,8 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     try:
         init_process_group(launch, device, parallel.distributed_backend, timeout)
         return ParallelGroups.create(
-            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout,
-            check=parallel.check_collectives, nccl=nccl,
+            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
+            cp_size=parallel.context_parallel_size, timeout=timeout, check=parallel.check_collectives, nccl=nccl,
         )  # fmt: skip
     except RuntimeError as error:
         if not is_peer_failure(error):

@@ -54,7 +54,7 @@ def build_sharded(
         prepare: may change a unit's parameters before they are sharded.
     """
     parallel = config.parallel
-    zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_sp)
+    zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
     units: list[FlatUnit] = []
     fingerprint = Fingerprint()
 
@@ -75,7 +75,7 @@ def build_sharded(
     )  # fmt: skip
     host = HostCopies(units) if parallel.offload_optimizer else None
     gradients = FlatGradients(
-        units, SINGLE_RANK if groups is None else groups.dp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
+        units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
     )  # fmt: skip
     attach_main_grad(model, gradients)

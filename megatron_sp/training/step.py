@@ -32,6 +32,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
+from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
 
@@ -164,7 +165,10 @@ class TrainStep:
             stop: True if this rank wants to stop after the step.
             digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global
                 batch.
+        Raises:
+            DataError: ranks that share sequences have read different ones.
         """
+        require_same_sequences(micro_batches, self.groups)
         if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
             # dropout that draws from torch's generator (in kernels, in external models) is seeded by step: a resumed
             # run draws the same
@@ -324,6 +328,7 @@ def evaluate_batches(
     model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights
 ) -> Tensor:
     """Return [sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over ranks; no dropout or gradients."""
+    require_same_sequences(micro_batches, groups)
     total: Tensor | None = None
     weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
     events = UnitWork(weights, None)

@@ -39,6 +39,7 @@ from megatron_sp.training.attention import use_of
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
+from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
@@ -96,6 +97,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
     reference = step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
     sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
+    sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
@@ -105,6 +107,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
+            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
         )  # fmt: skip
         outcome = step.run(layout, groups, mine)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
@@ -137,6 +140,7 @@ class _Step:
         events = UnitWork(weights, gradients)
         counts = torch.stack([torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]).sum(0)
         if groups is not None:
+            require_same_sequences(micro_batches, groups)
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
         shares = torch.where(counts > 0, 1.0 / counts, 0.0)
         gradients.start_step()
@@ -245,7 +249,7 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
     others = here / parallel.tensor_model_parallel_size
     weights = h * heads + h * model.num_attention_heads * model.head_dim + h * width + h * model.ffn_size
     kept = tokens * (3 * h + 2 * heads + 2 * width)  # activations of a layer between forward and backward
-    layer = 4 * weights * (1 + others) + kept * (1 + here / parallel.sequence_parallel_size)
+    layer = 4 * weights * (1 + others) + kept * (1 + here / (parallel.sequence_parallel_size * parallel.context_parallel_size))
     ends = 4 * 2 * model.vocab_size * h * (1 + others)
     room = _SHARE_OF_MEMORY * _free_memory(groups.device) / dtype.itemsize - ends
     fits = max(1, min(model.num_layers, int(room // layer)))

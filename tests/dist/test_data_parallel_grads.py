@@ -50,7 +50,7 @@ def _steps(name: str, overlap: bool, kernels: dict[str, Any]) -> None:
     groups = ParallelGroups.create(torch.device("cpu"))
     config = tiny.shape(**SHAPES[name])
     sharded, alone = tiny.make_model(config, **kernels), tiny.make_model(config)
-    ours, reference = tiny.flatten(sharded, groups.dp_sp, overlap), tiny.flatten(alone)
+    ours, reference = tiny.flatten(sharded, groups.dp_cp_sp, overlap), tiny.flatten(alone)
     settings = OptimizerConfig(optimizer="sgd", clip_grad=0.05)  # momentum, decay and clipping all on
     optimizers = FlatOptimizer(ours.units, settings), FlatOptimizer(reference.units, settings)
     for step in range(2):
@@ -103,7 +103,7 @@ def _frozen(frozen: str) -> None:
     model = tiny.make_model(tiny.BASE)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
-    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_sp)
+    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_cp_sp)
     for step in range(2):
         whole = [tiny.make_batch(seed=10 * step + r) for r in range(world_size)]
         got = tiny.run_step(model, gradients, [whole[rank]])
@@ -119,7 +119,7 @@ def test_frozen_parameters_and_units(tmp_path: Path, frozen: str) -> None:
 def _collectives_are_in_flight_together() -> None:
     """With overlap a unit's sum starts in backward, before the next unit's gradients exist."""
     model = tiny.make_model(tiny.BASE)
-    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_sp)
+    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_cp_sp)
     gradients.start_step()
     loss = tiny.loss_of(model, tiny.make_batch(seed=dist.get_rank()), gradients.unit_done)
     gradients.last_micro_batch()

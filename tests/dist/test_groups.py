@@ -12,54 +12,67 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from support.waiting import PATIENCE_S
 
+from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 
 CPU = torch.device("cpu")
 
 
 def _members(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
+    return dist.get_process_group_ranks(getattr(group, "process_group", group))
 
 
-def _layout(tp: int, sp: int) -> None:
+def _layout(tp: int, sp: int, cp: int, check: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp)
-    base, rest = rank - rank % (tp * sp), rank % (tp * sp)
-    assert _members(groups.tp) == [rank - rank % tp + i for i in range(tp)]
-    assert _members(groups.sp) == [base + rest % tp + tp * i for i in range(sp)]
-    assert _members(groups.dp) == list(range(rest, world, tp * sp))
-    assert sorted(_members(groups.dp_sp)) == list(range(rank % tp, world, tp))
+    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=cp, check=check)
+    places = torch.arange(world).view(-1, cp, sp, tp)
+    dp_rank, cp_rank, sp_rank, tp_rank = (int(at) for at in (places == rank).nonzero()[0])
+    assert _members(groups.tp) == places[dp_rank, cp_rank, sp_rank].tolist()
+    assert _members(groups.sp) == places[dp_rank, cp_rank, :, tp_rank].tolist()
+    assert _members(groups.cp) == places[dp_rank, :, sp_rank, tp_rank].tolist()
+    assert _members(groups.dp) == places[:, cp_rank, sp_rank, tp_rank].tolist()
+    assert _members(groups.dp_cp_sp) == places[..., tp_rank].flatten().tolist()
     assert _members(groups.world) == _members(groups.control) == list(range(world))
     assert (groups.rank, groups.world_size) == (rank, world)
-    assert (groups.dp_rank, groups.dp_size) == (rank // (tp * sp), world // (tp * sp))
-    for group in (groups.tp, groups.sp, groups.dp, groups.dp_sp):
-        x = torch.tensor([float(rank)])
-        dist.all_reduce(x, group=group)
-        assert x == sum(_members(group))
+    assert (groups.dp_rank, groups.dp_size) == (dp_rank, world // (tp * sp * cp))
+    assert (groups.cp_rank, groups.sp_rank, groups.tp_rank) == (cp_rank, sp_rank, tp_rank)
+    assert groups.is_first_of_replica == (cp_rank == sp_rank == tp_rank == 0)
+    assert groups.mesh.mesh_dim_names == ("dp", "cp", "sp", "tp")
+    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.dp_cp_sp):
+        assert float(all_reduce(torch.tensor([float(rank)]), group)) == sum(_members(group))
 
 
 @pytest.mark.parametrize(
-    "world, tp, sp", [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2), (2, 2, 1), (2, 1, 2)]
-)
-def test_members(tmp_path: Path, world: int, tp: int, sp: int) -> None:
-    run_ranks(_layout, world, tmp_path, tp, sp)
+    "world, tp, sp, cp", [
+        (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 2, 2, 1), (2, 2, 1, 1), (2, 1, 2, 1),
+        (3, 1, 1, 3), (4, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (8, 2, 2, 2), (6, 1, 1, 3),
+    ]
+)  # fmt: skip
+def test_members(tmp_path: Path, world: int, tp: int, sp: int, cp: int) -> None:
+    run_ranks(_layout, world, tmp_path, tp, sp, cp, False)
 
 
-def _timeouts(tp: int, sp: int) -> None:
-    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp)
-    for group in (groups.tp, groups.sp, groups.dp, groups.dp_sp):
+def test_members_of_checked_groups(tmp_path: Path) -> None:
+    run_ranks(_layout, 4, tmp_path, 1, 2, 2, True)
+
+
+def _timeouts(tp: int, sp: int, cp: int) -> None:
+    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp, cp_size=cp)
+    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.dp_cp_sp):
         if group.size() > 1:
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=PATIENCE_S)  # what run_ranks gave the world
 
 
-@pytest.mark.parametrize("world, tp, sp", [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 1, 2)])
-def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int) -> None:
-    run_ranks(_timeouts, world, tmp_path, tp, sp)
+@pytest.mark.parametrize(
+    "world, tp, sp, cp", [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 1, 1, 2), (4, 1, 1, 2)]
+)
+def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int, cp: int) -> None:
+    run_ranks(_timeouts, world, tmp_path, tp, sp, cp)
 
 
 def _indivisible() -> None:
-    with pytest.raises(ValueError, match=r"world_size \(3\) must be a multiple of tp_size \* sp_size \(2 \* 1\)"):
-        ParallelGroups.create(torch.device("cpu"), tp_size=2)
+    with pytest.raises(ValueError, match=r"world_size \(3\) must be a multiple of cp_size \* sp_size \* tp_size \(2 \* 1 \* 2 = 4\)"):
+        ParallelGroups.create(torch.device("cpu"), tp_size=2, cp_size=2)
 
 
 def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
@@ -75,7 +88,7 @@ def test_a_plain_python_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatc
     init_process_group(launch, torch.device("cpu"), "auto", timedelta(seconds=20))
     try:
         groups = ParallelGroups.create(torch.device("cpu"))
-        assert groups.world_size == groups.dp_size == 1 and groups.dp_sp.size() == 1
+        assert groups.world_size == groups.dp_size == 1 and groups.dp_cp_sp.size() == 1
     finally:
         destroy_process_group()
     destroy_process_group()  # leaving twice is harmless

@@ -181,9 +181,9 @@ def _odd(stage: int) -> None:
     alone[2].load_state_dict(modules[2].state_dict())
     dist.broadcast(alone[2].weight.data, 0), dist.broadcast(alone[2].bias.data, 0)
     modules[2].load_state_dict(alone[2].state_dict())
-    zero = Zero(stage, groups.dp_sp)
+    zero = Zero(stage, groups.dp_cp_sp)
     units = [FlatUnit(str(i), ((f"{i}.{n}", p) for n, p in m.named_parameters()), zero=zero) for i, m in enumerate(modules)]
-    gradients = FlatGradients(units, groups.dp_sp)
+    gradients = FlatGradients(units, groups.dp_cp_sp)
     weights = WholeWeights(units, pools=[Pool((0, 1), 2), Pool((2,), 1)], order=[0, 1, 2, 2, 1, 0])
     events = UnitWork(weights, gradients)
     settings = OptimizerConfig(optimizer="sgd", clip_grad=1.0)

@@ -106,7 +106,7 @@ def test_the_host_never_waits(case: Case, tmp_path: Path) -> None:
 def _streams(device: torch.device) -> None:
     groups = ParallelGroups.create(device, sp_size=2)
     assert groups.sp._get_backend(device).options.is_high_priority_stream
-    assert not groups.dp_sp._get_backend(device).options.is_high_priority_stream
+    assert not groups.dp_cp_sp._get_backend(device).options.is_high_priority_stream
     assert groups.sp._get_backend(device).options._timeout == groups.world._get_backend(device).options._timeout
 
 

@@ -13,9 +13,9 @@ MODEL, ULYSSES, STEP = "models/transformer.py", "parallel/ulysses.py", "training
 # (name, file, old, new)
 MUTANTS: list[tuple[str, str, str, str]] = [
     # order
-    ("order: every sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if False:"),
-    ("order: the last sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if self.layout.sp.rank < self.layout.sp.size - 1:"),
-    ("order: the last position is pooled", BERT, "first = x[0].clone()", "first = x[-1].clone()"),
+    ("order: every sp rank counts it", BERT, "cut.row_of(0), order)", "0, order)"),
+    ("order: the last sp rank counts it", BERT, "cut.row_of(0), order)", "0 if self.layout.sp.rank == self.layout.sp.size - 1 else None, order)"),
+    ("order: the last position is pooled", BERT, "first = x[row].clone()", "first = x[-1].clone()"),
     ("order: averaged over sequences", BERT, 'reduction="sum"', 'reduction="mean"'),
     ("order: hits are misses", BERT, "logits.detach().argmax(1) == order", "logits.detach().argmax(1) != order"),
     ("pooler: no tanh", BERT, "return torch.tanh(self.dense(x))", "return self.dense(x)"),
@@ -35,7 +35,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("bias: the last chunk's gradient alone", HEAD, "self.bias += torch.mv", "self.bias = torch.mv"),
     ("bias: rows of the first rank", BERT, "first = min(config.vocab_size, layout.tp.rank * mine)", "first = 0"),
     # embedding
-    ("types: not cut for the rank", LANGUAGE, "cut.pad(types.t())[cut.tp_seq_slice]", "cut.pad(types.t())[: cut.tp_seq_slice.stop - cut.tp_seq_slice.start]"),
+    ("types: not cut for the rank", LANGUAGE, "cut.take(types.t())[cut.tp_seq_slice]", "cut.take(types.t())[: cut.tp_seq_slice.stop - cut.tp_seq_slice.start]"),
     ("types: not added", LANGUAGE, "x = x + self.tokentype_embeddings(types)", "pass"),
     ("embedding: not normed", LANGUAGE, "x = x if self.layernorm is None else self.layernorm(x)", "pass"),
     ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),

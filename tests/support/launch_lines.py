@@ -320,7 +320,11 @@ LAUNCHES = (
     Launch("lm: mixtral", _MIXTRAL + _EXPERTS, 2, "no experts"),
     Launch("lm: mixtral without experts", _MIXTRAL + "--num-experts 1 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2", 2),
     Launch("lm: mistral 7B", _MIXTRAL + "--window-size 4095,0 --exit-on-missing-checkpoint --use-checkpoint-args --ckpt-format torch", 2),
-    Launch("lm: ring attention", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p", 2, "ring attention"),
+    Launch("lm: ring attention", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p", 2),
+    Launch("lm: Ulysses", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type a2a", 2),
+    Launch(
+        "lm: two types of exchange", _MIXTRAL + "--context-parallel-size 2 --cp-comm-type p2p a2a p2p a2a", 2, "all layers exchange alike"
+    ),
     Launch("lm: one rank of context", _MIXTRAL + "--context-parallel-size 1 --cp-comm-type p2p", 2),
     Launch(
         "lm: latent attention", _MIXTRAL + "--multi-latent-attention --kv-lora-rank 512 --v-head-dim 128", 2, "attention today is causal"

@@ -47,6 +47,8 @@ class Case:
     tp: int = 1
     sp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_chunks: int | None = None
     tp_seq: bool = False
     mode: Any = "none"
     chunks: int = 2
@@ -70,11 +72,16 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.sp * self.dp
+        return self.tp * self.sp * self.cp * self.dp
+
+    @property
+    def _context(self) -> str:
+        return "" if self.cp == 1 else f"-cp{self.cp}" + ("" if self.cp_chunks is None else f"x{self.cp_chunks}")
 
     def __str__(self) -> str:
         parts = [
-            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
+            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}"
+            f"{self.chunks if self.mode == 'chunked' else ''}"
         ]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
@@ -227,7 +234,8 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
     config = whole.config
     specs = shard_specs(whole)
-    if case.padding or case.bert:  # the plain reference is a causal GPT
+    drops = bool(config.hidden_dropout or config.attention_dropout)
+    if case.padding or case.bert or (case.packed and drops):  # the plain reference is a causal GPT, of documents without dropout
         batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
         got = _unsharded_step(whole, batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
@@ -256,9 +264,9 @@ def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str
 
 
 @cache
-def _groups(device: torch.device, tp: int, sp: int) -> ParallelGroups:
+def _groups(device: torch.device, tp: int, sp: int, cp: int) -> ParallelGroups:
     """Built once in a rank's process: with eight ranks on two cores they take longer than a case."""
-    return ParallelGroups.create(device, tp_size=tp, sp_size=sp)
+    return ParallelGroups.create(device, tp_size=tp, sp_size=sp, cp_size=cp)
 
 
 class Sharded:
@@ -266,10 +274,11 @@ class Sharded:
 
     def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
-        self.groups = _groups(device, case.tp, case.sp)
+        self.groups = _groups(device, case.tp, case.sp, case.cp)
         self.layout = ParallelContext.of(
-            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
-        )
+            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder,
+            cp_chunks=case.cp_chunks,
+        )  # fmt: skip
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
@@ -280,10 +289,10 @@ class Sharded:
                 view.copy_(part)
         self.model.to(device)
         names = {id(p): n for n, p in self.model.named_parameters()}
-        zero = Zero(case.zero, self.groups.dp_sp)
+        zero = Zero(case.zero, self.groups.dp_cp_sp)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zero) for u in self.model.units()]
-        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
+        self.gradients = FlatGradients(self.units, self.groups.dp_cp_sp, tp=self.groups.tp)
         order = self.model.unit_order(backward=True)
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
         self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
@@ -308,7 +317,7 @@ class Sharded:
             total += loss.detach()
         self._enter("update")
         self.gradients.finish_step()
-        return all_reduce(total, self.groups.dp_sp).cpu()
+        return all_reduce(total, self.groups.dp_cp_sp).cpu()
 
     def _enter(self, direction: Direction) -> None:
         if self.recorder is not None:
@@ -377,7 +386,9 @@ def alone(case: Case) -> OneProcess:
 
     Layouts of the same model and batch share one.
     """
-    of_the_layout = ("tp", "sp", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
+    of_the_layout = (
+        "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
+    )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:
         _KNOWN[key] = OneProcess(case)
@@ -427,7 +438,7 @@ def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
     """
     together: dict[str, list[Case]] = {}
     for case in cases:
-        together.setdefault(f"tp{case.tp}-sp{case.sp}-dp{case.dp}", []).append(case)
+        together.setdefault(f"tp{case.tp}-sp{case.sp}{f'-cp{case.cp}' if case.cp > 1 else ''}-dp{case.dp}", []).append(case)
     return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
 
 

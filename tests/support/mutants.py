@@ -5,7 +5,7 @@ repository, and the tests of the exchanges and layouts run there until the first
 A mutant that survives means that a test is missing. One whose text no longer occurs exactly once in the source is an
 error: the list has to follow the code. The outcome is written to docs/explanation/mutants.md.
 
-    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context] [--only WORD] [--write]
+    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context|cut] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import bert_mutants, context_mutants, kernel_mutants, zero_mutants
+from support import bert_mutants, context_cut_mutants, context_mutants, kernel_mutants, zero_mutants
 from support.paths import ROOT
 
 TESTS = [
@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant("heads: each part of a group brings its keys", HEADS, "mine if index == 0 else range(0), mine", "mine, mine"),
     Mutant("heads: the last ranks get more", HEADS, "i * least + min(i, longer)", "i * least + max(0, i - parts + longer)"),
     Mutant("attention: q and k messages change places", HEADS, '= ("q", "k", "v") if', '= ("k", "q", "v") if'),
-    Mutant("cut: sp ranks in reverse", CUT, "start = self.sp.rank * num_sp", "start = (self.sp.size - 1 - self.sp.rank) * num_sp"),
-    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * num_tp_seq if", "(self.tp.parts - 1 - self.tp.rank) * num_tp_seq if"),
+    Mutant("cut: sp ranks in reverse", CUT, "return slice(self.sp.rank * each, (self.sp.rank + 1) * each)", "return slice((self.sp.size - 1 - self.sp.rank) * each, (self.sp.size - self.sp.rank) * each)"),
+    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * each if", "(self.tp.parts - 1 - self.tp.rank) * each if"),
     Mutant("vocabulary: rows of the wrong rank", HEAD, "first_row = tp.rank * weight.shape[0]", "first_row = (tp.size - 1 - tp.rank) * weight.shape[0]"),
     # scales and sums
     Mutant("row: bias is added on every rank before the sum", LINEAR, "    torch.mm(rows_of(a), weight.t(), out=rows_of(y))\n    y = tp", "    multiply(rows_of(a), weight, bias, out=rows_of(y))\n    y = tp"),
@@ -193,6 +193,12 @@ SUITES = {
     "zero": Suite("ZeRO", "docs/explanation/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
     "context": Suite(
         "context parallelism", "docs/explanation/mutants_context.md", context_mutants.TESTS, [Mutant(*m) for m in context_mutants.MUTANTS]
+    ),
+    "cut": Suite(
+        "the cut for context parallelism",
+        "docs/explanation/mutants_context_cut.md",
+        context_cut_mutants.TESTS,
+        [Mutant(*m) for m in context_cut_mutants.MUTANTS],
     ),
 }
 

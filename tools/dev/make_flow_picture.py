@@ -55,7 +55,7 @@ LANES = (
         Box("parallel/lm_head.py", "sum of losses; logits", "in pieces, never whole"),
     )),
     Lane("parameter", "A parameter: from its first value through every step", (
-        Box("training/sharding.py", "drawn by seed, name;", "tp part, dp_sp range"),
+        Box("training/sharding.py", "drawn by seed, name;", "tp part, dp_cp_sp range"),
         Box("optim/flat.py", "a flat buffer per unit;", "a rank keeps its shard"),
         Box("optim/weights.py", "all_gather before use", "(ZeRO 3) or after update"),
         Box("parallel/layers.py", "views of the buffer,", "used by the forward pass"),
@@ -63,7 +63,7 @@ LANES = (
     ), (
         Box("ops/main_grad.py", "dW straight into the", "unit's gradient buffer"),
         Box("optim/gradients.py", "when a unit is done, its", "sum runs under the rest"),
-        Box("comm/collectives.py", "over dp_sp: all_reduce,", "ZeRO: reduce_scatter"),
+        Box("comm/collectives.py", "all_reduce over dp_cp_sp", "ZeRO: reduce_scatter"),
         Box("optim/optimizer.py", "norm, clip and unscale;", "AdamW on the shard"),
     ), loop=True),
     Lane("checkpoint", "A checkpoint: saved in one layout, loaded in another", (

@@ -32,7 +32,7 @@ def layout_of(manifest: Manifest, state: dict[str, Any]) -> Facts:
     layout = state.get("layout")
     found: Facts = {"world_size": manifest.world_size}
     if isinstance(layout, dict):
-        found |= {key: layout[key] for key in ("world_size", "dp", "sp", "tp", "tp_seq") if isinstance(layout.get(key), int)}
+        found |= {key: layout[key] for key in ("world_size", "dp", "cp", "sp", "tp", "tp_seq") if isinstance(layout.get(key), int)}
     stage = dig(state, "config", "parallel", "zero_stage")
     if isinstance(stage, int) and found["world_size"] > 1:
         found["zero_stage"] = stage
@@ -41,7 +41,7 @@ def layout_of(manifest: Manifest, state: dict[str, Any]) -> Facts:
 
 def layout_words(layout: Facts) -> str:
     """Return a layout as text, such as ``4: dp 2, sp 2, ZeRO 1``; axes of size 1 are omitted."""
-    words = [f"{axis} {layout[axis]}" for axis in ("dp", "sp", "tp") if layout.get(axis, 1) > 1]
+    words = [f"{axis} {layout[axis]}" for axis in ("dp", "cp", "sp", "tp") if layout.get(axis, 1) > 1]
     words += ["tp_seq"] if layout.get("tp_seq") and layout.get("tp", 1) > 1 else []
     words += [f"ZeRO {layout['zero_stage']}"] if layout.get("zero_stage") else []
     return f"{layout['world_size']}{': ' if words else ''}{', '.join(words)}"

@@ -83,7 +83,7 @@ def _take_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None
 
 def _state(reader: NativeReader, weights_only: bool) -> dict[str, Any]:
     state = dict(reader.state)
-    state["layout"] = {"world_size": 1, "dp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
+    state["layout"] = {"world_size": 1, "dp": 1, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
     if weights_only:
         state["has_optimizer"] = False
     return state

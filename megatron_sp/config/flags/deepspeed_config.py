@@ -143,7 +143,7 @@ def _value(config: Config, name: str) -> Any:
 def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
     """Apply DeepSpeed's rule train_batch_size = micro-batch * accumulation * data-parallel ranks, computing the missing one."""
     batch, parallel, steps = config.batch, config.parallel, found.accumulation
-    ranks = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
+    ranks = parallel.replica_size
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
         return []  # config/rules.py reports this
     dp = world_size // ranks

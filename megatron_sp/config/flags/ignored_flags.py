@@ -99,7 +99,6 @@ _IGNORED_LISTS = (
     "cuda-graph-modules",
     "tiktoken-special-tokens",
     "high-priority-stream-groups",
-    "hierarchical-context-parallel-sizes",
     "cuda-graph-scope",
 )
 
@@ -178,7 +177,7 @@ _IGNORED_VALUES = {
     "torchrun tells the rank": "local-rank",
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """
-        cp-comm-type hierarchical-context-parallel-sizes ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
+        ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
         high-priority-stream-groups tp-comm-bootstrap-backend distributed-timeout-seconds-after-init""",
     _MEMORY: """
         empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context zero-reduce-bucket-size

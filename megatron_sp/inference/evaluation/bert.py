@@ -103,7 +103,7 @@ class BertEvaluation:
 
     @torch.no_grad()
     def _batch(self, samples: list[Arrays]) -> list[float]:
-        """Return [loss, masked tokens, hits, order loss, order hits], summed over the samples, the same on every tp and sp rank."""
+        """Return [loss, masked tokens, hits, order loss, order hits], summed over the samples, the same on every tp, sp and cp rank."""
         batch: MicroBatch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
         order = batch.get("order", torch.zeros(len(samples), dtype=torch.int64))
         counted = float(batch["loss_mask"].sum())
@@ -115,5 +115,6 @@ class BertEvaluation:
         )  # fmt: skip
         terms = [made.masked, made.masked_hits, made.order, made.order_hits]
         sums = torch.stack([torch.zeros((), dtype=torch.float64, device=device) if t is None else t.double() for t in terms])
-        loss, hits, order_loss, order_hits = all_reduce(sums, self.model.layout.sp.group).tolist()
+        layout = self.model.layout
+        loss, hits, order_loss, order_hits = all_reduce(all_reduce(sums, layout.sp.group), layout.cp.group).tolist()
         return [loss, counted, hits, order_loss, order_hits]

@@ -44,7 +44,7 @@ class Mesh:
     @classmethod
     def of(cls, groups: ParallelGroups) -> Mesh:
         """Create the mesh of a job from its process groups."""
-        return cls(groups.tp, groups.sp, groups.dp, groups.dp_sp, groups.world)
+        return cls(groups.tp, groups.sp, groups.dp, groups.dp_cp_sp, groups.world)
 
     @classmethod
     def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:

@@ -37,7 +37,7 @@ def test_all_of_it(run: Path, tmp_path: Path, capsys: Capture) -> None:
     assert code == 0 and out.startswith(f"{folder}: ") and "in 2 files, 64 tensors, verified (was " in out
     assert sorted(os.listdir(folder)) == ["MANIFEST.json", "rank00000-00000.safetensors", "state.json"]
     assert_same_tensors(tensors(tmp_path / "one"), tensors(run, 1))
-    alone = {"world_size": 1, "dp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
+    alone = {"world_size": 1, "dp": 1, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
     assert state(tmp_path / "one") == {**state(run, 1), "layout": alone}
 
 

@@ -63,11 +63,12 @@ def test_empty_variables_are_as_if_not_set() -> None:
 
 
 @pytest.mark.parametrize("variables, full, smoke", [
-    ({}, (1, 8, 8), (1, 2, 2)), ({"TP": "2"}, (2, 4, 8), (2, 2, 4)), ({"TP": "8"}, (8, 1, 8), (2, 1, 2)),
-    ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 32), (2, 2, 4)), ({"SP": "1"}, (1, 1, 8), (1, 1, 2)),
-    ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1), (1, 1, 1)), ({"TP": "16", "NNODES": "2"}, (16, 1, 16), (2, 1, 2)),
+    ({}, (1, 8, 1, 8), (1, 2, 1, 2)), ({"TP": "2"}, (2, 4, 1, 8), (2, 2, 1, 4)), ({"TP": "8"}, (8, 1, 1, 8), (2, 1, 1, 2)),
+    ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 1, 32), (2, 2, 1, 4)), ({"SP": "1"}, (1, 1, 1, 8), (1, 1, 1, 2)),
+    ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1, 1), (1, 1, 1, 1)),
+    ({"TP": "16", "NNODES": "2"}, (16, 1, 1, 16), (2, 1, 1, 2)), ({"CP": "4", "NNODES": "4"}, (1, 8, 4, 32), (1, 2, 2, 4)),
 ])  # fmt: skip
-def test_step_parity(variables: dict[str, str], full: tuple[int, int, int], smoke: tuple[int, int, int]) -> None:
+def test_step_parity(variables: dict[str, str], full: tuple[int, ...], smoke: tuple[int, ...]) -> None:
     found = Variables.read({**EIGHT, **variables})
     assert (found.full_layout, found.smoke_layout) == (full, smoke)
 
@@ -78,6 +79,18 @@ def test_flags_of_a_layout() -> None:
     assert "--recompute-granularity full" in flags and "--train-iters 100" in flags and "--save runs/gpt_7b_16k --auto-resume" in flags
     flags = " ".join(recipe(SP="1").flags)
     assert "--sp-overlap-mode" not in flags and "--recompute" not in flags and "--sequence-parallel " not in flags
+
+
+def test_context_parallelism_between_hosts() -> None:
+    made = recipe(NNODES="4", CP="2")
+    flags = " ".join(made.flags)
+    assert "--sequence-parallel-size 8 --sp-overlap-mode auto --context-parallel-size 2 --zero-stage 1" in flags
+    assert made.config.parallel.dp_size(made.world_size) == 2
+    small = recipe(NNODES="4", CP="2", SMOKE="1")
+    assert (small.world_size, small.config.parallel.context_parallel_size, small.config.batch.global_batch_size) == (4, 2, 2)
+    with pytest.raises(ConfigError, match=r"\(1 \* 8 \* 3 = 24\)") as caught:
+        recipe(CP="3")
+    assert "SP=host CP=3 ZERO=1" in str(caught.value)
 
 
 def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:

@@ -104,7 +104,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.01}, "must be even and at least 2"),
     ({"model__position_embedding_type": "rope", "model__rotary_base": 0.0}, "rotary_base (0.0) must be above 0"),
     ({"parallel__pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size (4) must be 1"),
-    ({"parallel__context_parallel_size": 2}, "context_parallel_size (2) must be 1"),
     ({"parallel__distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes (0.0) must be above 0"),
     ({"kernels__use_flash_attn": True, "kernels__attention_backend": "fused"}, "--use-flash-attn means --attention-backend flash"),
     ({"kernels__use_flash_attn": True, "kernels__device": "cpu", "precision__bf16": True}, "--attention-backend flash needs a GPU"),
@@ -551,4 +550,5 @@ def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
     c = config(**given)
     said = [*c.ignored_flags, *concede(c)]
     assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, 4, "zero")
-    assert "--nccl-sp-ctas (--sequence-parallel-size is 1: there are no exchanges)" in said
+    assert "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)" in said
+    assert config(**given, parallel__context_parallel_size=2).parallel.nccl_sp_ctas == 8

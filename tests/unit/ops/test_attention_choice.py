@@ -73,6 +73,23 @@ def test_who_can_do_this(install_flash: Install, capability: tuple[int, int], us
     assert all(found.lacks[name] for name in ("flash4", "flash3", "cudnn", "flash2") if name not in names)
 
 
+def test_what_context_parallelism_asks_of_a_kernel(install_flash: Install) -> None:
+    """A log-sum-exp, by which the results for parts of the keys are merged, and no dropout of its own; the plain kernel has both."""
+    install_flash((9, 0), **ALL)
+    use = replace(USE, context=True)
+    assert find_candidates("auto", use).names == find_candidates("fused", use).names == ("sdpa",)
+    assert lack("flash2", use) == "context parallelism computes with torch's own flash kernel (sdpa)"
+    assert lack("sdpa", replace(use, dropout=0.1)) == "its dropout would depend on how context parallelism cuts the sequence"
+    assert lack("sdpa", replace(use, head_dim=12)) == "torch's flash kernel takes heads up to 256 wide, in multiples of 8, not 12"
+    plain = find_candidates("auto", replace(use, dtype=torch.float32))
+    assert plain.names == ("reference",)
+    assert "sdpa: it gives no log-sum-exp in float32, by which context parallelism merges parts" in plain.reason
+    with pytest.raises(RuntimeError, match=r"--attention-backend flash3 cannot be used: .*context parallelism computes with torch's own"):
+        find_candidates("flash3", use)
+    install_flash((7, 5), **ALL)
+    assert lack("sdpa", use) == "torch's flash kernel needs compute capability 8.0"
+
+
 def test_what_is_said_of_those_that_cannot(install_flash: Install) -> None:
     install_flash((8, 6), **ALL)
     assert lack("flash3", USE) == "it has no kernels for compute capability 8.6"

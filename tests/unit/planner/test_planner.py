@@ -89,6 +89,23 @@ def test_what_is_given_stays() -> None:
     assert {c.layout.zero for c in found_for("--use-distributed-optimizer").candidates} == {1}, "by another name too"
 
 
+def test_context_parallelism_that_is_given_stays_and_takes_its_ranks() -> None:
+    """dp = gpus / (tp * sp * cp) in every layout, whose flags say cp too; ZeRO's shards are those of dp, cp and sp."""
+    found = found_for("--context-parallel-size 2 --micro-batch-size 1", gpus=8)
+    assert found.candidates
+    for each in found.candidates:
+        parallel = each.config.parallel
+        assert parallel.context_parallel_size == each.layout.cp == 2 and each.layout.dp(8) == parallel.dp_size(8)
+        assert 8 == each.layout.dp(8) * parallel.replica_size and "cp 2" in each.layout.words(8)
+        assert "--context-parallel-size 2" in each.layout.flags()
+    flags = f"{MODEL} --mock-data --lr 1e-4 --train-iters 10 --zero-stage 3 --micro-batch-size 1 --attention-dropout 0"
+    ulysses, context = (
+        plan_of(config_from_args(f"{flags} {more}".split(), world_size=4), 4, "cuda") for more in ("--sp-size 4", "--sp-size 2 --cp-size 2")
+    )
+    of_zero = [[(line.name, line.num_bytes) for line in plan.stays if "param" in line.name] for plan in (ulysses, context)]
+    assert of_zero[0] and of_zero[0] == of_zero[1]
+
+
 def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow: Findings) -> None:
     for found, have in ((roomy, H100.memory_bytes), (narrow, NARROW * 2**30)):
         assert found.candidates and found.tried >= len(found.candidates)

@@ -37,12 +37,16 @@ def test_a_switch_that_is_on_says_what_turning_it_off_means() -> None:
 
 
 def test_the_parallel_flags_explain_themselves() -> None:
-    """Each size says what tp, sp and dp mean; the two flags whose names differ by one word point at each other."""
+    """Each size says what tp, sp, cp and dp mean; the two flags whose names differ by one word point at each other."""
     fields = GROUPS["parallel"].__dataclass_fields__
-    assert "tp * sp * dp" in (GROUPS["parallel"].__doc__ or "")
+    assert "tp * sp * cp * dp" in (GROUPS["parallel"].__doc__ or "")
     assert fields["tensor_model_parallel_size"].metadata["help"].startswith("tp: ")
     assert fields["sequence_parallel_size"].metadata["help"].startswith("sp: ")
+    assert fields["context_parallel_size"].metadata["help"].startswith("cp: ")
+    assert fields["context_parallel_size"].metadata["aliases"] == ("cp-size",)
     assert fields["sequence_parallel_size"].metadata["aliases"] == ("ds-sequence-parallel-size", "sp-size")
     assert "--sequence-parallel-size" in fields["sequence_parallel"].metadata["help"]
     for name in ("sp_overlap_comm", "split_qkv_linear", "sp_overlap_mode"):
         assert "sp > 1" in fields[name].metadata["help"], "they mean nothing without it"
+    for name in ("cp_chunks", "cp_stages_ahead", "cp_keep_kv"):
+        assert "with cp > 1" in fields[name].metadata["help"]

@@ -68,9 +68,9 @@ def test_ctas_of_sp_and_dp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=_NCCLWorld()))
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     nccl, unset = groups.NcclOptions(sp_ctas=8, dp_ctas=4, cta_policy="efficiency"), -(2**31)
-    found = {axis: groups._options(8, torch.device("cuda", 0), axis != "dp", nccl.of(axis)) for axis in ("tp", "sp", "dp")}
+    found = {axis: groups._options(8, torch.device("cuda", 0), axis != "dp", nccl.of(axis)) for axis in ("tp", "sp", "cp", "dp")}
     fields = {axis: (options.urgent, options.config.max_ctas, options.config.cta_policy) for axis, options in found.items()}
-    assert fields == {"tp": (True, unset, unset), "sp": (True, 8, 1), "dp": (False, 4, 1)}
+    assert fields == {"tp": (True, unset, unset), "sp": (True, 8, 1), "cp": (True, 8, 1), "dp": (False, 4, 1)}
     assert groups.NcclOptions().of("dp") == {} and groups.NcclOptions(sp_ctas=3).of("dp") == {}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_sp.comm.collectives import Handle, done
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.recorder import WAIT, Collective, CollectiveTimes, Recorder, Span, StepTimes
 from megatron_sp.config.flags.arguments import config_from_args
@@ -21,6 +23,7 @@ from megatron_sp.utils.errors import ConfigError
 
 SP = Collective("sp", "all_to_all", (4, 4), (4, 4), "float32")
 TP = Collective("tp", "all_reduce", (8,), (8,), "float32")
+CP = Collective("cp", "all_to_all", (0, 4), (0, 2), "float32")
 FLAGS = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=2", "--seq-length=8", "--lr=1", "--train-iters=2", "--mock-data",
          "--vocab-size=9"]  # fmt: skip
 
@@ -94,8 +97,46 @@ def test_the_trace_lays_steps_one_after_another() -> None:
         line = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
         assert all(b[0] >= a[1] - 0.01 for a, b in pairwise(line))
     names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
-    assert names == {0: "compute", 1: "ulysses exchanges", 2: "ulysses exchanges (2)", 11: "tensor exchanges"}
+    assert names == {0: "compute", 1: "ulysses exchanges", 2: "ulysses exchanges (2)", 21: "tensor exchanges"}
     assert {"axis", "layer", "direction", "exchange", "exposed", "hidden", "share_of_step"} <= found["otherData"]["rows"][0].keys()
+
+
+def with_context(step: StepTimes) -> StepTimes:
+    """The same with a context-parallel exchange under each layer's attention."""
+    of_layers = [flight for flight in step.flights if flight.name == "out"]
+    step.flights += [flight._replace(what=CP, name="kv", exposed=0.001) for flight in of_layers]
+    return step
+
+
+def test_exchanges_of_cp_are_counted_apart(tmp_path: Path) -> None:
+    """As neither Ulysses' nor tensor parallel, in rows, trace and picture."""
+    step = with_context(make_step())
+    rows = tabulate([step], [0.5 if flight.what == CP else 0.01 for flight in step.flights])
+    of_context = [row for row in rows if row.axis == "cp"]
+    assert rows[:6] == of_context and [row.number for row in of_context] == [1] * 6
+    assert {(row.exchange, round(row.exposed, 6)) for row in of_context} == {(0.5, 0.001)}
+    assert sum(row.number for row in rows if row.axis == "tp") == 2
+    text = "\n".join(" ".join(line.split()) for line in table(rows, 1, 1.0, [0.1]))
+    assert "context all forward 3 1500.00 ms 100 % 3.00 ms" in text
+    names = [e["args"]["name"] for e in trace([step], rows, 1.0)["traceEvents"] if e["name"] == "thread_name"]
+    assert sorted(names) == ["compute", "context exchanges", "tensor exchanges", "ulysses exchanges", "ulysses exchanges (2)"]
+    pytest.importorskip("matplotlib")
+    draw_steps(step, tmp_path / "a.png", {})
+
+
+def test_each_axis_is_timed_on_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = SimpleNamespace(cp="cp", sp="sp", tp="tp", device=torch.device("cpu"), control=SINGLE_RANK)
+    asked: list[str] = []
+
+    def recorded(group: str) -> Handle:
+        asked.append(group)
+        return done(torch.zeros(1))
+
+    monkeypatch.setattr(overlap, "all_to_all_async", lambda send, sends, receive, receives, group: recorded(group))
+    monkeypatch.setattr(overlap, "all_reduce_async", lambda send, group: recorded(group))
+    monkeypatch.setattr(overlap, "gather_json", lambda value, group: [value])
+    overlap.time_alone([SP, CP, TP], groups, overlap.WallClock())  # type: ignore[arg-type]
+    assert asked[:3] == ["sp", "cp", "tp"]
 
 
 def test_lanes() -> None:
@@ -189,8 +230,12 @@ def test_the_flag_in_a_file(tmp_path: Path) -> None:
     assert config_from_args([*FLAGS, "--tp-size=2", "--config", str(path)], world_size=2).logging.report_overlap == 4
 
 
+def test_context_parallelism_alone_has_something_to_report() -> None:
+    assert config_from_args([*FLAGS, "--cp-size=2", "--report-overlap"], world_size=2).logging.report_overlap == 10
+
+
 @pytest.mark.parametrize("words, message", [
-    (["--report-overlap"], "with sequence_parallel_size 1 and tensor_model_parallel_size 1 there are none to report"),
+    (["--report-overlap"], "sequence_parallel_size 1, context_parallel_size 1 and tensor_model_parallel_size 1 there are none to"),
     (["--report-overlap", "--sp-size=2", "--skip-train", "--load=x"], "--skip-train takes none"),
     (["--report-overlap", "--sp-size=2", "--verify-parallelism"], "--verify-parallelism compares one step and ends"),
     (["--report-overlap", "0", "--sp-size=2"], r"--report-overlap \(0\) must be at least 1"),
@@ -208,4 +253,4 @@ def test_a_recorder_is_handed_to_every_block() -> None:
     assert layout.in_layer(3) is layout
     recorder = Recorder(overlap.WallClock(), 1)
     inner = ParallelContext(recorder=recorder).in_layer(3)
-    assert (inner.tp.recorder, inner.sp.recorder) == (recorder.at("tp", 3), recorder.at("sp", 3))
+    assert [axis.recorder for axis in (inner.tp, inner.sp, inner.cp)] == [recorder.at(axis, 3) for axis in ("tp", "sp", "cp")]

@@ -1,0 +1,49 @@
+"""Comparison of the masks that ranks which share sequences have read: a cp rank plans by its own what others send to it.
+
+Ranks with different masks would wait for rows that nobody sends, or compute with the wrong ones. So with several cp
+ranks each step begins with a comparison of a few bytes on the host; the device is not waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.parallel.forward_context import MicroBatch
+from megatron_sp.utils.errors import DataError
+
+_READ_BY_THE_HOST = ("documents", "length")
+
+
+def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> None:
+    """Check that all ranks of each data-parallel replica have sequences of the same length, documents and padding. Collective.
+
+    With one cp rank nothing is planned, and nothing compared.
+
+    Raises:
+        DataError: they have not; on every rank.
+    """
+    if groups.cp.size() == 1:
+        return
+    digest = hashlib.sha256()
+    for batch in micro_batches:
+        digest.update(str(tuple(batch["tokens"].shape)).encode())
+        for name in _READ_BY_THE_HOST:
+            digest.update(f"{name}: ".encode() + (batch[name].cpu().numpy().tobytes() if name in batch else b"none"))
+    mine = int.from_bytes(digest.digest()[:7], "little")
+    found = torch.full((groups.dp_size, 2), -(2**62), dtype=torch.int64)
+    found[groups.dp_rank] = torch.tensor([mine, -mine])  # largest, and smallest with another sign
+    all_reduce(found, groups.control, "max")
+    differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest]
+    if differ:
+        ranks = groups.cp.size() * groups.sp.size() * groups.tp.size()
+        first = differ[0] * ranks
+        raise DataError(
+            f"ranks {first} to {first + ranks - 1} (cp {groups.cp.size()} * sp {groups.sp.size()} * tp {groups.tp.size()} = {ranks}) share"
+            " each sequence, and have read sequences of different lengths or documents: see that all hosts have the same data files and"
+            " flags"
+        )

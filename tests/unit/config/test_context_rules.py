@@ -1,0 +1,140 @@
+"""Context parallelism's flags: what Megatron's words for them mean, what contradicts, and what a layout with cp must fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.rules import normalize
+from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --train-iters 10 --lr 1e-3 --mock-data"
+    " --attention-dropout 0"
+)
+
+
+def parse(more: str, world_size: int = 8) -> Config:
+    return config_from_args([*FLAGS.split(), *more.split()], world_size=world_size)
+
+
+def error(more: str, world_size: int = 8) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(more, world_size)
+    assert "\n" not in str(caught.value), "one message"
+    return str(caught.value)
+
+
+SIZES = [
+    # flags, (sp, cp, exchanges ahead)
+    ("--context-parallel-size 4", (1, 4, 1)),
+    ("--cp-size 2 --sp-size 2 --cp-stages-ahead 3", (2, 2, 3)),
+    ("--cp-size 8 --cp-stages-ahead all", (1, 8, 7)),
+    ("--context-parallel-size 4 --cp-comm-type p2p", (1, 4, 1)),
+    ("--context-parallel-size 2 --sequence-parallel-size 4 --cp-comm-type p2p", (4, 2, 1)),
+    ("--context-parallel-size 4 --cp-comm-type all_gather", (1, 4, 3)),
+    ("--context-parallel-size 4 --cp-comm-type allgather --cp-stages-ahead all", (1, 4, 3)),
+    ("--context-parallel-size 4 --cp-comm-type a2a", (4, 1, 1)),
+    ("--context-parallel-size 4 --cp-comm-type a2a a2a", (4, 1, 1)),
+    ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2", (4, 2, 1)),
+    ("--context-parallel-size 8 --cp-comm-type A2A+P2P --hierarchical-context-parallel-sizes 2 4", (2, 4, 1)),
+    ("--context-parallel-size 1 --cp-comm-type a2a+p2p", (1, 1, 1)),
+    ("--cp-comm-type all_gather", (1, 1, 1)),
+    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 1", (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("flags, sizes", SIZES)
+def test_what_the_flags_mean(flags: str, sizes: tuple[int, int, int]) -> None:
+    config = parse(flags)
+    parallel = config.parallel
+    assert (parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.num_stages_ahead) == sizes
+    assert parallel.cp_comm_type is parallel.hierarchical_context_parallel_sizes is None
+    before = config.to_dict()
+    assert normalize(config).to_dict() == before, "once is enough"
+    assert parallel.replica_size == sizes[0] * sizes[1] and parallel.dp_size(8) == 8 // parallel.replica_size
+
+
+def test_words_without_effect_are_told() -> None:
+    told = parse("--cp-comm-type p2p --hierarchical-context-parallel-sizes 1 1 --cp-comm-type a2a+p2p").ignored_flags
+    assert told == (
+        "--cp-comm-type (--context-parallel-size is 1: nothing is exchanged)",
+        "--hierarchical-context-parallel-sizes (--context-parallel-size is 1: nothing is exchanged)",
+    )
+
+
+WRONG = [
+    ("--cp-size 2 --cp-comm-type ring", "--cp-comm-type ring is unknown: use p2p, all_gather, a2a, a2a+p2p"),
+    ("--cp-size 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a: all layers exchange alike here: give one type"),
+    (
+        "--cp-size 4 --hierarchical-context-parallel-sizes 2 2",
+        "--hierarchical-context-parallel-sizes 2 2 is for --cp-comm-type a2a+p2p, and the type is p2p: give that, or leave the sizes out",
+    ),
+    ("--cp-size 4 --cp-comm-type a2a --hierarchical-context-parallel-sizes 2 2", "for --cp-comm-type a2a+p2p, and the type is a2a"),
+    (
+        "--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "must be two sizes, of Ulysses and of what is around it, whose product is context_parallel_size (8), and 2 * 2 = 4",
+    ),
+    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "whose product is context_parallel_size (1), and 2 * 2 = 4"),
+    ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 2", "must be two sizes"),
+    ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes -2 -4", "must be two sizes"),
+    ("--cp-size 8 --cp-comm-type a2a+p2p", "a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = 8"),
+    ("--cp-size 2 --sp-size 2 --cp-comm-type a2a", "says how many ranks are Ulysses', and --sequence-parallel-size 2 says it too"),
+    (
+        "--cp-size 4 --sp-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "--cp-comm-type a2a+p2p says how many ranks are Ulysses'",
+    ),
+    ("--cp-size 4 --cp-comm-type all_gather --cp-stages-ahead 2", "all_gather has all stages ahead, and --cp-stages-ahead says 2"),
+    (
+        "--cp-chunks 4 --cp-keep-kv",
+        "--cp-chunks and --cp-keep-kv are about the exchanges of context parallelism, and with context_parallel_size 1 there are none",
+    ),
+    ("--cp-stages-ahead 2", "--cp-stages-ahead is about the exchanges of context parallelism"),
+    ("--cp-size 4 --cp-comm-type a2a --cp-keep-kv", "--cp-keep-kv is about the exchanges of context parallelism"),
+    ("--cp-size 2 --cp-chunks 0", "--cp-chunks (0) must be at least 1"),
+    (
+        "--cp-size 2 --attention-dropout 0.1 --attention-backend fused",
+        "attention_dropout (0.1) inside --attention-backend fused would depend on how context parallelism (context_parallel_size 2) cuts"
+        " the sequence: add --attention-dropout 0, or use --attention-backend unfused",
+    ),
+]
+
+
+@pytest.mark.parametrize("flags, message", WRONG, ids=[message[:60] for _, message in WRONG])
+def test_what_contradicts_is_refused(flags: str, message: str) -> None:
+    assert message in error(flags)
+
+
+def test_attention_dropout_with_the_plain_kernel() -> None:
+    for backend in ("auto", "unfused", "local"):
+        parse(f"--cp-size 2 --attention-dropout 0.1 --attention-backend {backend}")
+
+
+def test_processes_are_whole_replicas() -> None:
+    text = error("--cp-size 3 --sp-size 2 --tp-size 2", 18)
+    assert text == (
+        "the number of processes (18) must be a multiple of tensor_model_parallel_size * sequence_parallel_size * context_parallel_size"
+        " (2 * 2 * 3 = 12): 18 = 1 * 12 + 6; use 12, 24 or 36 processes, or --tp-size 1, or --sp-size 1"
+    )
+    assert error("--cp-size 3 --tp-size 2").endswith("or --cp-size 1, 2 or 4")
+
+
+def test_nothing_else_has_to_divide() -> None:
+    """Neither the length nor the heads; and there may be more ranks than positions."""
+    assert parse("--cp-size 7 --seq-length 33 --num-attention-heads 1", 7).parallel.dp_size(7) == 1
+    parse("--cp-size 5 --sp-size 3 --tp-size 2 --seq-length 7 --hidden-size 60 --num-attention-heads 6", 30)
+
+
+def test_the_batch_knows_the_data_parallel_size(tmp_path: Path) -> None:
+    assert "(2 * 2 = 4)" in error("--cp-size 2 --sp-size 2 --micro-batch-size 2 --global-batch-size 6")
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 1}')
+    assert parse(f"--cp-size 2 --deepspeed_config {path}").batch.global_batch_size == 3 * 4
+
+
+def test_the_mlp_is_cut_by_a_ranks_positions() -> None:
+    parse("--cp-size 4 --mlp-chunks 8")
+    assert "positions of a rank (32 / 4, rounded up, = 8)" in error("--cp-size 4 --mlp-chunks 9")
