@@ -22,13 +22,13 @@ MagiAttention (arXiv:2505.13211) deals chunks by area, too, without regard to wh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
-from megatron_sp.parallel.context_dealing import deal_chunks
+from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
 from megatron_sp.parallel.heads import deal
 
 Run = tuple[int, int]  # start and stop
@@ -36,6 +36,7 @@ Runs = tuple[Run, ...]
 PieceKind = Literal["full", "diagonal", "band"]
 
 _CHUNKS_TRIED = (1, 2, 4, 8, 16)
+_CHUNKS_IN_ALL = 512  # with more, dealing takes longer than it saves
 _MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if they save more than this
 # What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
 # heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
@@ -157,7 +158,7 @@ def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
             spans = [_Span(0, real, 0, real), _Span(real, s, 0, real)]
         else:
             spans = [_Span(0, s, 0, real)]
-        found.append(tuple(span for span in spans if span.q_start < span.q_stop))
+        found.append(tuple(spans))
     return tuple(found)
 
 
@@ -210,7 +211,7 @@ class _Index:
         return area
 
     def parts(self, sequence: int, run: Run, outside: bool = False) -> Iterator[_Part]:
-        """Yield the parts of a run of queries that see any key, in order.
+        """Yield the parts of a run of queries, in order; their range of keys may be empty.
 
         Args:
             outside: only those that see keys outside the run: its first or its last part, since spans between them are documents
@@ -226,26 +227,16 @@ class _Index:
                 k_stop = min(k_stop, q_stop)
             if self.window is not None:
                 k_start = max(k_start, q_start - self.window + 1)
-            if k_start < k_stop and not (outside and run[0] <= k_start and k_stop <= run[1]):
+            if not (outside and run[0] <= k_start and k_stop <= run[1]):
                 yield _Part(q_start, q_stop, k_start, k_stop)
 
     def num_received(self, runs: Runs) -> int:
         """Return how many rows the owner of ``runs`` receives from all others together, in all sequences."""
         total, own = 0, _Numbering(runs)
         for sequence in range(len(self.spans)):
-            needed = _merged((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
+            needed = merge_runs((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
             total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
         return total
-
-    def documents_over(self, chunks: Sequence[Run]) -> list[dict[int, int]]:
-        """Return, for each document that lies in several chunks, these chunks and how many of its positions each has."""
-        found = []
-        starts = [start for start, _ in chunks]
-        for span in chain.from_iterable(self.spans):
-            first, last = bisect_right(starts, span.q_start) - 1, bisect_right(starts, span.q_stop - 1) - 1
-            if first < last:
-                found.append({c: min(span.q_stop, chunks[c][1]) - max(span.q_start, chunks[c][0]) for c in range(first, last + 1)})
-        return found
 
 
 @lru_cache(maxsize=16)
@@ -260,12 +251,12 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple
     The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
     ``context_dealing.py`` deals them by area. All sequences of the micro-batch are cut alike, by the sum of their areas.
 
-    Without ``num_chunks``, the number is the fewest of 1, 2, 4 and 8 (and 16 for documents) with which attention takes at
-    most 2 % longer than if the mean rank's work were all; if there is none, the fewest at most 2 % above the best. Time is
-    that of the slowest rank where the exchange is hidden: of computing its pairs or of receiving its rows, whichever is
-    longer, a row counting as much as 1,024 pairs. This gives 2 for a causal row, 1 for a bidirectional one and for
-    windows that are short compared with the row, and for documents what their lengths ask for.
-    docs/benchmarks/context_plan.md has what other rules cost.
+    Without ``num_chunks``, the number is 1 for a bidirectional row, whose chunks are all alike, and for windows up to a
+    quarter of the row, of which each chunk needs one more. Else it is the fewest of 1, 2, 4 and 8 (and 16 for documents)
+    with which attention takes at most 2 % longer than if the mean rank's pairs were all; if there is none, the fewest at
+    most 2 % above the best. Time is that of the slowest rank where the exchange is hidden: of computing its pairs or of
+    receiving its rows, whichever is longer, a row counting as much as 1,024 pairs. This gives 2 for a causal row, the
+    zigzag. docs/benchmarks/context_plan.md has what other rules cost.
 
     Args:
         num_chunks: chunks for each rank; fewer in a row that has fewer positions.
@@ -283,8 +274,8 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple
     mean = index.area_before(mask.length) / cp_size
     tried: list[tuple[float, int, tuple[Runs, ...]]] = []
     for k in _CHUNKS_TRIED:
-        if k > 1 and (cp_size * k > mask.length or (not index.packed and (k > 8 or not mask.causal))):
-            break  # without the causal mask and without documents all chunks are alike
+        if k > 1 and (k > _most_chunks(mask) or cp_size * k > min(mask.length, _CHUNKS_IN_ALL)):
+            break
         runs = _dealt(index, cp_size, k)
         areas = [index.area(share) for share in runs]
         most = max(max(area, _PAIRS_PER_ROW * index.num_received(share)) for area, share in zip(areas, runs, strict=True))
@@ -297,17 +288,27 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple
     return next(runs for largest, runs in fast if largest <= enough)
 
 
+def _most_chunks(mask: RowMask) -> int:
+    """Return the largest number of chunks for each rank worth a trial."""
+    if mask.documents is not None:
+        return 16
+    if not mask.causal or (mask.window is not None and 4 * mask.window <= mask.length):
+        return 1
+    return 8
+
+
 def _dealt(index: _Index, cp_size: int, num_chunks: int) -> tuple[Runs, ...]:
     num_chunks = max(1, min(num_chunks, index.length // cp_size))  # no chunk is empty, if there are positions for all ranks
     chunks = [(chunk.start, chunk.stop) for chunk in deal(index.length, cp_size * num_chunks)]
     if num_chunks == 1:
-        return tuple(_merged([chunk]) for chunk in chunks)
+        return tuple(merge_runs([chunk]) for chunk in chunks)
     before = [index.area_before(start) for start, _ in chunks] + [index.area_before(index.length)]
-    shares = deal_chunks([b - a for a, b in pairwise(before)], index.documents_over(chunks) if index.packed else [], cp_size)
-    return tuple(_merged(chunks[chunk] for chunk in share) for share in shares)
+    documents = [(span.q_start, span.q_stop) for span in chain.from_iterable(index.spans)] if index.packed else []
+    shares = deal_chunks([b - a for a, b in pairwise(before)], spread_over(documents, chunks), cp_size)
+    return tuple(merge_runs(chunks[chunk] for chunk in share) for share in shares)
 
 
-def _merged(runs: Iterable[Run]) -> Runs:
+def merge_runs(runs: Iterable[Run]) -> Runs:
     """Return the union of runs, in order; empty ones vanish, and those that touch become one."""
     found: list[Run] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
@@ -377,7 +378,7 @@ class ContextPlan:
         if (i, j) not in self._rows:
             held = self._numberings[j]
             self._rows[i, j] = tuple(
-                _merged(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
+                merge_runs(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
                 for sequence in range(self.mask.sequences)
             )
         return self._rows[i, j]
@@ -385,7 +386,7 @@ class ContextPlan:
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
         """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
         held = self._numberings[j]
-        return tuple(_merged((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
+        return tuple(merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
         """Return how many rows travel from rank j to rank i for ``batch`` sequences; 0 if i is j.
@@ -452,7 +453,7 @@ class ContextPlan:
             raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
 
     def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
-        """Return the parts of rank i's queries that see any key; with ``outside``, those that see keys outside their own run."""
+        """Return the parts of rank i's queries; with ``outside``, those that see keys outside their own run."""
         if (i, sequence, outside) not in self._parts_of:
             self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
         return self._parts_of[i, sequence, outside]
@@ -485,7 +486,7 @@ def plan_context(mask: RowMask, runs: tuple[Runs, ...]) -> ContextPlan:
     Raises:
         ValueError: the runs do not cover the row once, or those of a rank are not in order or touch.
     """
-    if not runs or any(share != _merged(share) for share in runs):
+    if not runs or any(share != merge_runs(share) for share in runs):
         raise ValueError(f"runs of a rank must be in order, not empty, and apart: {runs}")
     everything = sorted(run for share in runs for run in share)
     if [0, *(stop for _, stop in everything)] != [*(start for start, _ in everything), mask.length]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, Runs, cut_row, merge_runs, plan_context
 from megatron_sp.parallel.heads import deal
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key
@@ -45,7 +45,7 @@ def pairs_of(piece: Piece, q_positions: list[int], k_positions: list[int], windo
                 yield sequence, q_positions[piece.q_start + a], k_positions[piece.k_start + b]
 
 
-def positions(runs: tuple[tuple[int, int], ...]) -> list[int]:
+def positions(runs: Runs) -> list[int]:
     return [p for start, stop in runs for p in range(start, stop)]
 
 
@@ -139,6 +139,35 @@ def test_every_allowed_pair_is_in_one_piece_for_every_length(s: int) -> None:
     check_all([s], s, 3, (None, 1, 2, 3, 5, 8))
 
 
+@pytest.mark.parametrize("s", [7, 13, 18, pytest.param(24, marks=pytest.mark.long), pytest.param(31, marks=pytest.mark.long)])
+def test_every_allowed_pair_is_in_one_piece_however_the_row_is_cut(s: int) -> None:
+    """Positions dealt at random, in runs of any length: a plan does not depend on chunks."""
+    chance = random.Random(s)
+    for c in (2, 3, 4):
+        for b, mask in masks(chance, s):
+            owners = [chance.randrange(c)]
+            while len(owners) < s:
+                owners.append(owners[-1] if chance.random() < 0.6 else chance.randrange(c))
+            runs: list[list[tuple[int, int]]] = [[] for _ in range(c)]
+            for owner, group in itertools.groupby(range(s), key=owners.__getitem__):
+                of_run = list(group)
+                runs[owner].append((of_run[0], of_run[-1] + 1))
+            given = RowMask(s, **mask)  # type: ignore[arg-type]
+            check(plan_context(given, tuple(map(tuple, runs))), given, b, **mask)
+
+
+def test_windows_that_end_in_several_runs_and_at_their_edges() -> None:
+    runs = (((2, 4), (6, 12)), ((0, 2), (4, 6)))
+    for window in range(1, 12):
+        mask = RowMask(12, window=window)
+        check(plan_context(mask, runs), mask, 1, causal=True, window=window, documents=None, lengths=None)
+    # of the queries 6 to 11, the last sees back to 12 - window: all keys, but the first run, not even all of the second
+    for window, kinds in ((11, ["full", "band", "full"]), (8, ["full", "band", "full"]), (7, ["full", "band", "band"])):
+        assert [piece.kind for piece in plan_context(RowMask(12, window=window), runs).pieces(0, 1)] == kinds
+    edge = (((0, 3), (5, 8)), ((3, 5),))
+    assert [plan_context(RowMask(8, window=w), edge).pieces(0, 1)[0].kind for w in (4, 5, 6)] == ["band", "full", "full"]
+
+
 def test_longer_rows_of_many_documents() -> None:
     chance = random.Random(5)
     for window, causal in ((None, True), (7, True), (None, False)):
@@ -167,11 +196,12 @@ def test_a_causal_row_is_dealt_as_a_zigzag() -> None:
         RowMask(1 << 13, causal=False, lengths=(100, 8000, 8192, 0)),
         RowMask(1 << 16, window=1024),
         RowMask(1 << 16, window=4096),
+        RowMask(1 << 16, window=1 << 14),
         RowMask(1000, causal=False),  # chunks that differ by one position
     ],
 )
 def test_what_is_even_or_near_is_cut_contiguously(mask: RowMask) -> None:
-    for c in (1, 2, 3, 4, 8):
+    for c in (1, 2, 3, 4, 8, 32):
         assert cut_row(mask, c) == tuple(((chunk.start, chunk.stop),) for chunk in deal(mask.length, c))
 
 
@@ -183,7 +213,7 @@ def test_one_chunk_each_is_contiguous_whatever_the_mask() -> None:
 @pytest.mark.parametrize("k", [None, 1, 2, 3, 4, 8])
 def test_shares_are_even_and_empty_only_in_rows_shorter_than_the_ranks(k: int | None) -> None:
     chance = random.Random(2)
-    for s, c in itertools.product(range(1, 30), range(1, 8)):
+    for s, c in itertools.product((1, 2, 3, 5, 6, 7, 11, 16, 23, 29), range(1, 8)):
         for mask in (RowMask(s), RowMask(s, documents=(random_ends(chance, s),)), RowMask(s, lengths=(chance.randint(0, s),))):
             lengths = plan_context(mask, cut_row(mask, c, k)).lengths
             assert sum(lengths) == s and max(lengths) - min(lengths) <= (k or 16)
@@ -207,7 +237,7 @@ def log_normal_ends(chance: random.Random, s: int, median: float) -> tuple[int, 
 
 
 def test_documents_are_dealt_evenly_and_kept_together() -> None:
-    """Balance within 3 % with 8 chunks, and at most three quarters of the rows that dealing by area alone sends."""
+    """Balance within 2 % with 8 chunks, and on average 60 % of the rows that dealing by area alone sends."""
     chance = random.Random(0)
     shares = []
     for s, c, b, causal, window in ((1 << 16, 4, 1, True, None), (1 << 16, 8, 1, True, None), (1 << 16, 8, 3, True, None),
@@ -215,30 +245,20 @@ def test_documents_are_dealt_evenly_and_kept_together() -> None:
         for _ in range(3):
             mask = RowMask(s, causal, window, tuple(log_normal_ends(chance, s, 1500) for _ in range(b)))
             plan, scattered = (plan_context(mask, runs) for runs in (cut_row(mask, c, 8), by_area_alone(mask, c, 8)))
-            assert plan.balance <= 1.03, (mask, plan.balance)
+            assert plan.balance <= 1.02, (mask, plan.balance)
             assert plan.ring_share < scattered.ring_share
             shares.append(plan.ring_share / scattered.ring_share)
-    assert sum(shares) / len(shares) < 0.7
+    assert sum(shares) / len(shares) < 0.6
 
 
-def by_area_alone(mask: RowMask, c: int, k: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def by_area_alone(mask: RowMask, c: int, k: int) -> tuple[Runs, ...]:
     """The longest-processing-time rule and nothing else."""
     alone = plan_context(mask, tuple(((chunk.start, chunk.stop),) for chunk in deal(mask.length, c * k)))
     found: list[tuple[int, list[int]]] = [(0, []) for _ in range(c)]
     for chunk in sorted(range(c * k), key=lambda chunk: -alone.area(chunk)):
         rank = min((rank for rank in range(c) if len(found[rank][1]) < k), key=lambda rank: found[rank][0])
         found[rank] = found[rank][0] + alone.area(chunk), [*found[rank][1], chunk]
-    runs = []
-    for _, chunks in found:
-        merged: list[list[int]] = []
-        for chunk in sorted(chunks):
-            start, stop = alone.runs[chunk][0]
-            if merged and merged[-1][1] == start:
-                merged[-1][1] = stop
-            else:
-                merged.append([start, stop])
-        runs.append(tuple((start, stop) for start, stop in merged))
-    return tuple(runs)
+    return tuple(merge_runs(alone.runs[chunk][0] for chunk in chunks) for _, chunks in found)
 
 
 def chunks_chosen(mask: RowMask, c: int) -> list[int]:
@@ -250,11 +270,15 @@ def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
     """Against the definition, by pairs and rows of the plan."""
     chance = random.Random(4)
     chosen = Counter[int]()
-    masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 1 << 12, 3 << 13)]
+    masks = [RowMask(s, window=window) for s in (1 << 14, 1 << 16) for window in (None, 3 << 13)]
     masks += [RowMask(s, documents=(log_normal_ends(chance, s, median),)) for s in (1 << 14, 1 << 18) for median in (300, 2000)]
+    masks += [RowMask(s, documents=(random_ends(chance, s),)) for s in range(5, 40)]
+    masks.append(RowMask(1 << 18, documents=(log_normal_ends(random.Random(28), 1 << 18, 2000),)))  # 16 chunks for two ranks
     for mask, c in itertools.product(masks, (2, 4, 8)):
         times, largest = {}, {}
         for k in (1, 2, 4, 8, 16) if mask.documents else (1, 2, 4, 8):
+            if c * k > max(c, mask.length):
+                continue
             plan = plan_context(mask, cut_row(mask, c, k))
             received = [sum(plan.num_rows(i, j, mask.sequences) for j in range(c)) for i in range(c)]
             times[k] = max(max(plan.area(i), 1024 * received[i]) for i in range(c))
@@ -265,7 +289,14 @@ def test_the_number_of_chunks_is_the_fewest_with_which_nobody_waits() -> None:
         expected = min([k for k in times if times[k] <= 1.02 * mean] or even)
         assert expected in chunks_chosen(mask, c), (mask, c, times)
         chosen[expected] += 1
-    assert len(chosen) >= 4, chosen
+    assert set(chosen) == {1, 2, 4, 8, 16}
+
+
+def test_many_ranks_get_fewer_chunks_each() -> None:
+    """512 in all, so that dealing stays a matter of milliseconds."""
+    mask = RowMask(1 << 20, documents=(log_normal_ends(random.Random(0), 1 << 20, 60000),))
+    balance = {k: plan_context(mask, cut_row(mask, 128, k)).balance for k in (4, 8)}
+    assert cut_row(mask, 128) == cut_row(mask, 128, 4) and balance[8] < balance[4] - 0.05
 
 
 def test_a_short_row_has_no_empty_chunks() -> None:
@@ -370,7 +401,12 @@ def test_a_million_tokens_take_no_list_of_positions() -> None:
     ) == sum(plan.area(i) for i in range(c))
 
 
-# ---- masks
+# ---- masks and runs
+
+
+def test_union_of_runs() -> None:
+    assert merge_runs([(4, 6), (0, 2), (2, 3), (5, 5), (1, 3)]) == ((0, 3), (4, 6))
+    assert merge_runs([(0, 9), (2, 5), (9, 10), (11, 11)]) == ((0, 10),) and merge_runs([(3, 3)]) == ()
 
 
 def test_masks_that_mean_the_same_are_equal() -> None:

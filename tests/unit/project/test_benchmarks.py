@@ -24,6 +24,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
 import attention_kernels  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
+import context_plan  # noqa: E402
 import step_vs_hf  # noqa: E402
 import ulysses_replay  # noqa: E402
 import wire  # noqa: E402
@@ -119,6 +120,18 @@ def test_step_benchmark_runs_without_the_peer(tmp_path: Path) -> None:
 def test_step_benchmark_says_where_the_peer_comes_from(tmp_path: Path) -> None:
     done = run("step_vs_hf.py", "--smoke", "--peer-python", str(tmp_path / "python"))
     assert done.returncode == 2 and "setup_peers.sh" in done.stderr
+
+
+def test_simulations_of_the_context_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert context_plan.main(["--smoke"]) == 0
+    text = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert [len(row) for row in cells].count(7) == 2 + len(context_plan.CUTS) and "| **ours** | 1.0" in text
+    one_document = {row[0]: row[5] for row in cells if len(row) == 7}
+    assert one_document["contiguous"] == "1.87; 0.50 (1.00); 4" and one_document["**ours**"] == one_document["zigzag of the row"]
+    of_best = [float(cell.split()[0]) for row in cells if row[1] in context_plan.RULES for cell in row[2:6]]
+    assert len(of_best) == 4 * len(context_plan.RULES) * 7 and min(of_best) >= 0.99  # nothing beats the best number of chunks
+    assert sum(row[0].endswith("K") for row in cells) == 8 and context_plan.picture(16).startswith("<svg")
 
 
 def test_the_other_benchmarks_run(tmp_path: Path) -> None:
