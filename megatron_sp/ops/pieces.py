@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.attention import torch_has_varlen
 from megatron_sp.ops.dropout import keep_mask
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.utils.numbers import window_tile
 
-_BATCHED_BYTES = 1 << 18  # of a tile's queries: above this size a separate call costs little compared with its work
+_BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
 _FILL = 0.75  # the shortest diagonal of a batch, of the longest
 _SHORT = 8  # up to here all lengths share a batch: it is calls that cost
 
@@ -44,30 +43,35 @@ Run = tuple[int, int]
 
 
 class Piece(Protocol):
-    """Some queries of a sequence with some keys, every one of which is seen by a query and sees a key (``parallel/context_plan.py``).
-
-    Attributes:
-        sequence: index of the sequence; -1: all of them.
-        q_start, q_stop: rows of the queries.
-        k_start, k_stop: rows of the keys.
-        kind: full: all pairs; diagonal: query a sees keys up to a; band: query a sees key b if 0 <= a + offset - b < window.
-        offset: position of the first query less that of the first key; for a band.
-    """
+    """Some queries of a sequence with some keys, every one of which is seen by a query and sees a key (``parallel/context_plan.py``)."""
 
     @property
-    def sequence(self) -> int: ...
+    def sequence(self) -> int:
+        """Index of the sequence; -1: all of them, which are alike."""
+
     @property
-    def q_start(self) -> int: ...
+    def q_start(self) -> int:
+        """First row of the queries."""
+
     @property
-    def q_stop(self) -> int: ...
+    def q_stop(self) -> int:
+        """End of the rows of the queries."""
+
     @property
-    def k_start(self) -> int: ...
+    def k_start(self) -> int:
+        """First row of the keys."""
+
     @property
-    def k_stop(self) -> int: ...
+    def k_stop(self) -> int:
+        """End of the rows of the keys."""
+
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> Kind:
+        """full: all pairs; diagonal: query a sees keys up to a; band: query a sees key b if 0 <= a + offset - b < window."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Position of the first query less that of the first key; for a band."""
 
 
 class Part(NamedTuple):
@@ -82,9 +86,9 @@ class Part(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """All pieces of some queries against the keys of one rank.
+    """All pieces of some queries against the keys of one rank. Every layer uses the same stages, so they keep what is derived from them.
 
     Attributes:
         pieces: in the order in which they are computed.
@@ -98,6 +102,13 @@ class Stage:
     window: int | None = None
     key_runs: tuple[tuple[Run, ...], ...] = ()
     documents: tuple[tuple[int, ...], ...] | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned when it was first asked for ``key``."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns m of the queries belong to which of the keys and values.
+    """Correspondence between the columns m of the queries and those of the keys and values.
 
     Attributes:
         batch: b sequences.
@@ -367,13 +378,13 @@ class Tile(NamedTuple):
 Tiles = tuple[Tile, ...]
 
 
-@lru_cache(maxsize=256)
 def tiles_of(pieces: tuple[Piece, ...], window: int | None) -> Tiles:
     """Return the tiles of the pieces: a band is many, anything else is one."""
     found: list[Tile] = []
     for piece in pieces:
         if piece.kind == "band":
-            found += _tiles_of_band(piece, piece.offset + piece.q_stop - piece.q_start if window is None else window)
+            assert window is not None, f"{piece} is a band, and the stage has no window"
+            found += _tiles_of_band(piece, window)
         else:
             queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
             found.append(Tile(piece.sequence, piece.q_start, queries, piece.k_start, keys, piece.kind, 0))
@@ -391,7 +402,6 @@ def _tiles_of_band(piece: Piece, window: int) -> Iterator[Tile]:
         yield Tile(piece.sequence, piece.q_start + start, n, piece.k_start + first, stop - first, "full" if whole else "band", offset)
 
 
-@lru_cache(maxsize=256)
 def batches_of(tiles: Tiles) -> tuple[Tiles, ...]:
     """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length."""
     found: list[list[Tile]] = []
@@ -421,7 +431,7 @@ class _Call(NamedTuple):
 def _calls(stage: Stage, q: Tensor) -> Iterator[_Call]:
     """Yield kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a large tile has calls of its own."""
     each, row = q.shape[1], q.shape[2] * q.shape[3] * q.element_size()
-    for batch in batches_of(tiles_of(stage.pieces, stage.window)):
+    for batch in stage.once("batches", lambda: batches_of(tiles_of(stage.pieces, stage.window))):
         of_one = batch[0].queries * each * row
         if of_one <= _BATCHED_BYTES:
             yield from (_Call(batch[some], slice(0, each)) for some in blocks(len(batch), of_one, q.device))
@@ -489,7 +499,7 @@ class _Block(NamedTuple):
     k: Tensor
     v: Tensor
     tile: Tile
-    window: int | None
+    window: int
     keep: Tensor | None
 
 
@@ -533,7 +543,7 @@ class _TileKernel:
             if row_keys is None:
                 raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
             keep = _keep(stage, call, queries.take(row_keys.x)[..., 0], self.dropout)
-        return _Block(queries.take(q.x), taken[:, :1], taken[:, 1:], call.tiles[0], stage.window, keep)
+        return _Block(queries.take(q.x), taken[:, :1], taken[:, 1:], call.tiles[0], stage.window or 0, keep)
 
 
 class CPUFlash(_TileKernel):
@@ -563,7 +573,7 @@ def _causal_and_mask(block: _Block) -> tuple[bool, Tensor | None]:
     tile = block.tile
     if tile.kind != "band":
         return tile.kind == "diagonal", None
-    return False, band_mask(tile.queries, tile.keys, tile.offset, block.window, block.q.dtype, block.q.device)
+    return False, band_mask(tile, block.window, block.q.dtype, block.q.device)
 
 
 @dataclass(frozen=True)
@@ -594,7 +604,7 @@ class Reference(_TileKernel):
         scores = torch.matmul(block.q, block.k.transpose(-1, -2)).to(wide_dtype(block.q.dtype)) / math.sqrt(block.q.shape[-1])
         tile = block.tile
         if tile.kind == "band":
-            scores = scores + band_mask(tile.queries, tile.keys, tile.offset, block.window, scores.dtype, scores.device)
+            scores = scores + band_mask(tile, block.window, scores.dtype, scores.device)
         elif tile.kind == "diagonal":
             rows = torch.arange(scores.shape[-1], device=scores.device)
             scores = scores.masked_fill(rows > rows[:, None], -torch.inf)
@@ -604,12 +614,19 @@ class Reference(_TileKernel):
         return probs if block.keep is None else probs * block.keep * (1.0 / (1.0 - self.dropout))
 
 
-@lru_cache(maxsize=16)
-def band_mask(queries: int, keys: int, offset: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an additive mask [queries, keys]: 0 where query a sees key b, 0 <= a + offset - b < window, else -inf."""
-    distance = torch.arange(queries, device=device)[:, None] + offset - torch.arange(keys, device=device)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+def band_mask(tile: Tile, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the additive mask [queries, keys] of a tile of a band: 0 where query a sees key b, 0 <= a + offset - b < window, else -inf."""
+    first = window - 1 - tile.offset
+    return _whole_band(window, dtype, device)[: tile.queries, first : first + tile.keys]
+
+
+@lru_cache(maxsize=4)
+def _whole_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask of a tile with all keys that it reaches, ``window`` - 1 before its first query on; others are parts of it."""
+    rows = window_tile(window)
+    distance = torch.arange(rows, device=device)[:, None] + window - 1 - torch.arange(window - 1 + rows, device=device)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:
@@ -641,36 +658,9 @@ def _channels(stage: Stage, tile: Tile) -> list[Run]:
     return found
 
 
-def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
-    """Return the kernel for pieces that computes as the attention kernel ``name`` does (``ops/attention.py``) on tensors like x.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name == "reference":
-        return Reference(dropout)
-    if dropout > 0:
-        raise ValueError(
-            f"attention dropout ({dropout}) in the kernel {name} under context parallelism would depend on the layout: use the reference"
-            " kernel (--attention-backend unfused), whose dropout is by hash, or --attention-dropout 0"
-        )
-    if x.device.type == "cpu":
-        return CPUFlash()
-    if torch_has_varlen(x):
-        from megatron_sp.ops.gpu_pieces import TorchFlash  # which imports this file
-
-        return TorchFlash()
-    raise ValueError(
-        f"no kernel for context parallelism on {x.device.type} takes {str(x.dtype).removeprefix('torch.')} and heads {x.shape[-1]} wide:"
-        " torch's flash kernel takes bf16 and fp16 and widths up to 256 that are multiples of 8, from compute capability 8.0 on; or use the"
-        " reference kernel (--attention-backend unfused)"
-    )
-
-
 # halves of a stage
 
 
-@lru_cache(maxsize=256)
 def halves(pieces: tuple[Piece, ...], window: int | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Split the pieces into two parts of about the same work, the first ones and the rest; a large one is cut between two queries."""
     work = [_pairs_of_rows(piece, window) for piece in pieces]
@@ -695,8 +685,8 @@ def _pairs_of_rows(piece: Piece, window: int | None) -> np.ndarray:
     if piece.kind == "diagonal":
         return rows + 1
     last = rows + piece.offset
-    first = np.zeros_like(rows) if window is None else np.maximum(0, last - window + 1)
-    return np.minimum(keys, last + 1) - first
+    assert window is not None, f"{piece} is a band, and the stage has no window"
+    return np.minimum(keys, last + 1) - np.maximum(0, last - window + 1)
 
 
 def cut(piece: Piece, row: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

@@ -22,7 +22,8 @@ planned exchange for packed documents: MagiAttention (arXiv:2505.13211).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,6 @@ from megatron_sp.ops.memory import empty
 from megatron_sp.ops.pieces import (
     Columns,
     Partial,
-    Piece,
     PieceKernel,
     Rows,
     Stage,
@@ -190,12 +190,12 @@ class _Message:
     runs: tuple[tuple[Run, ...], ...]
     columns: Columns
 
-    @property
+    @cached_property
     def same(self) -> bool:
         """True if all sequences need the same rows."""
         return len(set(self.runs)) == 1
 
-    @property
+    @cached_property
     def num_rows(self) -> tuple[int, ...]:
         """Number of rows of each sequence."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
@@ -240,6 +240,50 @@ class _Message:
         return found
 
 
+class _Tables:
+    """Stages, messages and shifts of a rank; the same for all layers and passes, and derived from the plan when first asked for.
+
+    Attributes:
+        shifts: those in which any rank sends anything to any other; the same on all ranks.
+    """
+
+    def __init__(self, plan: ContextPlan, rank: int, columns: Columns) -> None:
+        self.plan, self.rank, self.columns = plan, rank, columns
+        size = plan.cp_size
+        self.shifts = [t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))]
+        self._messages: dict[tuple[int, int], _Message] = {}
+        self._stages: dict[int, Stage] = {}
+        self._halves: tuple[Stage, Stage] | None = None
+
+    def message(self, i: int, j: int) -> _Message:
+        """Return the message from rank j to rank i."""
+        if (i, j) not in self._messages:
+            self._messages[i, j] = _Message(self.plan.local_rows(i, j), self.columns)
+        return self._messages[i, j]
+
+    def stage(self, j: int) -> Stage:
+        """Return the stage of this rank's queries with rank j's keys."""
+        if j not in self._stages:
+            own = (self.plan.runs[j],) * self.columns.sequences
+            runs = own if j == self.rank else self.plan.rows(self.rank, j)
+            self._stages[j] = Stage(self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents)
+        return self._stages[j]
+
+    @property
+    def halves(self) -> tuple[Stage, Stage]:
+        """Two halves of the stage with this rank's own keys: the last gradients travel under the second. All is in the first if none do."""
+        if self._halves is None:
+            own = self.stage(self.rank)
+            first, second = halves(own.pieces, own.window) if self.shifts else (own.pieces, ())
+            self._halves = replace(own, pieces=first, _known={}), replace(own, pieces=second, _known={})
+        return self._halves
+
+
+@lru_cache(maxsize=8)
+def _tables_of(plan: ContextPlan, rank: int, columns: Columns) -> _Tables:
+    return _Tables(plan, rank, columns)
+
+
 @dataclass(frozen=True)
 class _Pass:
     """Arguments of the op that are not tensors, and the exchanges of a rank."""
@@ -254,32 +298,22 @@ class _Pass:
         """Return the rank at a distance."""
         return (self.cp.rank + shift) % self.cp.size
 
-    def shifts(self) -> list[int]:
-        """Return the shifts in which any rank sends anything to any other; the same on all ranks."""
-        size = self.cp.size
-        return [t for t in range(1, size) if any(self.plan.num_rows((j + t) % size, j, self.columns.batch) for j in range(size))]
-
-    def message(self, i: int, j: int) -> _Message:
-        """Return the message from rank j to rank i."""
-        return _Message(self.plan.local_rows(i, j), self.columns)
-
-    def stage(self, j: int, pieces: tuple[Piece, ...] | None = None) -> Stage:
-        """Return the stage of this rank's queries with rank j's keys, or of some of its pieces."""
-        plan, rank = self.plan, self.cp.rank
-        key_runs = (plan.runs[rank],) * self.columns.sequences if j == rank else plan.rows(rank, j)
-        return Stage(plan.pieces(rank, j) if pieces is None else pieces, plan.mask.window, key_runs, plan.mask.documents)
+    @property
+    def tables(self) -> _Tables:
+        """Stages and messages of this rank."""
+        return _tables_of(self.plan, self.cp.rank, self.columns)
 
     def send_kv(self, kv: Tensor, shift: int) -> Handle:
         """Start a shift: this rank's rows to the rank ``shift`` ahead, the rows of the one ``shift`` behind to here."""
         to, source = self.peer(shift), self.peer(-shift)
-        outgoing, incoming = self.message(to, self.cp.rank), self.message(self.cp.rank, source)
+        outgoing, incoming = self.tables.message(to, self.cp.rank), self.tables.message(self.cp.rank, source)
         send = outgoing.pack(kv)
         return self.cp.exchange_async("kv", send, self._only(to, send.numel()), self._only(source, incoming.numel(kv)))
 
     def send_back(self, d_rows: Tensor, kv: Tensor, shift: int) -> Handle:
         """Start the way back of a shift: gradients of the rows of the rank ``shift`` behind, those of this rank's to here."""
         to, source = self.peer(-shift), self.peer(shift)
-        mine = self.message(source, self.cp.rank)
+        mine = self.tables.message(source, self.cp.rank)
         return self.cp.exchange_async("d kv", d_rows, self._only(to, d_rows.numel()), self._only(source, mine.numel(kv)))
 
     def _only(self, rank: int, count: int) -> list[int]:
@@ -291,7 +325,7 @@ class _Arrivals:
 
     def __init__(self, pass_: _Pass, kv: Tensor, kept: tuple[Tensor, ...] = ()) -> None:
         self.pass_, self.kv, self.kept = pass_, kv, kept
-        self.shifts = pass_.shifts()
+        self.shifts = pass_.tables.shifts
         self.num_started, self.under_way = 0, deque[Handle]()
         self._start(max(1, pass_.cp.stages_ahead))
 
@@ -334,14 +368,14 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> ContextAttention:
-    rank, columns = pass_.cp.rank, pass_.columns
+    rank, columns, tables = pass_.cp.rank, pass_.columns, pass_.tables
     arrivals, received = _Arrivals(pass_, kv), list[Tensor]()
     so_far = Partial(q, columns)
-    attend(pass_.kernel, pass_.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
+    attend(pass_.kernel, tables.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
     for index, shift in enumerate(arrivals.shifts):
         source = pass_.peer(-shift)
         arrived = arrivals.wait(index)
-        attend(pass_.kernel, pass_.stage(source), q, pass_.message(rank, source).rows(arrived, kv), so_far, columns, row_keys)
+        attend(pass_.kernel, tables.stage(source), q, tables.message(rank, source).rows(arrived, kv), so_far, columns, row_keys)
         if pass_.cp.keep_kv:
             received.append(arrived)
         del arrived  # before the next but one is given memory
@@ -352,23 +386,21 @@ def _backward(
     pass_: _Pass, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, row_keys: Tensor | None, received: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out."""
-    rank, columns, kernel = pass_.cp.rank, pass_.columns, pass_.kernel
+    rank, columns, kernel, tables = pass_.cp.rank, pass_.columns, pass_.kernel, pass_.tables
     wide = wide_dtype(kv.dtype)
     arrivals = _Arrivals(pass_, kv, received)
     d_q, d_kv = (empty(x.shape, dtype=wide, device=x.device).zero_() for x in (of_queries[0], kv))
     own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
 
-    def add_own(pieces: tuple[Piece, ...]) -> None:
-        attend_backward(kernel, pass_.stage(rank, pieces), of_queries, own, d_q, of_own, columns, row_keys)
+    def add_own(stage: Stage) -> None:
+        attend_backward(kernel, stage, of_queries, own, d_q, of_own, columns, row_keys)
 
-    pieces = pass_.plan.pieces(rank, rank)
-    # the last gradients travel under the second half
-    first, second = halves(pieces, pass_.plan.mask.window) if arrivals.shifts else (pieces, ())
+    first, second = tables.halves
     add_own(first)
 
     def of_stage(source: int, arrived: Tensor) -> Tensor:
         """Add to the gradient of q, and return that of what arrived, in the dtype in which it travels."""
-        message, stage = pass_.message(rank, source), pass_.stage(source)
+        message, stage = tables.message(rank, source), tables.stage(source)
         d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
         rows, into = message.rows(arrived, kv), message.rows(d_rows, kv)
         attend_backward(kernel, stage, of_queries, rows, d_q, into, columns, row_keys)
@@ -378,10 +410,8 @@ def _backward(
     for index, shift in enumerate(arrivals.shifts):
         d_rows = of_stage(pass_.peer(-shift), arrivals.wait(index))
         going_back = shift, pass_.send_back(d_rows, kv, shift)
-        del d_rows
         _add_arrived(pass_, d_kv, returning)
         returning = going_back
-        del going_back
     add_own(second)
     _add_arrived(pass_, d_kv, returning)
     return d_q.to(kv.dtype), d_kv.to(kv.dtype)
@@ -391,4 +421,4 @@ def _add_arrived(pass_: _Pass, d_kv: Tensor, returning: tuple[int, Handle] | Non
     """Add what the rank that got this rank's rows in a shift has found for them."""
     if returning is not None:
         shift, handle = returning
-        pass_.message(pass_.peer(shift), pass_.cp.rank).add_to(d_kv, handle.wait())
+        pass_.tables.message(pass_.peer(shift), pass_.cp.rank).add_to(d_kv, handle.wait())

@@ -8,7 +8,8 @@ from support.op_checks import randn
 from torch import Tensor
 
 from megatron_sp.ops.gpu_pieces import TorchFlash
-from megatron_sp.ops.pieces import Columns, CPUFlash, Partial, PieceKernel, Rows, Stage, attend, attend_backward, piece_kernel
+from megatron_sp.ops.piece_choice import piece_kernel
+from megatron_sp.ops.pieces import Columns, CPUFlash, Partial, PieceKernel, Rows, Stage, attend, attend_backward
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
 pytestmark = pytest.mark.gpu

@@ -167,13 +167,25 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
     tensors = randn(12, 4, 2, D), randn(12, 4, 2, D, seed=1)
     columns, kv = Columns(2, False), randn(12, 4, 2, D, seed=2)
     for rows in (Rows.interleaved(kv, 2), message(kv, 2, False)):
+        rounds = calls_of(pieces, None)[0].apart(rows)
+        assert len(rounds) == 2  # in each of which no row is twice: sums on a GPU are those of the last time
+        every = torch.arange(len(rows.x))
+        for mine, of_tensor in rounds:
+            assert len(every[of_tensor].unique()) == len(every[of_tensor]) == len(torch.arange(32)[mine])
         stages = [(Stage(pieces), rows)]
         assert_law(results(TorchFlash(), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
+
+
+def test_pieces_that_share_queries_share_no_call() -> None:
+    bands: tuple[Piece, ...] = (Part(0, 0, 10, 0, 5, "band", 7), Part(0, 5, 15, 5, 10, "band", 7), Part(1, 5, 15, 5, 10, "band", 7))
+    assert [[piece.sequence for piece in call.pieces] for call in calls_of(bands, 20)] == [[0], [0, 1]]
 
 
 def test_a_band_with_keys_that_no_query_sees_is_refused() -> None:
     with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
         calls_of((Part(0, 0, 4, 0, 9, "band", 2),), 3)
+    with pytest.raises(AssertionError, match="has keys that no query sees, or queries without keys"):
+        calls_of((Part(0, 0, 4, 0, 3, "band", 3),), 4)  # the last query is four positions behind the last key
 
 
 @pytest.mark.parametrize("kind, left, right", [("full", -1, -1), ("diagonal", -1, -1), ("band", 3, 0)])
@@ -181,11 +193,11 @@ def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right:
     """As far as torch's description of its results goes, which is all that there is without a GPU."""
     q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
     (call,) = calls_of((Part(-1, 0, 4, 0, 4, kind), Part(-1, 4, 9, 4, 9, kind)), 4)
-    assert call[1:] == (kind == "diagonal", left, right)
-    lengths = gpu_pieces._lengths(call, q.device)
-    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call)
+    assert call.mask == (kind == "diagonal", left, right)
+    lengths = call.lengths(q.device)
+    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call.mask)
     assert out.shape == (9, 6, D) and lse.shape == (6, 9) and lse.dtype == torch.float32
-    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call)
+    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call.mask)
     assert [x.shape for x in found] == [(9, 6, D), (9, 2, D), (9, 2, D)]
 
 

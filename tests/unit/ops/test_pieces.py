@@ -12,9 +12,11 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import in_blocks, randn
 from torch import Tensor
 
+from megatron_sp.ops import piece_choice
 from megatron_sp.ops import pieces as pieces_module
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.gpu_pieces import TorchFlash
+from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.pieces import (
     Columns,
     CPUFlash,
@@ -32,7 +34,6 @@ from megatron_sp.ops.pieces import (
     each_key_once,
     halves,
     merge_,
-    piece_kernel,
     tiles_of,
     wide_dtype,
 )
@@ -377,7 +378,7 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         piece_kernel("sdpa", x, 0.25)
     with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
-    monkeypatch.setattr(pieces_module, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(piece_choice, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
     assert isinstance(piece_kernel("cudnn", x.to("meta", torch.bfloat16)), TorchFlash)
 
 
