@@ -12,6 +12,7 @@ forward pass needs besides x is in one ``ForwardContext``. Each layer describes 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -24,8 +25,11 @@ from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, 
 from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront
+from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
+from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
+from megatron_sp.parallel.context_plan import ContextPlan
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.init import WeightInit, output_std
@@ -128,7 +132,7 @@ class AttentionCore:
             q, k, v = self._grouped(self._rotated(recv_buffers["q"]) if rotates_inside else recv_buffers["q"], share), None, None
             if (pairs := recv_buffers.get("kv")) is not None:
                 pairs = self._rotated(pairs, heads=2) if rotates_inside else pairs
-                k, v = pairs.view(pairs.shape[0], -1, 2, self.d).split(1, dim=2)
+                k, v = pairs.view(pairs.shape[0], pairs.shape[1] * (pairs.shape[2] // (2 * self.d)), 2, self.d).split(1, dim=2)
         elif fused is None:
             q, k, v = (self._rotated(recv_buffers[part]) if rotates_inside and part != "v" else recv_buffers[part] for part in "qkv")
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
@@ -145,7 +149,7 @@ class AttentionCore:
             q, k = self.layer.q_layernorm(q), None if k is None else self.layer.k_layernorm(k)
             if self.ctx.rotary is not None:
                 q, k = self._rotated(q), None if k is None else self._rotated(k)
-        if k is None or v is None or is_uniform(share, self.r):
+        if k is None or v is None or is_uniform(share, self.r) or self.ctx.plan is not None:
             return q, k, v
         return q, self._repeated(k, share), self._repeated(v, share)
 
@@ -153,22 +157,40 @@ class AttentionCore:
         """Compute attention; with a KV cache over the keys and values of all positions so far. See ``parallel.ulysses.Core``."""
         if self.ctx.cache is not None:
             k, v = self.ctx.cache.extend(self.layer.layer, k, v)
-        if self.ctx.recompute_core:
+        if self.ctx.recompute_core and self.ctx.plan is None:  # across ranks attention saves no scores, and its exchanges are not repeated
             return recompute(self._core, q, k, v, share, None, draws_random=self.layer.draws_random(self.ctx))
         return self._core(q, k, v, share, kept)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
-        if ctx.plan is not None:
-            raise RuntimeError("attention over the positions of several context-parallel ranks is not joined yet")
         if ctx.dropout is None or rate == 0.0:
             rate = 0.0
         else:
             keys = ctx.dropout.row_keys(self.layer.layer, SITE_ATTENTION)
             groups = len(share.queries) // q.shape[2]
             rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
+        if ctx.plan is not None:
+            return self._across_ranks(q, k, v, ctx.plan, share, rate, rows, kept)
         mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])
         return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows, kept=kept)
+
+    def _across_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None, kept: KeptTensors | None
+    ) -> Tensor:  # fmt: skip
+        """Compute attention over the keys and values of all cp ranks."""
+        counts = None if is_uniform(share, self.r) else tuple(Counter(key_of_each_query(share, self.r)).values())
+        row_keys = None if rows is None else rows.permute(2, 0, 1)  # [m, r, L] -> [L, m, r]
+        before = None
+        if kept is not None and kept.replays:
+            out, lse, *received = kept.take("attention")
+            before = ContextAttention(out, lse, tuple(received))
+        found = context_attention(
+            q, paired(k, v), plan, self.layer.layout.cp, piece_kernel(self.ctx.kernel, q, rate),
+            batch=q.shape[1] * q.shape[2] // len(share.queries), counts=counts, row_keys=row_keys, kept=before,
+        )  # fmt: skip
+        if kept is not None and not kept.replays:
+            kept.keep("attention", found.out, found.lse, *found.received)
+        return found.out
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
         assert self.ctx.rotary is not None

@@ -150,6 +150,26 @@ def context_attention(
     return ContextAttention._make(_regrouped(_ContextAttention.apply(pass_, kept, row_keys, q, kv)))
 
 
+def paired(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values side by side, [L, m, 1, d] each -> [L, m, 2, d]: the same memory if they are so already, else a copy."""
+    return _Paired.apply(k, v)
+
+
+class _Paired(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
+        beside = v.storage_offset() == k.storage_offset() + k.shape[3] and k.stride() == v.stride() and k.stride(3) == 1
+        if not beside or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+            return torch.cat((k, v), 2)
+        shape, stride = (*k.shape[:2], 2, k.shape[3]), (*k.stride()[:2], k.shape[3], 1)
+        # neither a leaf nor a view for autograd
+        return torch.empty(0, dtype=k.dtype, device=k.device).set_(k.untyped_storage(), k.storage_offset(), shape, stride)  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad[:, :, :1], grad[:, :, 1:]
+
+
 def _regrouped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     out, lse, *received = tensors
     return out, lse, tuple(received)

@@ -9,7 +9,7 @@ A plan is a list of chunks, which pass through projection, exchange, attention a
 and for each chunk the messages that carry its q, k and v:
 
     none        one chunk, one message
-    split-qkv   one chunk, three messages: q, k, v
+    split-qkv   one chunk, three messages: q, k, v (with context parallelism two in every mode: q, k and v)
     chunked     G chunks of the rank's query heads, one message each; if a group is split into several chunks, its first chunk
                 carries the key and value for all of them
 """
@@ -78,7 +78,9 @@ def deal(count: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1) -> list[HeadChunk]:
+def plan_heads(
+    queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1, *, pairs: bool = False
+) -> list[HeadChunk]:  # fmt: skip
     """Return the plan for one tp rank's heads.
 
     Args:
@@ -87,6 +89,7 @@ def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: Over
         sp_size: P.
         mode: how exchanges are split.
         num_chunks: G, for "chunked"; limited to a rank's number of query heads.
+        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends on.
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
@@ -98,7 +101,7 @@ def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: Over
     length = max(len(s) for s in shares)
     nothing = Share(range(0), range(0), range(0))
     shares = [s + [nothing] * (length - len(s)) for s in shares]
-    parts: tuple[Part, ...] = ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
+    parts: tuple[Part, ...] = ("q", "kv") if pairs else ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
     last = [[_not_used_later(s, index) for index in range(length)] for s in shares]
     splits_groups = any(share.keys != share.uses for s in shares for share in s)
     chunks = []

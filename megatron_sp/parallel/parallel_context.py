@@ -157,7 +157,7 @@ class ParallelContext:
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[HeadChunk, ...]:
         """Return the plan of the exchanges of one tp rank's heads."""
-        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks))
+        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks, pairs=self.cp.size > 1))
 
     def cut(self, mask: RowMask) -> SequenceCut:
         """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp."""

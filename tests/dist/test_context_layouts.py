@@ -1,6 +1,5 @@
-"""Layouts with context parallelism give the one-process loss and gradients, whatever computes attention in them.
-
-Attention is the plain one of ``support/context_core.py``: what is tested is everything around it, from the cut of the
+"""Layouts with context parallelism give the one-process loss and gradients: with the exchange that is planned from the mask,
+and with the plain attention of ``support/context_core.py``, which tests everything around it by itself, from the cut of the
 batch to the sums over dp, cp and sp.
 """
 
@@ -25,6 +24,7 @@ MISTRAL = {**LLAMA, "window_size": 3}
 DROP = {"hidden_dropout": 0.2}
 ALL_DROP = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+QKV = {"recompute_qkv": True}
 NEOX = {**ROPE, "use_parallel_residual": True, "rotary_percent": 0.34, "untie_embeddings_and_output_weights": True}
 UNEVEN = {**ROPE, "num_attention_heads": 6, "kv_channels": 4, "group_query_attention": True, "num_query_groups": 3}
 WIDE = {"ffn_hidden_size": 12}
@@ -46,6 +46,20 @@ CASES = [
     Case(cp=3, seq=2, cp_chunks=1, model={**LLAMA, "qk_layernorm": True}),  # the last rank has no position
     Case(cp=3, seq=2, bert=True, model=ALL_DROP),
     Case(cp=3, seq=1, cp_chunks=2, model=DROP, kernels=FULL),
+    # what is kept, and what is made again
+    *(Case(cp=2, model=LLAMA, kernels={**FULL, "recompute_attention": again}) for again in ("exchange", "full")),
+    Case(cp=2, seq=9, model={**ROPE, **ALL_DROP}, kernels=QKV),  # the plain kernel gives its log of sums here
+    Case(cp=2, sp=2, mode="chunked", chunks=4, model={**MULTI_QUERY, "num_attention_heads": 8, **ROPE}, kernels=QKV),
+    Case(
+        cp=2,
+        sp=2,
+        mode="chunked",
+        chunks=3,
+        packed=True,
+        model={**UNEVEN, "qk_layernorm": True},
+        kernels={**FULL, "recompute_num_layers": 2},
+    ),
+    Case(cp=3, sp=2, seq=2, mode="chunked", model=UNEVEN, kernels=QKV),
     # with Ulysses, and with tp
     Case(cp=2, sp=2, mode="chunked", chunks=2, model=LLAMA, seq=9),
     Case(cp=2, sp=2, seq=3, mode="chunked", model={**MULTI_QUERY, **ROPE}),  # padding on each cp rank
@@ -81,7 +95,6 @@ LONG_CASES = [
 ]
 
 
-@pytest.mark.usefixtures("plain_context")
 @pytest.mark.parametrize("cases", by_axes(CASES))
 def test_context_parallel_layouts(cases: list[Case], tmp_path: Path) -> None:
     run_cases(cases, tmp_path)
@@ -89,6 +102,12 @@ def test_context_parallel_layouts(cases: list[Case], tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("plain_context")
+@pytest.mark.parametrize("cases", by_axes([*CASES, *LONG_CASES]))
+def test_what_is_around_attention(cases: list[Case], tmp_path: Path) -> None:
+    run_cases(cases, tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("cases", by_axes(LONG_CASES))
 def test_more_context_parallel_layouts(cases: list[Case], tmp_path: Path) -> None:
     run_cases(cases, tmp_path)

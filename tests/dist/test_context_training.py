@@ -1,27 +1,22 @@
-"""The training program with context parallelism: one line of losses, checkpoints into any layout, validation, evaluation.
-
-Attention is the plain one of ``support/context_core.py``.
-"""
+"""The training program with context parallelism: one line of losses, checkpoints into any layout, validation, evaluation."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support import stored_models
-from support.context_core import plain_core
 from support.training import bert, records, run_once, state, trace, train, write_data
 
 from megatron_sp.commands import evaluate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.models.bert import BertModel
-from megatron_sp.models.transformer import AttentionCore
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
 ULYSSES = ("--context-parallel-size", 4, "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", 2, 2)
@@ -35,14 +30,6 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "cp2 dp2": (4, ("--cp-size", 2, "--recompute-granularity", "full")),
 }
 LONG = ("tp2 cp2", "cp2 dp2", "cp2", "cp3 zero3")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain_context() -> Iterator[None]:
-    """Ranks that are forked here compute attention in the plain way, those of runs that several tests look at too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionCore, "_core", plain_core)
-        yield
 
 
 def losses(run: Path) -> list[float]:

@@ -19,8 +19,9 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.models.transformer import SITE_ATTENTION, AttentionCore
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import keep_mask
+from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, Runs
-from megatron_sp.parallel.heads import Share
+from megatron_sp.parallel.heads import Share, is_uniform
 
 
 def dense_mask(mask: RowMask, batch: int) -> tuple[Tensor, Tensor]:
@@ -86,11 +87,11 @@ def attention_of_rank(q: Tensor, kv: Tensor, plan: ContextPlan, rank: int, batch
     return torch.einsum("mrls,smd->lmrd", probs, v)
 
 
-def plain_core(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+def plain_core(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
     """As ``AttentionCore._core``, with several cp ranks too."""
     ctx, layer = self.ctx, self.layer
     if ctx.plan is None:
-        return _OWN_CORE(self, q, k, v, share)
+        return _OWN_CORE(self, q, k, v, share, kept)
     cp = layer.layout.cp
     assert ctx.length == q.shape[0] == k.shape[0] == ctx.plan.lengths[cp.rank] and ctx.whole_length == ctx.plan.mask.length
     groups = len(share.queries) // q.shape[2]
@@ -99,6 +100,8 @@ def plain_core(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, share: Shar
         assert ctx.dropout is not None
         keys = ctx.dropout.row_keys(layer.layer, SITE_ATTENTION)
         rows = head_row_keys(keys, groups, q.shape[2], layer.first_head + share.queries.start)
+    if not is_uniform(share, self.r):
+        k, v = (self._repeated(x, share) for x in (k, v))
     kv = _AllRows.apply(torch.cat((k, v), 2), ctx.plan.runs, cp.group)
     return attention_of_rank(q, kv, ctx.plan, cp.rank, q.shape[1] // groups, rate, rows)
 

@@ -223,12 +223,3 @@ def test_a_cache_is_for_one_cp_rank() -> None:
     model = tiny.build(tiny.shape(), KernelConfig(), seed=5, dtype=torch.float64, layout=layout)
     with pytest.raises(RuntimeError, match="a KV cache holds all positions"):
         model.hidden(torch.zeros(1, 4, dtype=torch.int64), ForwardContext(AttentionMask(), cache=KVCache(tiny.LAYERS, 8)))
-
-
-def test_without_its_op_attention_over_several_ranks_is_refused() -> None:
-    """Never a silent attention to a rank's own positions."""
-    (_, layout), *_ = layouts(2, 1, 1)
-    model = tiny.build(tiny.shape(), KernelConfig(), seed=5, dtype=torch.float64, layout=layout)
-    batch = tiny.make_batch(tiny.BASE)
-    with pytest.raises(RuntimeError, match="attention over the positions of several context-parallel ranks is not joined yet"):
-        model(batch["tokens"], batch["labels"], batch["loss_mask"], tiny.context(tiny.BASE, batch))
