@@ -195,7 +195,8 @@ class LanguageModel(nn.Module):
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         """Return the context of recomputed blocks, which keep attention's results where the kernel has them (--recompute-attention)."""
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
-        if again == "full" or not keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout):
+        repeats = again == "full" or ctx.repeats_attention
+        if repeats or not keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout):
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 
