@@ -24,7 +24,7 @@ JOBS = {
     "activations on the host, sp, stage 3": Job(f"{PLAIN} --offload-activations {SP} {CHUNKED} --zero-stage 3", 2),
     "stage 3": Job(f"{PLAIN} --zero-stage 3", 4),
 }  # fmt: skip
-IN_EVERY_RUN = ("sp, chunked", "documents, window", "BERT", "activations on the host, sp, stage 3")
+IN_EVERY_RUN = ("documents, window", "BERT", "activations on the host, sp, stage 3")
 NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
 
 
@@ -59,7 +59,7 @@ def test_attention_is_computed_once(name: str) -> None:
         assert 4 * exchanges(kept) == 5 * exchanges(plain) > 0
 
 
-@pytest.mark.parametrize("name", ["sp, chunked", pytest.param("documents", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["documents, window", pytest.param("sp, chunked", marks=pytest.mark.long)])
 def test_attention_is_repeated_if_it_is_asked_for(name: str) -> None:
     once, again = run_rank(recomputed(name)), run_rank(recomputed(name, "--recompute-attention full"))
     require_sound(again)
