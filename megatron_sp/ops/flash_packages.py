@@ -83,7 +83,7 @@ class Lengths(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Which query attends to which key.
+    """Mask of a call: which query attends to which key.
 
     Attributes:
         causal: up to its own position, aligned at the last query and the last key.
