@@ -223,6 +223,7 @@ def backward_from_lse(
     return grads
 
 
+@cache
 def lse_lack(name: FlashName) -> str:
     """Return why the package's lse cannot be used; empty if it can. That its results are right is not looked at."""
     lacks = availability.find(PACKAGES[name].package).reason

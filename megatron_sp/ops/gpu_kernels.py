@@ -141,7 +141,7 @@ class Packed:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = self.kernel.forward(self._by_token(q), self._by_token(k), self._by_token(v), self._pairs(q))
-        return self._by_position(out, q.shape[0]).contiguous(), lse
+        return self._by_position(out, q.shape[0]), lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         def allocate() -> Tensors:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.ops import attention_choice, availability
+from megatron_sp.ops import attention_choice, availability, flash_packages
 
 FLASH2 = "from support.flash_stand_in import flash2_func as flash_attn_func, flash2_varlen_func as flash_attn_varlen_func\n"
 FLASH3 = (
@@ -391,6 +391,7 @@ def forget() -> None:
     availability.installed.cache_clear()
     availability.find.cache_clear()
     attention_choice._trial.cache_clear()
+    flash_packages.lse_lack.cache_clear()
     calls.clear()
 
 

@@ -29,8 +29,9 @@ from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import flash_packages, gpu_kernels
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, keeps_results, why_repeated
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName, Lengths, Pairs, lse_lack
-from megatron_sp.ops.gpu_kernels import CUDNN, Dense, FlashKernel, PackageFlash, TorchFlash, takes_cudnn
+from megatron_sp.ops.gpu_kernels import CUDNN, Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
+from megatron_sp.ops.packed_attention import Segment
 
 __all__ = ["install_flash"]
 ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}
@@ -351,6 +352,23 @@ def test_a_function_that_is_an_operator_of_torch() -> None:
 
     assert list(flash_packages._parameters(function)) == ["q", "softmax_scale", "causal"]
     assert flash_packages._call(function, {"q": torch.ones(1), "softmax_scale": 3.0, "k": torch.ones(1)}) == 3.0
+
+
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("kernel", [
+    Dense(TorchFlash(), True), Dense(TorchFlash(), True, 4),
+    Packed(TorchFlash(), (Segment(0, 0, S, S), Segment(1, 0, S, S)), M // 2, True, 4),
+    CUDNN(True, groups=True), CUDNN(False, groups=False),
+], ids=["dense", "window", "packed", "cudnn", "cudnn, no groups"])  # fmt: skip
+def test_the_operators_of_this_torch_take_these_arguments(kernel: LseKernel, r: int) -> None:
+    """Their schemas and the shapes of their results, on tensors without contents."""
+    qkv = torch.empty(S, M, r + 2, D, dtype=torch.bfloat16, device="meta")
+    q, k, v = qkv[:, :, :r], qkv[:, :, r : r + 1], qkv[:, :, r + 1 :]
+    out, lse = kernel.forward(q, k, v)
+    assert out.shape == q.shape and out.is_contiguous() and lse.dtype == torch.float32
+    assert lse.shape == ((M // 2 * r, 2 * S) if isinstance(kernel, Packed) else (M, r, S))
+    grads = kernel.backward(out, q, k, v, out, lse)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_without_keeping_nothing_of_this_is_called(torchs: None, monkeypatch: pytest.MonkeyPatch) -> None:
