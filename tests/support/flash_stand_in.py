@@ -242,6 +242,9 @@ def _write(into: tuple[Any, Any, Any], found: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 def _sides(left: Any, right: Any, none: Any) -> tuple[int | None, int | None]:
+    known = (-1,) if none == -1 else (None,)
+    if any(side not in known and (not isinstance(side, int) or side < 0) for side in (left, right)):
+        raise TypeError(f"a side of a window is {none} or a number of keys, not {left}, {right}")
     return None if left == none else left, None if right == none else right
 
 
