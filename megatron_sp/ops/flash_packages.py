@@ -18,8 +18,9 @@ the sums (lse) and the backward pass that takes it:
 
 These are not public, so what they take is looked up, and ``lse_lack`` says what is not as it is known here. All give and
 take lse as natural logarithms in fp32, [b, heads, s] or, of packed sequences, [heads, tokens] (flash2 from 2.6 on; before,
-it was padded to the longest). A query without keys has +inf in version 2 and -inf in version 3 (read in their sources),
-and adds nothing to any gradient. Backward uses out only for rowsum(grad out), and never asks where out and lse come from.
+it was padded to the longest). A query without keys has +inf in version 2 (csrc/flash_attn/src/softmax.h) and -inf in
+versions 3 and 4 (hopper/softmax.h, flash_attn/cute/softmax.py). Backward uses out only for rowsum(grad out), and never
+asks where out and lse come from.
 
 Source: Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
 flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of torch/nn/attention/_fa4.py.

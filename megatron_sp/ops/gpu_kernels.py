@@ -2,8 +2,7 @@
 
     kernel          lse, fp32                                        lse of a query without keys    causal mask aligned at
     TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query and key
-    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf, flash3 -inf,      the last query and key
-                                                                     flash4 not known
+    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf; the others -inf   the last query and key
     CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]      not known                      the first query and key
 
 All logarithms are natural, of sums of exp(q k / sqrt(d)). Backward takes any output and lse of these shapes, such as
