@@ -240,8 +240,10 @@ def test_all_ranks_repeat_attention_if_one_cannot_keep_it(install_flash: Install
     """With Ulysses one would exchange what the other does not."""
     under = f"import os\nif os.environ['RANK'] == '1': raise ImportError('no symbol of that name')\n{UNDER_FLASH2}"
     install_flash(flash2=FLASH2, under_flash2=under)
-    outcome = train(
-        tmp_path, "--train-iters", 1, *FLAGS, "--attention-backend", "flash2", *FULL, "--sequence-parallel-size", 2, ranks=2
-    )  # fmt: skip
     lacks = "FlashAttention 2 lacks a function that gives or takes the log of the sums: no symbol of that name"
-    outcome.expect(0, f"{REPEATED}rank 1: {lacks}")
+    flags = ("--train-iters", 10, *FLAGS, "--attention-backend", "flash2", *FULL, "--sequence-parallel-size", 2)
+    predicted = []
+    for name, more, said in (("lacks", (), f"rank 1: {lacks}"), ("asked", ("--recompute-attention", "full"), "asked for")):
+        train(tmp_path, "--save", tmp_path / name, *flags, *more, ranks=2).expect(0, f"{REPEATED}{said}")
+        predicted.append(records(tmp_path / name, "prediction")[0]["predicted_bytes"])
+    assert predicted[0] == predicted[1], "the form knows it"
