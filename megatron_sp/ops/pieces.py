@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.memory import blocks, empty, to_device
 from megatron_sp.utils.numbers import window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
