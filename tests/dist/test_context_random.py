@@ -14,7 +14,8 @@ SEED = int(os.environ.get("MEGATRON_SP_LAYOUTS_SEED", "1"))
 FULL = {"recompute_granularity": "full"}
 KERNELS: list[dict[str, Any]] = [
     {}, {}, FULL, {**FULL, "recompute_num_layers": 2}, {"recompute_granularity": "selective"}, {"recompute_qkv": True},
-    *({**FULL, "recompute_attention": again} for again in ("exchange", "full")), {"offload_activations": True}, {"offload_activations": True, **FULL},
+    *({**FULL, "recompute_attention": again} for again in ("exchange", "full")),
+    {"offload_activations": True}, {"offload_activations": True, **FULL},
 ]  # fmt: skip
 GATED = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
 
