@@ -27,6 +27,7 @@ from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.rotary import apply_rotary
+from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 from megatron_sp.parallel.context_plan import ContextPlan
@@ -37,7 +38,7 @@ from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelL
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3

@@ -20,14 +20,15 @@ from megatron_sp.comm.collectives import all_gather_async, all_reduce_async, all
 from megatron_sp.comm.groups import Group, ParallelGroups
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
-from megatron_sp.parallel import ulysses
+from megatron_sp.parallel import attention_block as block_module
+from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.heads import Share, key_of_each_query, plan_heads
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 S, B, H = 12, 3, 5
 
@@ -193,12 +194,12 @@ class LinearCore:
 
 def _linear_norm(patch: pytest.MonkeyPatch) -> None:
     """The norm before the region is not linear: leave it out."""
-    patch.setattr(ulysses, "normed_by", lambda x, *_: (x, ()))
+    patch.setattr(block_module, "normed_by", lambda x, *_: (x, ()))
 
     def gradients(norm: Any, grad: Tensor, x: Tensor, stats: Any, need: Any, passed: Tensor | None, **_: Any) -> tuple[Tensor, None, None]:
         return grad if passed is None else grad + passed, None, None
 
-    patch.setattr(ulysses, "norm_gradients", gradients)
+    patch.setattr(block_module, "norm_gradients", gradients)
 
 
 def _region(tp_size: int, seq: bool, mode: Any, chunks: int, r: int, g: int, s: int) -> None:

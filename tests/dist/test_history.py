@@ -23,11 +23,12 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.heads import plan_heads
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
+from megatron_sp.parallel.ulysses import AttentionPlan
 
 MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), ("chunked", 2)]
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}

@@ -89,7 +89,7 @@ NOT_PASSED = {
     "parallel/early_exchange.py:end": _SCHEDULES, "parallel/regions.py:_gathered": _SCHEDULES,
     "parallel/regions.py:_scattered_sum": _SCHEDULES, "parallel/regions.py:_traded": _SCHEDULES,
     "optim/weights.py:_start": "a unit that was fetched ahead and is not used", "optim/weights.py:_release": "the same",
-    "parallel/ulysses.py:_qkv_projection": "its last wait: the weight is frozen",
+    "parallel/attention_block.py:_qkv_projection": "its last wait: the weight is frozen",
     "training/report.py:_compare": "makes a record", "training/run.py:_open_loader": "tells the loader to pin; that is passed",
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ TESTS = [
 
 BERT, GATHER, HEAD, LANGUAGE = "models/bert.py", "parallel/gather.py", "parallel/lm_head.py", "models/language_model.py"
 CONTEXT = "parallel/forward_context.py"
-MODEL, ULYSSES, STEP = "models/transformer.py", "parallel/ulysses.py", "training/step.py"
+MODEL, BLOCK, STEP = "models/transformer.py", "parallel/attention_block.py", "training/step.py"
 
 # (name, file, old, new)
 MUTANTS: list[tuple[str, str, str, str]] = [
@@ -40,7 +40,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("embedding: not normed", LANGUAGE, "x = x if self.layernorm is None else self.layernorm(x)", "pass"),
     ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),
     # post-norm blocks
-    ("post-norm: the residual branch gets no gradient", ULYSSES, "return add(add(passed, reduced.wait()), late), None", "return reduced.wait(), None"),
+    ("post-norm: the residual branch gets no gradient", BLOCK, "return add(add(passed, reduced.wait()), late), None", "return reduced.wait(), None"),
     ("post-norm: no norm after attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
     ("post-norm: no norm after the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
     ("post-norm: a norm after the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),

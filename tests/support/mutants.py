@@ -44,7 +44,7 @@ class Mutant(NamedTuple):
 
 ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py"
 HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/parallel_context.py", "comm/collectives.py", "optim/gradients.py"
-PIECES, SPLIT = "parallel/chunked_mlp.py", "parallel/split_projection.py"
+PIECES, SPLIT, BLOCK = "parallel/chunked_mlp.py", "parallel/split_projection.py", "parallel/attention_block.py"
 TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/language_model.py"
 LAYERS = "parallel/layers.py"
 
@@ -68,11 +68,11 @@ MUTANTS = [
     Mutant("attention: heads used before they arrive", ULYSSES, "recv_buffers = [handle.wait() for handle in coming[index]]", "recv_buffers = [handle._result for handle in coming[index]]"),
     Mutant("attention: context used before it arrives", ULYSSES, "chunk, 0, next(waiting).wait()", "chunk, 0, next(waiting)._result"),
     Mutant("attention: gradient of the context used before it arrives", ULYSSES, "d_out = coming.pop(index).wait()", "d_out = coming.pop(index)._result"),
-    Mutant("attention: gradients of the heads used before they arrive", ULYSSES, "run.by_rows(handle.wait(), message)", "run.by_rows(handle._result, message)"),
-    Mutant("attention: x used before it is gathered, forward", ULYSSES, "a = plan.tp.enter_async(normed).wait()", "a = plan.tp.enter_async(normed)._result"),
-    Mutant("attention: x used before it is gathered, dW", ULYSSES, "a2 = rows_of(a.wait()) if a2 is None else a2", "a2 = rows_of(a._result) if a2 is None else a2"),
-    Mutant("attention: gradient used before it is gathered", ULYSSES, "grad2 = rows_of(gathered.wait())", "grad2 = rows_of(gathered._result)"),
-    Mutant("attention: gradient used before it is reduced", ULYSSES, "norm_gradients(self.norm, reduced.wait(), ", "norm_gradients(self.norm, reduced._result, "),
+    Mutant("attention: gradients of the heads used before they arrive", BLOCK, "run.by_rows(handle.wait(), message)", "run.by_rows(handle._result, message)"),
+    Mutant("attention: x used before it is gathered, forward", BLOCK, "a = plan.tp.enter_async(normed).wait()", "a = plan.tp.enter_async(normed)._result"),
+    Mutant("attention: x used before it is gathered, dW", BLOCK, "a2 = rows_of(a.wait()) if a2 is None else a2", "a2 = rows_of(a._result) if a2 is None else a2"),
+    Mutant("attention: gradient used before it is gathered", BLOCK, "grad2 = rows_of(gathered.wait())", "grad2 = rows_of(gathered._result)"),
+    Mutant("attention: gradient used before it is reduced", BLOCK, "norm_gradients(self.norm, reduced.wait(), ", "norm_gradients(self.norm, reduced._result, "),
     Mutant("gradients: the unit's sum is not waited for", GRADIENTS, "self._handles.pop(index).wait()", "self._handles.pop(index)._result"),
     Mutant("MLP in pieces: input used before it is gathered, forward", PIECES, "a = entered.wait()", "a = entered._result"),
     Mutant("MLP in pieces: input used before it is gathered, backward", PIECES, "self._products(entered.normed.wait(), ", "self._products(entered.normed._result, "),
@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant("attention: context columns in order of arrival", ULYSSES, "yield columns, arrived[at : at + self.tokens * width].view(self.tokens, width)",
            "yield columns, arrived[at : at + self.tokens * width].view(width, self.tokens).t()"),
     Mutant("recomputation: attention's results in the wrong order", "ops/lse_kernels.py", "self._entries.popleft() if", "self._entries.pop() if"),
-    Mutant("recomputation: what has come back is kept in the wrong order", ULYSSES, "*(piece for _, piece in pieces))",
+    Mutant("recomputation: what has come back is kept in the wrong order", BLOCK, "*(piece for _, piece in pieces))",
            "*(piece for _, piece in reversed(pieces)))"),
     Mutant("heads made again: those of the last chunk for each", ULYSSES, "again[following] = self._project_and_send(chunks[following].again",
            "again[following] = self._project_and_send(chunks[last].again"),
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("heads made again: with every chunk's keys", HEADS, "return range(0) if any(uses == later.uses for later in shares[index + 1 :]) else uses",
            "return uses"),
     Mutant("heads made again: gradients of keys from the first chunk alone", ULYSSES, "        if group in d_shared:\n", "        if group in d_shared and not sources:\n"),
-    Mutant("recomputation: the output is kept before its last row", ULYSSES, 'plan.kept.keep("received", *(piece for',
+    Mutant("recomputation: the output is kept before its last row", BLOCK, 'plan.kept.keep("received", *(piece for',
            'plan.kept.keep("received", *(piece.roll(1, 0) for'),
     Mutant("attention: uneven gradients transposed", ULYSSES, "whole[:, column : column + block.shape[1]] = block",
            "whole[:, column : column + block.shape[1]] = block.flip(1)"),
@@ -151,14 +151,14 @@ MUTANTS = [
     Mutant("row: residual is added twice", LINEAR, "        y.add_(residual)\n", "        y.add_(residual).add_(residual)\n"),
     Mutant("row: residual is dropped", LINEAR, "        y.add_(residual)\n", "        pass\n"),
     Mutant("column: the residual's gradient is dropped", LINEAR, "reduced.wait() if passed is None else reduced.wait().add_(passed)", "reduced.wait()"),
-    Mutant("attention: the residual's gradient is dropped", ULYSSES, "passed, late = (grad, None) if passed is None else (passed, grad)", "late = None"),
-    Mutant("attention: the residual's gradient is doubled", ULYSSES, "passed, late = (grad, None) if passed is None else (passed, grad)", "passed, late = (add(grad, grad), None) if passed is None else (passed, grad)"),
-    Mutant("attention: one of the input's two gradients from outside is dropped", ULYSSES, "            grad_x.add_(late)\n", "            pass\n"),
+    Mutant("attention: the residual's gradient is dropped", BLOCK, "passed, late = (grad, None) if passed is None else (passed, grad)", "late = None"),
+    Mutant("attention: the residual's gradient is doubled", BLOCK, "passed, late = (grad, None) if passed is None else (passed, grad)", "passed, late = (add(grad, grad), None) if passed is None else (passed, grad)"),
+    Mutant("attention: one of the input's two gradients from outside is dropped", BLOCK, "            grad_x.add_(late)\n", "            pass\n"),
     Mutant("parallel residual: the MLP reads what attention made", MODEL, "return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto=y)", "return self.mlp(y, norm, dropout, ctx.mlp_chunks, onto=y)"),
     Mutant("parallel residual: attention's branch is left out", MODEL, "stream = x if onto is None else onto", "stream = x"),
     Mutant("MLP in pieces: the other stream gets no gradient", PIECES, "self.grad if self.need.onto else None", "None"),
     Mutant("window: lost after the exchange", MODEL, "mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])", "mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])"),
-    Mutant("attention: gradient of x from the last message only", ULYSSES, "take(w_qkv, rows), beta=0.0 if first else 1.0", "take(w_qkv, rows), beta=0.0"),
+    Mutant("attention: gradient of x from the last message only", BLOCK, "take(w_qkv, rows), beta=0.0 if first else 1.0", "take(w_qkv, rows), beta=0.0"),
     Mutant("attention: followers' key gradients are dropped", ULYSSES, "d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]", "d_shared.pop(group)"),
     Mutant("attention: only the last follower's key gradients", ULYSSES, "        if group in d_shared:\n", "        if group in d_shared and share.keys:\n"),
     Mutant("attention: replicas of a key overwrite each other", SPLIT, "self._overwrite = fresh and rows_differ", "self._overwrite = fresh"),

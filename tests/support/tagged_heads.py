@@ -2,7 +2,7 @@
 
 The tag of (position, batch, head row of the fused weight, channel) is a whole number below 2^53, so fp64 moves it
 exactly: the projection of [position * b + batch, 1] by weight rows [1, 2^20 * row channel] writes it. ``check_tags``
-runs a pass of ``parallel.ulysses._Run`` forward and backward with an attention that looks at what it gets. What each
+runs a pass of ``parallel.ulysses.HeadsPass`` forward and backward with an attention that looks at what it gets. What each
 rank ought to have is worked out here from the sentences of the design, not from the plan.
 """
 
@@ -19,7 +19,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, _Run
+from megatron_sp.parallel.ulysses import AttentionPlan, HeadsPass
 from megatron_sp.utils.numbers import round_up
 
 STEP = float(2**20)
@@ -132,7 +132,7 @@ def check_tags(
     real = max(0, min(local, s - first)) * b  # tokens of this rank that are not padding
     mine = torch.stack([torch.arange(first * b, (first + local) * b).double(), torch.ones(local * b).double()], dim=1)  # [tokens, 2]
 
-    run = _Run(plan, core, mine.view(local, b, 2), train=True)
+    run = HeadsPass(plan, core, mine.view(local, b, 2), train=True)
 
     def names(count: int) -> Tensor:
         """Weight rows that give row channel i its tag."""

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.heads import Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import NO_SP
-from megatron_sp.parallel.ulysses import AttentionPlan, add, attention_block
+from megatron_sp.parallel.ulysses import AttentionPlan, add
 
 S, B, H, R, G, D = 5, 2, 7, 3, 2, 4
 N = R * G

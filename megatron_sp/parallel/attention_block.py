@@ -1,0 +1,253 @@
+"""Attention of a transformer block as one autograd function: norm, QKV projection, attention, output projection, residual stream.
+
+    x [s/sp, b, h] -> norm -> q, k, v of all heads -> ... -> [s/sp, b, n*d] -> projection -> + x
+
+What is between the projections, the exchanges of Ulysses and the attention itself, chunk of heads by chunk, is in
+``ulysses.py``. Here are the op's arguments, what it saves, and the phases of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle
+from megatron_sp.ops.main_grad import MainGrad, put_grad
+from megatron_sp.ops.memory import empty
+from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.parallel.heads import Message
+from megatron_sp.parallel.linear import column_sum, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.split_projection import RowWiseGrad, project_pieces, put_grad_of_columns, take
+from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
+
+
+def attention_block(
+    x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core,
+    plan: AttentionPlan, *, main_grad: MainGrad | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute proj(attention(qkv(norm(x)))), plus x with ``plan.add_input``.
+
+    Args:
+        x: [s/(sp * tp parts), b, h].
+        norm: norm before the QKV projection, or None.
+        qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
+        proj: weight [h, n*d] of this tp rank, bias [h] or None.
+        core: the attention itself.
+        plan: groups and heads.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
+    Returns:
+        (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
+    """
+    norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
+    options = _Options(None if norm is None else norm.spec, plan, main_grad)
+    # whether backward may follow is known here only: inside forward autograd is always off
+    return _AttentionBlock.apply(options, core, torch.is_grad_enabled(), x, *_Params(*norm_params, *qkv, *proj), *core.parameters)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of the op that backward needs and that are not tensors."""
+
+    norm_spec: NormSpec | None
+    plan: AttentionPlan
+    main_grad: MainGrad | None
+
+
+class _Params(NamedTuple):
+    """The block's parameters, in the order of the op's arguments."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    w_qkv: Tensor
+    b_qkv: Tensor | None
+    w_proj: Tensor
+    b_proj: Tensor | None
+
+
+class _Grads(NamedTuple):
+    """Gradients of x and of the parameters for autograd; None for one that is not needed or is in the main_grad."""
+
+    x: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    w_qkv: Tensor | None = None
+    b_qkv: Tensor | None = None
+    w_proj: Tensor | None = None
+    b_proj: Tensor | None = None
+
+
+class _Needs(NamedTuple):
+    """Flags of x and of the parameters that need a gradient."""
+
+    x: bool
+    norm_weight: bool
+    norm_bias: bool
+    w_qkv: bool
+    b_qkv: bool
+    w_proj: bool
+    b_proj: bool
+
+    @property
+    def normed(self) -> bool:
+        """True if the input of the QKV projection needs a gradient."""
+        return self.x or self.norm_weight or self.norm_bias
+
+
+class _AttentionBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: _Options, core: Core, train: bool, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        params, plan = _Params._make(tensors[: len(_Params._fields)]), options.plan
+        ctx.set_materialize_grads(False)
+        plan.sp.mark(PROJECTION)
+        run = HeadsPass(plan, core, x, train and any(ctx.needs_input_grad))
+        if run.replays:
+            going = run.results_of_first_pass(x)
+        else:
+            normed, _ = normed_by(x, norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias))
+            a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
+            del normed
+            going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
+            del a
+        residual = x if plan.add_input else None
+        y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
+        if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
+            plan.kept.keep("received", *(piece for _, piece in pieces))
+        if train:
+            outs, weights = (piece for _, piece in pieces), (params.w_qkv, params.b_qkv, params.w_proj)
+            ctx.save_for_backward(x, params.norm_weight, params.norm_bias, *weights, *outs, *run.results.release())
+        ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]  # the core lives as long as the run
+        # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
+        ctx.params, ctx.core_params = params, core.parameters
+        plan.sp.mark(OTHER)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:  # only the residual branch was used
+            grads = _Grads(x=passed)
+            of_core: list[Tensor | None] = [None] * len(ctx.core_params)
+        else:
+            grads, of_core = _Backward(ctx).run_phases(grad, passed)
+        return None, None, None, *grads, *of_core
+
+
+class _Backward:
+    """One backward pass of the block: output projection, attention chunk by chunk, QKV projection message by message, norm."""
+
+    def __init__(self, ctx: Any) -> None:
+        if ctx.run is None:
+            raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
+        self.run: HeadsPass
+        self.run, ctx.run = ctx.run, None
+        options: _Options = ctx.options
+        self.plan, self.main_grad = options.plan, options.main_grad
+        self.params: _Params = ctx.params
+        self.core_params: Sequence[Tensor] = ctx.core_params
+        self.needs = _Needs._make(ctx.needs_input_grad[3 : 3 + len(_Needs._fields)])
+        self.x, norm_weight, norm_bias, self.w_qkv, self.b_qkv, self.w_proj, *others = ctx.saved_tensors
+        self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
+        self.pieces = list(zip(ctx.columns, others, strict=False))
+        if self.run.results_are_own:
+            self.run.results.restore(others[len(self.pieces) :])
+
+    def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
+        """Return the gradients of x and the parameters, and those of the core's parameters.
+
+        Args:
+            grad: gradient of the block's result.
+            passed: gradient of x from the residual branch outside, or None.
+        """
+        self.plan.sp.mark(OUTPUT_PROJECTION)
+        grad = grad.contiguous()
+        # the input may get two gradients from outside: they meet at the end, so that their sum does not live through
+        # all of this
+        late: Tensor | None = None
+        if self.plan.add_input:
+            passed, late = (grad, None) if passed is None else (passed, grad)
+        b_proj, heads = self._output_projection_and_attention(grad)
+        w_qkv = b_qkv = x = norm_weight = norm_bias = None
+        if heads.arriving:
+            w_qkv, b_qkv, reduced, stats = self._qkv_projection(heads.arriving)
+            if reduced is not None:
+                x, norm_weight, norm_bias = self._norm(reduced, stats, passed, late)
+        self.plan.sp.mark(OTHER)
+        return _Grads(x, norm_weight, norm_bias, w_qkv, b_qkv, heads.overlapped, b_proj), heads.of_core
+
+    def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
+        """Return the gradient of the projection's bias, and the heads' gradients with its weight's as the overlapped work."""
+        needs, params = self.needs, self.params
+        needs_heads = needs.normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
+        gathered = self.plan.tp.enter_async(grad)
+        remade: Projection | None = None
+        if needs_heads and self.run.remakes:
+            normed, _ = normed_by(self.x, self.norm)
+            remade = Projection(rows_of(self.plan.tp.enter_async(normed).wait()), self.w_qkv, self.b_qkv)
+            del normed
+        b_proj = None
+        if needs.b_proj:
+            assert params.b_proj is not None
+            b_proj = put_grad(self.main_grad, params.b_proj, column_sum(rows_of(grad)))
+        grad2 = rows_of(gathered.wait())  # [s/sp * b, h]
+
+        def weight_of_proj() -> Tensor | None:
+            return put_grad_of_columns(self.main_grad, params.w_proj, grad2, self.pieces) if needs.w_proj else None
+
+        if needs_heads:
+            return b_proj, self.run.backward_to_messages(grad2, self.w_proj, weight_of_proj, remade)
+        return b_proj, HeadGrads([], weight_of_proj(), [None] * len(self.core_params))
+
+    def _qkv_projection(
+        self, arriving: list[tuple[Message, Handle]]
+    ) -> tuple[Tensor | None, Tensor | None, Handle | None, tuple[Tensor, ...]]:
+        """Compute the gradients of the QKV projection from those of the heads, message by message as they arrive.
+
+        Returns:
+            (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's
+            statistics).
+        """
+        needs, w_qkv, plan = self.needs, self.w_qkv, self.plan
+        plan.sp.mark(PROJECTION)
+        normed, stats = normed_by(self.x, self.norm)
+        a = plan.tp.enter_async(normed)
+        a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
+        grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if needs.normed else None
+        weight_grad = RowWiseGrad(self.main_grad, self.params.w_qkv, self.run.whole_weight) if needs.w_qkv else None
+        bias_grad = None
+        if needs.b_qkv:
+            assert self.params.b_qkv is not None
+            bias_grad = RowWiseGrad(self.main_grad, self.params.b_qkv, self.run.whole_weight)
+        reduced: Handle | None = None
+        first = True
+        for index, (message, handle) in enumerate(arriving):
+            pieces = self.run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]
+            if grad_a is not None:
+                for rows, d_heads in pieces:
+                    torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if first else 1.0, out=grad_a)
+                    first = False
+                if index == len(arriving) - 1:
+                    reduced = plan.tp.leave_async(grad_a.view(-1, *self.x.shape[1:]))
+            for rows, d_heads in pieces:
+                if bias_grad is not None:
+                    bias_grad.put(column_sum(d_heads), rows)
+                if weight_grad is not None:
+                    a2 = rows_of(a.wait()) if a2 is None else a2
+                    weight_grad.put_product(d_heads, a2, rows)
+        if a2 is None:
+            a.wait()
+        w_grad, b_grad = (None if g is None else g.result() for g in (weight_grad, bias_grad))
+        return w_grad, b_grad, reduced, stats
+
+    def _norm(self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, including those from outside, and of the norm's parameters, from that of the normed x."""
+        if self.norm is None:
+            return add(add(passed, reduced.wait()), late), None, None
+        needs, params = self.needs, (self.params.norm_weight, self.params.norm_bias)
+        need = needs.x, needs.norm_weight, needs.norm_bias
+        grad_x, *of_norm = norm_gradients(self.norm, reduced.wait(), self.x, stats, need, passed, params=params, main_grad=self.main_grad)
+        if late is not None and grad_x is not None:
+            grad_x.add_(late)
+        return grad_x, *of_norm
