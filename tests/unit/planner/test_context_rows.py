@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
@@ -30,6 +32,13 @@ def rows_of(flags: str, world_size: int, mask: RowMask | None = None) -> Context
     words = f"{MODEL} {flags} --mock-data --lr 1 --train-iters 1".split()
     config = config_from_args(words, world_size=world_size, family="gpt")
     return ContextRows.of(config, mask or mask_of_row(config, None))
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = availability.find
+    missing = replace(found("matplotlib"), available=False)
+    monkeypatch.setattr(availability, "find", lambda name: missing if name == "matplotlib" else found(name))
 
 
 @pytest.mark.parametrize(("flags", "ranks", "num_bytes"), [
@@ -112,10 +121,7 @@ def test_the_picture_has_both(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = availability.find
-    missing = replace(found("matplotlib"), available=False)
-    monkeypatch.setattr(availability, "find", lambda name: missing if name == "matplotlib" else found(name))
+def test_the_picture_without_matplotlib(capsys: pytest.CaptureFixture[str], tmp_path: Path, without_matplotlib: None) -> None:
     says(capsys, f"{PLAN} --cp-size 2 --picture {tmp_path}/lanes.svg")
     root = ET.parse(tmp_path / "lanes.svg").getroot()
     assert "2 ranks: causal" in root.get("aria-label", "")
@@ -151,3 +157,49 @@ def test_words_that_are_no_lengths(words: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as caught:
         cli.main(["plan", *PLAN.split(), f"--documents={words}"])
     assert caught.value.code == 2 and "is not a length: give numbers of tokens such as 300,500,224" in capsys.readouterr().err
+
+
+PAGE = (ROOT / "docs/explanation/context_parallelism.md").read_text(encoding="utf-8")
+COMMANDS = [line.split() for line in PAGE.splitlines() if line.startswith("megatron-sp plan ")]
+
+
+@pytest.mark.parametrize(
+    "command, image", list(zip(COMMANDS, ["context_causal", "context_documents"], strict=True)), ids=["causal", "documents"]
+)
+def test_the_pictures_and_figures_of_the_page_are_the_commands(
+    command: list[str], image: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, without_matplotlib: None
+) -> None:  # fmt: skip
+    """The lower part of the picture alone, as without matplotlib."""
+    assert command[-2:] == ["--picture", "plan.svg"]
+    text = says(capsys, " ".join([*command[2:-1], str(tmp_path / "plan.svg")]))
+    assert (tmp_path / "plan.svg").read_text() == (ROOT / f"docs/images/{image}.svg").read_text(), f"make docs/images/{image}.svg again"
+    if image == "context_documents":
+        (table,) = re.findall(r"```text\n(.*?)```", PAGE.split("context_documents.svg")[1], re.DOTALL)
+        assert table in text
+
+
+def test_the_tables_of_the_page() -> None:
+    rows = {
+        "causal": RowMask(131072), "window of 4,096": RowMask(131072, window=4096), "BERT, no padding": RowMask(131072, False),
+        "16 documents of 8,192": RowMask(131072, documents=(tuple(range(8192, 131073, 8192)),)),
+        "documents of 30,000, 50,000, 51,072": RowMask(131072, documents=((30000, 80000, 131072),)),
+        "BERT, three quarters real": RowMask(131072, False, lengths=(98304,)),
+    }  # fmt: skip
+    for name, mask in rows.items():
+        plan = plan_context(mask, cut_row(mask, 4))
+        (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {name} | ")]
+        runs, share, balance = line.strip("| ").split(" | ")[1:]
+        assert int(runs.split()[0]) == max(map(len, plan.runs)) and balance == f"{plan.balance:.2f}"
+        assert share == (f"{plan.ring_share:.2f} ({plan.worst_ring_share:.2f})" if plan.ring_share else "0")
+    for heads, groups, f, line in (
+        (32, 32, 0.75, "8 ranks, 32 heads, 32 kv heads, causal"), (32, 8, 0.75, "8 ranks, 32 heads, 8 kv heads, causal"),
+        (64, 8, 0.75, "8 ranks, 64 heads, 8 kv heads, causal"), (64, 8, 1 / 32, "the same, window of 4,096 in 131,072"),
+    ):  # fmt: skip
+        ulysses, context = 2 * (2 * heads + 2 * groups) * 7 / 8, 3 * 2 * groups * 7 * f
+        assert f"| {line} | {ulysses:g} | {context:,g} |" in PAGE
+    window = plan_context(rows["window of 4,096"], cut_row(rows["window of 4,096"], 8))
+    assert window.ring_share == pytest.approx(1 / 32, rel=1e-3)
+    for bandwidth, c, first in ((42e9, 2, "| 29 K tokens | 7 K |"), (42e9, 8, "| 200 K | 50 K |"), (340e9, 8, "| 25 K | 6 K |")):
+        exact = [2 * (c - 1) * 600e12 / (r * bandwidth) / 1000 for r in (1, 4)]
+        said = [float(cell.split()[0]) for cell in first.strip("| ").split(" | ")]
+        assert said == [pytest.approx(number, rel=0.05) for number in exact] and first in PAGE
