@@ -196,8 +196,8 @@ class LanguageModel(nn.Module):
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         """Return the context of recomputed blocks, which keep attention's results where the kernel has them (--recompute-attention)."""
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
-        has_lse = ctx.plan is not None or keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
-        if again == "full" or not has_lse:
+        gives_lse = not ctx.repeats_attention and keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
+        if again == "full" or not (gives_lse or ctx.plan is not None):  # attention in pieces has it from every kernel
             return ctx
         return replace(ctx, kept=KeptTensors(), keeps_received=again == "none" and self.layout.sp.size > 1)
 

@@ -33,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
-from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
+from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
+from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.lse_kernels import CPUFlash, KeptTensors, attend_with, by_head
 from megatron_sp.ops.memory import empty
@@ -199,16 +200,29 @@ def core_attention(
 
 
 def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
-    """Return whether ``core_attention`` can keep its results for a recomputation: the kernel gives the log of its sums (lse).
+    """Return whether ``core_attention`` can keep its results for a recomputation (``why_repeated``)."""
+    return not why_repeated(kernel, device, dtype, head_dim, dropout)
 
-    The plain form gives none, nor do kernels that drop probabilities, or torch's memory-efficient one (fp32 on a GPU).
-    All ranks of a run find the same.
+
+def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str:
+    """Return why the results of ``core_attention`` cannot be kept for a recomputation; empty if they can.
+
+    What is kept is the output and the log of the sums (lse) of kernels whose backward takes them
+    (``ops/lse_kernels.py``, ``ops/gpu_kernels.py``). Ranks may differ in it, if their packages or GPUs do.
     """
-    if kernel == "reference" or dropout > 0:
-        return False
-    if device.type == "cpu":
-        return kernel == "sdpa" and _HAS_CPU_FLASH
-    return False
+    if kernel == "reference":
+        return "the plain form gives no log of its sums"
+    if dropout > 0:
+        return "with attention dropout a kernel draws its mask, which is not kept"
+    if device.type == "cpu" and kernel not in FLASH_NAMES:
+        return "" if _HAS_CPU_FLASH else f"torch {torch.__version__} has no fused kernel for a CPU whose backward can be called"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"torch's kernel for {str(dtype).removeprefix('torch.')} on a GPU is not a flash kernel, and its results are not kept"
+    if head_dim % 8 or head_dim > MOST_HEAD_DIM:
+        return f"no flash kernel takes heads {head_dim} wide as they are (a multiple of 8, at most {MOST_HEAD_DIM})"
+    if kernel in FLASH_NAMES:
+        return lse_lack(kernel)
+    return "" if _has_flash(device) else "torch has no flash kernel on this GPU"
 
 
 def _by_segment(
@@ -221,6 +235,9 @@ def _by_segment(
         return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal, kept)
     cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
     are_documents = cover and all(segment.keys == segment.queries for segment in segments)
+    flash = _flash_with_lse(kernel, q) if are_documents and kept is not None else None
+    if flash is not None:
+        return attend_with(Packed(flash, segments, each, causal, window), q, k, v, kept)
     varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if are_documents else None
     if varlen_kernel is not None:
         return varlen(q, k, v, segments, each, varlen_kernel)
@@ -244,6 +261,13 @@ def _causal_from_the_start(
     parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout, kept=kept)]
     parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout, kept=kept))
     return torch.cat(parts)
+
+
+def _flash_with_lse(kernel: KernelName, q: Tensor) -> FlashKernel | None:
+    """Return the flash kernel of a kernel whose results are kept, or None if there is none for q."""
+    if kernel in FLASH_NAMES:
+        return PackageFlash(kernel)
+    return TorchFlash() if kernel in ("sdpa", "cudnn") and torch_has_varlen(q) else None
 
 
 def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
@@ -278,11 +302,17 @@ def torch_has_varlen(q: Tensor) -> bool:
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= 256
+        and q.shape[-1] <= MOST_HEAD_DIM
         and q.shape[-1] % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
+        and _has_flash(q.device)
+    )
+
+
+def _has_flash(device: torch.device) -> bool:
+    return (
+        torch.backends.cuda.is_flash_attention_available()
         and torch.backends.cuda.flash_sdp_enabled()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
@@ -300,6 +330,8 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
 def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kept: KeptTensors | None) -> Tensor:
     if mask.key_lengths is not None:
         return _sdpa(q, k, v, mask, dropout, kept)  # it wants packed sequences for padding
+    if kept is not None:
+        return attend_with(Dense(PackageFlash(name), mask.causal, mask.window), q, k, v, kept)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
@@ -316,6 +348,8 @@ def _sdpa(
         return _sdpa_with_mask(q, k, v, mask, dropout)
     if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
         return attend_with(CPUFlash(aligned), q, k, v, kept)
+    if kept is not None and torch_has_varlen(q):
+        return attend_with((takes_cudnn(q, k, v, aligned) if cudnn else None) or Dense(TorchFlash(), aligned), q, k, v, kept)
     return _any_sdpa(q, k, v, None, dropout, aligned)
 
 
@@ -410,6 +444,8 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
     if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
         return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True, kept)
     if torch_has_varlen(q):
+        if kept is not None:
+            return attend_with(Dense(TorchFlash(), True, window), q, k, v, kept)
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
     tiles = []

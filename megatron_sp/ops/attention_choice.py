@@ -26,9 +26,11 @@ import torch
 import torch.nn.attention as attention_of_torch
 from torch import Tensor
 
+from megatron_sp.ops import attention as attention_kernels
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
 from megatron_sp.ops.flash_packages import MOST_HEAD_DIM, PACKAGES
+from megatron_sp.ops.lse_kernels import KeptTensors
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
@@ -260,12 +262,27 @@ def activate(name: KernelName) -> None:
         attention_of_torch.activate_flash_attention_impl(wanted)
 
 
+def why_repeated(name: KernelName, use: AttentionUse) -> str:
+    """Return why a recomputation repeats attention with this kernel; empty if its results can be kept.
+
+    On a GPU the example is computed with kept results, too, since what that calls is not what the kernel's users call.
+    """
+    if use.context:  # attention in pieces gives it with every kernel
+        return ""
+    lacks = attention_kernels.why_repeated(name, use.device, use.dtype, use.head_dim, use.dropout)
+    return lacks or (_trial(name, use, kept=True) if use.device.type == availability.GPU else "")
+
+
 @cache
-def _trial(name: KernelName, use: AttentionUse) -> str:
-    """Return what goes wrong with a small example on the device; empty if the kernel's result is the plain one's."""
+def _trial(name: KernelName, use: AttentionUse, kept: bool = False) -> str:
+    """Return what goes wrong with a small example on the device; empty if the kernel's result is the plain one's.
+
+    Args:
+        kept: the result is that of a second pass, with what a first one has kept.
+    """
     try:
         activate(name)
-        error = example_error(name, use)
+        error = example_error(name, use, kept)
     except Exception as failure:  # foreign code: the run goes on without it, or ends with this reason
         return f"it fails here: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     finally:
@@ -273,7 +290,7 @@ def _trial(name: KernelName, use: AttentionUse) -> str:
     return "" if error <= _TOLERANCE[use.dtype] else f"it is wrong here: an example differs from the plain kernel's result by {error:.2g}"
 
 
-def example_error(name: KernelName, use: AttentionUse) -> float:
+def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> float:
     """Return the error of a small example, forward and backward: the largest difference, relative to the largest element."""
     s, m, r, d = 80, 2, use.queries_per_group, use.head_dim
     documents = ((30, 31, s),) if use.documents else None
@@ -284,8 +301,13 @@ def example_error(name: KernelName, use: AttentionUse) -> float:
     names: tuple[KernelName, ...] = (name, "reference")
     for kernel in names:
         q, k, v = (_wave(s, m, n, d, use=use, phase=i).requires_grad_() for i, n in enumerate((r, 1, 1)))
+        kept = KeptTensors() if keeps and kernel == name else None
+        if kept is not None:
+            with torch.no_grad():
+                core_attention(q, k, v, mask, kernel=kernel, kept=kept)
+            kept.restore(kept.release())
         with torch.enable_grad():
-            out = core_attention(q, k, v, mask, kernel=kernel)
+            out = core_attention(q, k, v, mask, kernel=kernel, kept=kept)
         results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])
     pairs = zip(*results, strict=True)
     return max(float((got.double() - want.double()).abs().max() / want.double().abs().max()) for got, want in pairs)

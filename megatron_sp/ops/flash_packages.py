@@ -9,14 +9,31 @@ All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the 
 query and the last key, count a window as keys before and after a query's own, and sum gradients with atomics unless
 ``deterministic`` is set. Arguments go by name: the order differs, and grows in the middle from version to version.
 
+``forward_with_lse`` and ``backward_from_lse`` call what is under those functions, the forward pass that gives the log of
+the sums (lse) and the backward pass that takes it:
+
+    flash2    flash_attn.flash_attn_interface    _flash_attn_forward, _backward, _varlen_forward, _varlen_backward
+    flash3    flash_attn_interface               _flash_attn_forward, _flash_attn_backward
+    flash4    flash_attn.cute.interface          _flash_attn_fwd, _flash_attn_bwd, which torch calls, too
+
+These are not public, so what they take is looked up, and ``lse_lack`` says what is not as it is known here. All give and
+take lse as natural logarithms in fp32, [b, heads, s] or, of packed sequences, [heads, tokens] (flash2 from 2.6 on; before,
+it was padded to the longest). A query without keys has +inf in version 2 (csrc/flash_attn/src/softmax.h) and -inf in
+versions 3 and 4 (hopper/softmax.h, flash_attn/cute/softmax.py). Backward uses out only for rowsum(grad out), and never
+asks where out and lse come from.
+
 Source: Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
 flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of torch/nn/attention/_fa4.py.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +67,72 @@ PACKAGES: dict[FlashName, FlashPackage] = {
     "flash4": FlashPackage("FlashAttention 4", "flash_attn.cute", (9, 10), False),
 }
 MOST_HEAD_DIM = 256
+
+
+class Lengths(NamedTuple):
+    """Packed sequences: query i of sequence j is row ``ends_q[j] + i``, and its keys begin at row ``ends_k[j]``.
+
+    Attributes:
+        ends_q, ends_k: cumulative lengths, int32 [n + 1], from 0.
+        longest_q, longest_k: of the longest sequence.
+    """
+
+    ends_q: Tensor
+    ends_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+class Pairs(NamedTuple):
+    """Mask of a call: which query attends to which key.
+
+    Attributes:
+        causal: up to its own position, aligned at the last query and the last key.
+        window: keys that a query attends to, itself included; None: all.
+        lengths: None: there is one sequence in each row of the batch.
+    """
+
+    causal: bool
+    window: int | None = None
+    lengths: Lengths | None = None
+
+
+@dataclass(frozen=True)
+class _UnderIt:
+    """Functions of a package under its public ones.
+
+    Attributes:
+        module: where they are.
+        forward, backward: names, also of those for packed sequences.
+        lse: name of the argument of backward.
+        no_window: what stands for no window.
+        allocates: backward makes the gradients; else it writes into given ones.
+    """
+
+    module: str
+    forward: tuple[str, str]
+    backward: tuple[str, str]
+    lse: str
+    no_window: int | None
+    allocates: bool
+
+
+_UNDER: dict[FlashName, _UnderIt] = {
+    "flash2": _UnderIt(
+        "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_varlen_forward"),
+        ("_flash_attn_backward", "_flash_attn_varlen_backward"), "softmax_lse", -1, False,
+    ),
+    "flash3": _UnderIt("flash_attn_interface", ("_flash_attn_forward",) * 2, ("_flash_attn_backward",) * 2, "softmax_lse", -1, False),
+    "flash4": _UnderIt("flash_attn.cute.interface", ("_flash_attn_fwd",) * 2, ("_flash_attn_bwd",) * 2, "lse", None, True),
+}  # fmt: skip
+_OTHER_NAMES = {"is_causal": "causal"}
+_NOT_WANTED = (
+    "alibi_slopes", "block_table", "cu_seqlens_k", "cu_seqlens_k_new", "cu_seqlens_q", "k_descale", "k_new", "kv_batch_idx",
+    "leftpad_k", "max_seqlen_k", "max_seqlen_q", "out", "out_", "page_table", "q_descale", "qv", "rng_state", "rotary_cos", "rotary_sin",
+    "seqlens_rotary", "sequed_k", "sequed_q", "seqused_k", "seqused_q", "v_descale", "v_new",
+)  # fmt: skip
+_NEUTRAL: dict[str, Any] = dict.fromkeys(_NOT_WANTED) | {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False, "num_splits": 1}
+"""What is passed for arguments of no use here, where they have no default."""
 
 
 def dense(name: FlashName, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, dropout: float) -> Tensor:
@@ -99,3 +182,112 @@ def _options(name: FlashName, causal: bool, window: int | None, dropout: float) 
 
 def _out(result: Any) -> Tensor:
     return cast(Tensor, result[0] if isinstance(result, tuple) else result)
+
+
+def forward_with_lse(name: FlashName, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Compute attention without autograd, and the log of its sums.
+
+    Args:
+        q: [b, s_q, heads, d], packed [tokens, heads, d].
+        k, v: [b, s_k, groups, d], packed [tokens, groups, d].
+    Returns:
+        The output, of the shape of q, and lse, fp32 [b, heads, s_q], packed [heads, tokens].
+    Raises:
+        RuntimeError: the package is not as it is known here (``lse_lack``).
+    """
+    function, arguments = _function(name, False, pairs), _arguments(name, q, pairs)
+    out, lse = _call(function, {"q": q, "k": k, "v": v, "return_lse": True, **arguments})[:2]
+    shape = (q.shape[1], q.shape[0]) if pairs.lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
+    if not isinstance(lse, Tensor) or lse.dtype != torch.float32 or tuple(lse.shape) != shape or out.shape != q.shape:
+        raise RuntimeError(f"{PACKAGES[name].title} gives its results in another form than is known here")
+    return out, lse
+
+
+def backward_from_lse(
+    name: FlashName, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
+    allocate: Callable[[], tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of q, k and v; with --deterministic-mode by the deterministic backward.
+
+    Args:
+        grad: gradient of the output.
+        out, lse: as from ``forward_with_lse``; any will do, such as those over more keys than these.
+        allocate: makes tensors for the gradients, of which only the last stride must be 1; not called for version 4.
+    """
+    under, function = _UNDER[name], _function(name, True, pairs)
+    arguments = {"dout": grad, "q": q, "k": k, "v": v, "out": out, under.lse: lse.contiguous(), **_arguments(name, q, pairs)}
+    arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if under.allocates:
+        return cast("tuple[Tensor, Tensor, Tensor]", tuple(_call(function, arguments)[:3]))
+    grads = allocate()
+    _call(function, {**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True))})
+    return grads
+
+
+@cache
+def lse_lack(name: FlashName) -> str:
+    """Return why the package's lse cannot be used; empty if it can. That its results are right is not looked at."""
+    lacks = availability.find(PACKAGES[name].package).reason
+    if lacks:
+        return lacks
+    under = _UNDER[name]
+    needed = ("q", "k", "v", "softmax_scale", "causal")
+    of_backward = (*needed, "dout", "out", under.lse, "deterministic", *(() if under.allocates else ("dq", "dk", "dv")))
+    try:
+        found = [(getattr(_module(name), n), needed) for n in under.forward] + [
+            (getattr(_module(name), n), of_backward) for n in under.backward
+        ]
+    except (ImportError, AttributeError) as error:
+        return f"{PACKAGES[name].title} lacks a function that gives or takes the log of the sums: {error}"
+    for function, names in found:
+        parameters = _parameters(function)
+        known = {_OTHER_NAMES.get(n, n) for n in parameters}
+        has_window = "window_size" in known or {"window_size_left", "window_size_right"} <= known
+        missing = [n for n in names if n not in known] + ([] if has_window else ["window_size"])
+        given = {*names, *_NEUTRAL, "window_size", "window_size_left", "window_size_right", "return_lse"}
+        unknown = [n for n, p in parameters.items() if p.default is p.empty and _OTHER_NAMES.get(n, n) not in given]
+        if missing or unknown:
+            what = f"has no argument {missing[0]}" if missing else f"wants an argument {unknown[0]}"
+            return f"{getattr(function, '__name__', under.forward[0])} of {PACKAGES[name].title} {what}"
+    return ""
+
+
+def _module(name: FlashName) -> Any:
+    return availability.load(PACKAGES[name].package, _UNDER[name].module)
+
+
+def _function(name: FlashName, backward: bool, pairs: Pairs) -> Callable[..., Any]:
+    under = _UNDER[name]
+    names = under.backward if backward else under.forward
+    return cast("Callable[..., Any]", getattr(_module(name), names[pairs.lengths is not None]))
+
+
+def _arguments(name: FlashName, q: Tensor, pairs: Pairs) -> dict[str, Any]:
+    none = _UNDER[name].no_window
+    left, right = (none, none) if pairs.window is None else (pairs.window - 1, 0)
+    found = {
+        "softmax_scale": 1 / math.sqrt(q.shape[-1]), "causal": pairs.causal, "window_size": (left, right), "window_size_left": left,
+        "window_size_right": right,
+    }  # fmt: skip
+    if pairs.lengths is not None:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        found |= dict(zip(names, pairs.lengths, strict=True))
+    return found
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call with those of the arguments that the function knows, and with neutral ones where it has no default."""
+    passed = {}
+    for name, parameter in _parameters(function).items():
+        wanted = _OTHER_NAMES.get(name, name)
+        if wanted in arguments:
+            passed[name] = arguments[wanted]
+        elif parameter.default is parameter.empty:
+            passed[name] = _NEUTRAL[name]
+    return function(**passed)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, also of one that is registered as an operator of torch."""
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters

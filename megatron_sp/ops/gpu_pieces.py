@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.memory import to_device
 from megatron_sp.ops.pieces import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
 
 
@@ -64,7 +65,7 @@ class _Call:
         """Return the cumulative lengths of queries and keys, int32 [n + 1], and the longest of each."""
         if device not in self._known:
             queries, keys = [p.q_stop - p.q_start for p in self.pieces], [p.k_stop - p.k_start for p in self.pieces]
-            of_q, of_k = (_to(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys))
+            of_q, of_k = (to_device(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys))
             self._known[device] = of_q, of_k, max(queries), max(keys)
         return self._known[device]
 
@@ -155,7 +156,7 @@ def calls_of(pieces: tuple[Piece, ...], window: int | None) -> tuple[_Call, ...]
 def _place(runs: list[Run], stride: int, device: torch.device) -> slice | Tensor:
     if stride == 1 and all(start + count == following for (start, count), (following, _) in pairwise(runs)):
         return slice(runs[0][0], runs[-1][0] + runs[-1][1])
-    return _to(torch.cat([torch.arange(start, start + count * stride, stride) for start, count in runs]), device)
+    return to_device(torch.cat([torch.arange(start, start + count * stride, stride) for start, count in runs]), device)
 
 
 def _rounds(runs: list[Run], stride: int, device: torch.device) -> list[tuple[slice | Tensor, slice | Tensor]]:
@@ -187,8 +188,3 @@ def _add(into: Tensor, where: slice | Tensor, x: Tensor) -> None:
         into[where].add_(x)
     else:
         into.index_add_(0, where, x.to(into.dtype))
-
-
-def _to(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

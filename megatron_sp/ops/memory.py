@@ -62,6 +62,11 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: 
     return empty(shape, dtype=dtype, device=torch.device("cpu"))
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, without waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice on other devices.
 

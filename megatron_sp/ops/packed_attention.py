@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.lse_kernels import Gradients, KeptTensors, attend_with, empty_gradients
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.memory import blocks, empty, to_device
 from megatron_sp.utils.numbers import window_tile
 
 _BATCHED_BYTES = 1 << 18  # of a segment's queries: above this size a separate call costs little compared with its work
@@ -280,16 +280,16 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kerne
             length).
     """
     by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
-    ends = _ends(segments, q.shape[0], q.device)
+    ends = ends_of(segments, q.shape[0], q.device)
     out = kernel(*by_token, ends, max(segment.queries for segment in segments))
     return rearrange(out, "(b s) (g r) d -> s (b g) r d", s=q.shape[0], g=each)
 
 
 @lru_cache(maxsize=4)
-def _ends(segments: Segments, s: int, device: torch.device) -> Tensor:
+def ends_of(segments: Segments, s: int, device: torch.device) -> Tensor:
     """Return cumulative document lengths over all sequences, int32 [n + 1], cached for all layers; the host does not wait."""
     ends = torch.tensor([0, *(segment.sequence * s + segment.start + segment.queries for segment in segments)], dtype=torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends.to(device)
+    return to_device(ends, device)
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, attend: Attend) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.memory import blocks, empty, to_device
 from megatron_sp.utils.numbers import window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
@@ -460,8 +460,8 @@ class _At:
         first = torch.tensor([rows.starts[t.sequence] + start * rows.stride for t, start in zip(call.tiles, starts, strict=True)])
         length, at = torch.tensor(lengths)[:, None], torch.arange(longest)
         index = first[:, None] + torch.minimum(at, length - 1) * rows.stride  # behind its end a tile's last row is repeated
-        self.valid = (at < length).to(device) if min(lengths) < longest else None
-        self.index = index.to(device)
+        self.valid = to_device(at < length, device) if min(lengths) < longest else None
+        self.index = to_device(index, device)
         self.columns = torch.arange(call.columns.stop, device=device)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:

@@ -143,6 +143,7 @@ def context_attention(
         Attention, and what to keep of it.
     Raises:
         ValueError: the tensors are not those of the plan.
+        RuntimeError: the plan leaves out pairs that the mask allows.
     """
     columns = _checked(q, kv, plan, cp, batch, counts)
     # whether backward may follow is known here only: inside forward autograd is always off
@@ -191,6 +192,7 @@ def _checked(q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, batc
             f"queries {tuple(q.shape)} and keys and values {tuple(kv.shape)} do not fit together for {batch} sequences"
             f"{'' if counts is None else f' with {counts} queries for each key'}: [L, b * g, r, d] and [L, b * g, 2, d] do"
         )
+    plan.require_all_pairs(cp.rank)
     if not plan.alike and plan.mask.sequences != batch:
         raise ValueError(f"the mask describes {plan.mask.sequences} sequences, and there are {batch}")
     return Columns(batch, plan.alike, counts)

@@ -366,6 +366,7 @@ class ContextPlan:
         self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
         self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
+        self._checked: set[int] = set()
 
     def rows(self, i: int, j: int) -> tuple[Runs, ...]:
         """Return the positions whose keys and values rank j sends to rank i: those that at least one query of i sees.
@@ -441,6 +442,32 @@ class ContextPlan:
     def area(self, i: int) -> int:
         """Return the number of pairs that rank i's queries see, in all sequences that the mask describes."""
         return self._index.area(self.runs[i])
+
+    def require_all_pairs(self, i: int) -> None:
+        """Check that the pieces of rank i are all pairs that the mask allows its queries: never a silent attention to a part of the keys.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if i not in self._checked:
+            found = sum(self._pairs(piece) for j in range(self.cp_size) for piece in self.pieces(i, j))
+            if found != self.area(i):
+                raise RuntimeError(
+                    f"the plan of context parallelism has {found} pairs of queries and keys for cp rank {i} of {self.cp_size}, and the mask"
+                    f" allows {self.area(i)}: an error in the plan; use --sequence-parallel-size instead, and report it"
+                )
+            self._checked.add(i)
+
+    def _pairs(self, piece: Piece) -> int:
+        """Return the number of pairs of a piece."""
+        queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+        if piece.kind == "full":
+            return queries * keys
+        if piece.kind == "diagonal":
+            return _triangle(queries, keys)
+        first, last, window = piece.offset, piece.offset + queries, self.mask.window or 0
+        seen, too_far = ((_triangle(last - less, keys) - _triangle(first - less, keys)) for less in (0, window))
+        return seen - too_far
 
     @property
     def balance(self) -> float:

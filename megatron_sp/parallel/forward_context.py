@@ -64,6 +64,7 @@ class ForwardContext:
         dropout: dropout keys of all positions, within the blocks of the cp rank's; None: no dropout (evaluation).
             ``local_dropout``: those of this rank's positions.
         cache: KV cache, for generation.
+        repeats_attention: the run's ranks have agreed that recomputed blocks keep nothing of attention.
         kept: attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
             computes them again.
         keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
@@ -82,6 +83,7 @@ class ForwardContext:
     dropout: DropoutKeys | None = None
     local_dropout: DropoutKeys | None = None
     cache: Cache | None = None
+    repeats_attention: bool = False
     kept: KeptTensors | None = None
     keeps_received: bool = False
     remakes_heads: bool = False
@@ -114,8 +116,9 @@ class ResidualDropout(NamedTuple):
 
 
 def micro_batch_context(
-    batch: MicroBatch, *, seed: int, step: int | Tensor, drops: bool, kernel: KernelName, causal: bool = True
-) -> ForwardContext:
+    batch: MicroBatch, *, seed: int, step: int | Tensor, drops: bool, kernel: KernelName, causal: bool = True,
+    repeats_attention: bool = False,
+) -> ForwardContext:  # fmt: skip
     """Create the forward context of a micro-batch, with dropout if ``drops``; ``step`` may be a scalar on the device.
 
     A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the
@@ -131,7 +134,7 @@ def micro_batch_context(
         on_host, device = batch["length"].device.type == "cpu", batch["tokens"].device
         lengths = tuple(batch["length"].tolist()) if on_host else None
         mask = AttentionMask(causal, batch["length"].to(device, non_blocking=True), lengths=lengths)
-    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
+    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"), repeats_attention=repeats_attention)
 
 
 class UnitEvents(Protocol):

@@ -24,6 +24,8 @@ def announce(run: Run) -> None:
         f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
         f" run folder {context.run_dir}"
     )
+    if run.attention.recomputation is not None:
+        context.console.line(f"recomputation {run.attention.recomputation}")
     if run.fused.chosen:
         context.console.line(f"fused kernels: {run.fused.describe()}")
     run.metrics.write(
@@ -31,7 +33,9 @@ def announce(run: Run) -> None:
         world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
         train_iters=plan.train_iters, config=config.to_dict(),
         environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
-        attention={"kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds},
+        attention={
+            "kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds, "recomputation": run.attention.recomputation,
+        },
     )  # fmt: skip
     context.status.write(
         "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids

@@ -4,13 +4,16 @@ With several candidates (``ops/attention_choice.py``) each computes forward and 
 run's own shape for about a second in all, in turn within each round; its time is the median over rounds of the slowest
 rank's. A resumed run keeps the kernel of its checkpoint if layout and flag leave it the choice: another one would round
 differently.
+
+With full recomputation the ranks also agree on whether attention's results are kept: with Ulysses, a rank that repeats
+attention would exchange what another does not.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from megatron_sp.comm.groups import Launch, ParallelGroups
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention
-from megatron_sp.ops.attention_choice import AttentionKernel, AttentionUse, Candidates, activate, chosen, find_candidates
+from megatron_sp.ops.attention_choice import AttentionKernel, AttentionUse, Candidates, activate, chosen, find_candidates, why_repeated
 from megatron_sp.utils.errors import ConfigError
 
 CHOSEN_HERE = ("auto", "flash")
@@ -40,10 +43,20 @@ class AttentionChoice:
     Attributes:
         kernel: name and reason.
         milliseconds: of one block's attention, forward and backward, by candidate; empty if nothing was timed.
+        repeated: with --recompute-granularity full, why the recomputation repeats attention; empty if its results are
+            kept. None: no block is recomputed.
     """
 
     kernel: AttentionKernel
     milliseconds: dict[KernelName, float]
+    repeated: str | None = None
+
+    @property
+    def recomputation(self) -> str | None:
+        """Return what a recomputation does with attention, in words, or None if there is none."""
+        if self.repeated is None:
+            return None
+        return f"repeats attention: {self.repeated}" if self.repeated else "keeps attention's output and the log of its sums"
 
 
 def require_attention(config: Config, launch: Launch, device: torch.device) -> None:
@@ -71,6 +84,27 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
     Raises:
         ConfigError: a requested kernel cannot be used on some rank.
     """
+    choice = _choose(config, groups, before, measure=measure)
+    repeated = _why_repeated(choice.kernel.name, config, groups, measure)
+    activate(choice.kernel.name if measure else "sdpa")  # examples have put torch's own back
+    return replace(choice, repeated=repeated)
+
+
+def _why_repeated(name: KernelName, config: Config, groups: ParallelGroups, own_blocks: bool) -> str | None:
+    """Return ``AttentionChoice.repeated``, the same on all ranks. Collective."""
+    kernels = config.kernels
+    if kernels.recompute_granularity != "full":
+        return None
+    if kernels.recompute_attention == "full":
+        return "asked for (--recompute-attention full)"
+    if not own_blocks:
+        return "the blocks are not megatron_sp's"
+    of_ranks: list[str] = gather_json(why_repeated(name, use_of(config, groups.device)), groups.control)
+    alike = len(set(of_ranks)) == 1
+    return of_ranks[0] if alike else next(f"rank {rank}: {reason}" for rank, reason in enumerate(of_ranks) if reason)
+
+
+def _choose(config: Config, groups: ParallelGroups, before: Any, *, measure: bool) -> AttentionChoice:
     with all_ranks_agree(groups.control):
         mine = _find(config, groups.device)
     names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
@@ -78,9 +112,7 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
     reason = mine.reason if names == list(mine.names) else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
     _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
-        name, reason = before, "as before the resume"
-        activate(name if measure else "sdpa")
-        return AttentionChoice(chosen(name, reason, dropout), milliseconds)
+        return AttentionChoice(chosen(before, "as before the resume", dropout), milliseconds)
     if len(names) > 1 and measure:
         milliseconds, failed = _timed(names, config, groups)
         names = sorted(milliseconds, key=lambda name: milliseconds[name]) or ["reference"]
@@ -91,7 +123,6 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
         _require_not_plain(config, names, reason)
     if isinstance(before, str) and before != names[0]:
         reason += f"; {before} before the resume"
-    activate(names[0] if measure else "sdpa")
     return AttentionChoice(chosen(names[0], reason, dropout), milliseconds)
 
 

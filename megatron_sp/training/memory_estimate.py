@@ -29,15 +29,18 @@ class MemoryEstimate:
         device: device of this rank.
         attention: name of the attention kernel.
         fused: Triton's kernels compute norms and elementwise operations.
+        repeats_attention: recomputed blocks keep nothing of attention.
     """
 
     def __init__(
         self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = "",
-        *, fused: bool = True,
+        *, fused: bool = True, repeats_attention: bool = False,
     ) -> None:  # fmt: skip
         self._config = config = copy.deepcopy(config)
         if attention == "reference":
             config.kernels.attention_backend = "unfused"
+        if repeats_attention:
+            config.kernels.recompute_attention = "full"
         if not fused:
             config.kernels.fused_kernels = "torch"
         parallel = config.parallel

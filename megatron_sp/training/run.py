@@ -460,7 +460,7 @@ def estimate_memory(context: RunContext, layout: RunLayout, attention: Attention
     launch, status = context.launch, context.status
     estimate = MemoryEstimate(
         context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name,
-        fused=expects_triton(context.config, context.groups.device),
+        fused=expects_triton(context.config, context.groups.device), repeats_attention=bool(attention.repeated),
     )  # fmt: skip
     status.explain_memory = estimate.explain
     if not context.config.batch.skip_train:
@@ -535,7 +535,7 @@ def build_step(context: RunContext, layout: RunLayout, parts: StepParts, attenti
     """Return what takes a step with these parts."""
     config, task = context.config, context.task
     drops = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
-    options = StepOptions(config.batch.seed, drops, attention.kernel.name, task.torch_dropout)
+    options = StepOptions(config.batch.seed, drops, attention.kernel.name, task.torch_dropout, repeats_attention=bool(attention.repeated))
     recorder = None if layout.overlap_report is None else layout.overlap_report.recorder
     return TrainStep(parts, task.loss, context.groups, options, context.faults, recorder)
 

@@ -120,12 +120,14 @@ class StepOptions:
         drops: True if any dropout rate is above 0.
         kernel: attention kernel.
         torch_dropout: see ``run.Task``.
+        repeats_attention: recomputed blocks keep nothing of it.
     """
 
     seed: int
     drops: bool
     kernel: KernelName
     torch_dropout: bool = False
+    repeats_attention: bool = False
 
 
 class TrainStep:
@@ -241,8 +243,9 @@ class TrainStep:
             if self.recorder is not None:
                 self.recorder.enter("forward")
             context = micro_batch_context(
-                batch, seed=self.options.seed, step=key, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal
-            )
+                batch, seed=self.options.seed, step=key, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal,
+                repeats_attention=self.options.repeats_attention,
+            )  # fmt: skip
             terms = self.loss.sums(self.model, batch, context, self.events)
             if self.faults.poisons("loss", step):
                 terms = [term * float("nan") for term in terms]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, install_flash
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, UNDER_FLASH2, Install, Registry, install_flash
 from support.training import NO_DROPOUT, records, train
 
 from megatron_sp.comm.groups import Launch
@@ -203,3 +203,47 @@ def test_only_models_of_ours_change_torchs_flash_kernel(install_flash: Install, 
     groups: Any = SimpleNamespace(device=torch.device("cpu"), control=None)
     found = attention.choose_attention(config, groups, measure=measure)
     assert found.kernel.name == "sdpa-fa4" and registry.current == ("FA4" if measure else None)
+
+
+# full recomputation
+
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
+KEPT = "recomputation keeps attention's output and the log of its sums"
+REPEATED = "recomputation repeats attention: "
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
+def test_a_recomputation_keeps_attention_and_says_so(install_flash: Install, tmp_path: Path, name: str) -> None:
+    """And losses are those of the run that repeats it: the same kernel computes both."""
+    install_flash(**ALL)
+    losses = []
+    for flags, said in (
+        ((), KEPT),
+        (("--recompute-attention", "full"), f"{REPEATED}asked for (--recompute-attention full)"),
+    ):
+        run = tmp_path / f"run{len(flags)}"
+        train(tmp_path, "--save", run, "--train-iters", 2, *FLAGS, "--attention-backend", name, *FULL, *flags).expect(0, said)
+        assert f"recomputation {records(run, 'start')[0]['attention']['recomputation']}" == said
+        losses.append([record["loss"] for record in records(run, "train")])
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_without_recomputation_nothing_is_said_of_it(install_flash: Install, tmp_path: Path) -> None:
+    install_flash()
+    outcome = train(tmp_path, "--save", tmp_path / "run", "--train-iters", 1, *FLAGS)
+    outcome.expect(0, "attention: sdpa")
+    assert KEPT not in outcome.text and "repeats attention" not in outcome.text
+    assert records(tmp_path / "run", "start")[0]["attention"]["recomputation"] is None
+
+
+def test_all_ranks_repeat_attention_if_one_cannot_keep_it(install_flash: Install, tmp_path: Path) -> None:
+    """With Ulysses one would exchange what the other does not."""
+    under = f"import os\nif os.environ['RANK'] == '1': raise ImportError('no symbol of that name')\n{UNDER_FLASH2}"
+    install_flash(flash2=FLASH2, under_flash2=under)
+    lacks = "FlashAttention 2 lacks a function that gives or takes the log of the sums: no symbol of that name"
+    flags = ("--train-iters", 10, *FLAGS, "--attention-backend", "flash2", *FULL, "--sequence-parallel-size", 2)
+    predicted = []
+    for name, more, said in (("lacks", (), f"rank 1: {lacks}"), ("asked", ("--recompute-attention", "full"), "asked for")):
+        train(tmp_path, "--save", tmp_path / name, *flags, *more, ranks=2).expect(0, f"{REPEATED}{said}")
+        predicted.append(records(tmp_path / name, "prediction")[0]["predicted_bytes"])
+    assert predicted[0] == predicted[1], "the form knows it"

@@ -14,6 +14,7 @@ SPLIT = "--sp-overlap-mode split-qkv --sp-overlap-comm --attention-dropout 0"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TP, TP_SEQ, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel-size 2"
+CP = "--context-parallel-size 2"
 
 JOBS = {
     "bf16": Job("--bf16"), "fp16": Job("--fp16"), "fp32": Job(""), "llama": Job(LLAMA), "SGD": Job("--bf16 --optimizer sgd"),
@@ -45,6 +46,14 @@ JOBS = {
     "MLP in chunks": Job(f"--bf16 --mlp-chunks 4 {TP_SEQ}", 2), "unfused attention": Job("--bf16 --attention-backend unfused"),
     "window": Job("--bf16 --attention-dropout 0 --window-size 8"), "window, fp32": Job("--attention-dropout 0 --window-size 8"),
     "documents": Job(f"--bf16 --attention-dropout 0 {DOCUMENTS}"), "documents, sp": Job(f"--bf16 {SP} {SPLIT} {DOCUMENTS}", 2),
+    "cp": Job(f"--bf16 {CP} {NO_DROPOUT}", 2), "cp, sp, chunked, stage 3": Job(f"{LLAMA} {CP} {SP} {CHUNKED} --zero-stage 3 {FULL}", 4),
+    "cp, all at once, kept": Job(f"--bf16 --context-parallel-size 4 --cp-stages-ahead all --cp-keep-kv {NO_DROPOUT}", 4),
+    "cp, documents": Job(f"--bf16 {CP} --attention-dropout 0 {DOCUMENTS}", 2),
+    "cp, window, on the host": Job(f"--bf16 {CP} --attention-dropout 0 --window-size 8 --offload-activations", 2),
+    "cp, heads made again, tp_seq": Job(f"--bf16 {CP} {TP_SEQ} {SP} {CHUNKED} --recompute-qkv", 8),
+    "cp, sp, uneven": Job(f"--bf16 {CP} --sequence-parallel-size 3 {CHUNKED} --num-query-groups 2", 6),
+    "cp, unfused, dropout": Job(f"--bf16 {CP} --attention-backend unfused", 2),
+    "cp, BERT": Job(f"--bf16 {CP} --attention-dropout 0", 2, "bert"), "cp, report": Job(f"{LLAMA} {CP} {SP} --report-overlap 1", 4),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
     "overlap report, tp_seq": Job(f"--bf16 {TP_SEQ} --mlp-chunks 4 --report-overlap 1", 2),

@@ -66,9 +66,8 @@ class Job:
         case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop, "square_from": self.square_from}
         if self.program != "pretrain" or self.large:
             return {**case, "flags": words, "large": self.large}
-        sizes = [
-            int(words[words.index(flag) + 1]) for flag in ("--tensor-model-parallel-size", "--sequence-parallel-size") if flag in words
-        ]
+        axes = ("--tensor-model-parallel-size", "--sequence-parallel-size", "--context-parallel-size")
+        sizes = [int(words[words.index(axis) + 1]) for axis in axes if axis in words]
         replicas = self.world_size
         for size in sizes:
             replicas //= size

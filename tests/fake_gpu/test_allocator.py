@@ -56,6 +56,11 @@ CASES = {
     "attention, GPT": large(f"{GPT} --seq-length 32768 {ATTENTION} {FULL}", 8, 8),
     "attention, sp": large(f"{CHUNKED} {ATTENTION} {FULL}", 8), "attention, sp, no overlap": large(f"{SP} none {ATTENTION} {FULL}", 8),
     "attention, sp, split": large(f"{SP} split-qkv --sp-overlap-comm {ATTENTION} {FULL}", 8),
+    "64K, full, activations on the host": large(f"{CHUNKED} --offload-activations {MLP} {FULL}", 8),
+    "64K, full": large(f"{CHUNKED} {MLP} {FULL}", 8),
+    "64K, full, exchange repeated": large(f"{CHUNKED} {MLP} {FULL} --recompute-attention exchange", 8),
+    "64K, full, attention repeated": large(f"{CHUNKED} {MLP} {FULL} --recompute-attention full", 8),
+    "window, full": large(f"{ONE} --seq-length 32768 --window-size 4096 {MLP} {FULL}", 8, 8),
     "MLP": large(f"{ONE} --seq-length 32768 {MLP}", 8, 8), "MLP, tp_seq": large(f"{ONE} --seq-length 32768 {TP_SEQ} {MLP}", 8, 4),
     "MLP, GPT": large(f"{GPT} --seq-length 32768 {MLP}", 8, 8),
 }  # fmt: skip

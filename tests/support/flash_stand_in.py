@@ -17,11 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.ops import attention_choice, availability
+from megatron_sp.ops import attention_choice, availability, flash_packages
 
 FLASH2 = "from support.flash_stand_in import flash2_func as flash_attn_func, flash2_varlen_func as flash_attn_varlen_func\n"
-FLASH3 = "from support.flash_stand_in import flash3_func as flash_attn_func, flash3_varlen_func as flash_attn_varlen_func\n"
+FLASH3 = (
+    "from support.flash_stand_in import flash3_func as flash_attn_func, flash3_varlen_func as flash_attn_varlen_func\n"
+    "from support.flash_stand_in import flash3_forward as _flash_attn_forward, flash3_backward as _flash_attn_backward\n"
+)
 FLASH4 = "from support.flash_stand_in import flash4_func as flash_attn_func, flash4_varlen_func as flash_attn_varlen_func\n"
+UNDER_FLASH2 = (
+    "from support.flash_stand_in import flash2_forward as _flash_attn_forward, flash2_backward as _flash_attn_backward\n"
+    "from support.flash_stand_in import flash2_varlen_forward as _flash_attn_varlen_forward\n"
+    "from support.flash_stand_in import flash2_varlen_backward as _flash_attn_varlen_backward\n"
+)
+UNDER_FLASH4 = "from support.flash_stand_in import flash4_fwd as _flash_attn_fwd, flash4_bwd as _flash_attn_bwd\n"
 calls: list[tuple[str, bool]] = []
 """Names of the functions that were called, and whether the deterministic backward was asked for."""
 
@@ -142,6 +151,214 @@ def flash4_varlen_func(
     return _packed("flash4 packed", q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size, deterministic, None), None
 
 
+# under the public functions: forward with the log of the sums, backward from it; no autograd
+
+
+def forward_of(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, empty: float, scale: float) -> tuple[Tensor, Tensor]:
+    """[b, s, heads, d] with [b, s, groups, d]: the output, and lse [b, heads, s]; ``empty``: of a query without keys."""
+    q, k, v, dtype = *_wide(q, k, v), q.dtype
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    blind = lse == -torch.inf
+    probabilities = (scores - lse.masked_fill(blind, 0.0)[..., None]).exp()
+    return (probabilities @ v).transpose(1, 2).to(dtype), lse.masked_fill(blind, empty).float()
+
+
+def backward_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients from any output and lse; keys and values have one for each of their queries, summed at the end."""
+    groups, dtype = k.shape[2], q.dtype
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    dout, out = dout.to(wide_q.dtype).transpose(1, 2), out.to(wide_q.dtype).transpose(1, 2)
+    p = ((wide_q @ wide_k.transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf) - lse[..., None]).exp()
+    ds = p * (dout @ wide_v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+    dq, dk, dv = ds @ wide_k, ds.transpose(-1, -2) @ wide_q, p.transpose(-1, -2) @ dout
+    dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
+    return tuple(t.transpose(1, 2).to(dtype) for t in (dq, dk, dv))  # type: ignore[return-value]
+
+
+def _wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r = q.shape[2] // k.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return tuple(t.to(dtype).repeat_interleave(n, 2).transpose(1, 2) for t, n in ((q, 1), (k, r), (v, r)))  # type: ignore[return-value]
+
+
+def _spans(cu_q: Tensor | None, cu_k: Tensor | None, max_q: Any, max_k: Any, q: Tensor) -> list[tuple[slice, slice]]:
+    """The rows of each packed sequence, whose ends are checked."""
+    if cu_q is None or cu_k is None:
+        assert cu_q is None and cu_k is None and q.dim() == 4
+        return []
+    if cu_q.dtype != torch.int32 or cu_k.dtype != torch.int32:
+        raise RuntimeError("cu_seqlens_q must have dtype int32")
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    assert q.dim() == 3 and ends_q[0] == ends_k[0] == 0 and ends_q[-1] == q.shape[0]
+    assert max_q == max(b - a for a, b in pairwise(ends_q)) and max_k == max(b - a for a, b in pairwise(ends_k))
+    return [(slice(*at), slice(*of)) for at, of in zip(pairwise(ends_q), pairwise(ends_k), strict=True)]
+
+
+def lse_forward(
+    q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[slice, slice]], causal: bool, left: int | None, right: int | None, scale: float,
+    empty: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Dense, or packed: then lse is [heads, tokens]."""
+    assert not any(t.requires_grad for t in (q, k, v)) or not torch.is_grad_enabled(), "no autograd here"
+    if not spans:
+        return forward_of(q, k, v, _pairs(q.shape[1], k.shape[1], causal, left, right), empty, scale)
+    parts = []
+    for at, of in spans:
+        allowed = _pairs(at.stop - at.start, of.stop - of.start, causal, left, right)
+        parts.append(forward_of(q[None, at], k[None, of], v[None, of], allowed, empty, scale))
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+
+def lse_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: list[tuple[slice, slice]], causal: bool,
+    left: int | None, right: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Dense, or packed."""
+    if lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise RuntimeError("lse must be contiguous, and float32")
+    if out.shape != q.shape or dout.shape != q.shape:
+        raise RuntimeError("out and its gradient must have the shape of q")
+    if lse.shape != ((q.shape[1], q.shape[0]) if spans else (q.shape[0], q.shape[2], q.shape[1])):
+        raise RuntimeError("lse has another shape than here")
+    if not spans:
+        return backward_of(dout, q, k, v, out, lse, _pairs(q.shape[1], k.shape[1], causal, left, right), scale)
+    grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    for at, of in spans:
+        allowed = _pairs(at.stop - at.start, of.stop - of.start, causal, left, right)
+        found = backward_of(dout[None, at], q[None, at], k[None, of], v[None, of], out[None, at], lse[None, :, at], allowed, scale)
+        for into, rows, of_part in zip(grads, (at, of, of), found, strict=True):
+            into[rows] += of_part[0]
+    return grads
+
+
+def _write(into: tuple[Any, Any, Any], found: tuple[Tensor, Tensor, Tensor]) -> None:
+    for grad, value in zip(into, found, strict=True):
+        if grad.stride(-1) != 1 or grad.dtype != value.dtype:
+            raise RuntimeError("dq must have contiguous last dimension, and the same dtype as q")
+        grad.copy_(value)
+
+
+def _sides(left: Any, right: Any, none: Any) -> tuple[int | None, int | None]:
+    known = (-1,) if none == -1 else (None,)
+    if any(side not in known and (not isinstance(side, int) or side < 0) for side in (left, right)):
+        raise TypeError(f"a side of a window is {none} or a number of keys, not {left}, {right}")
+    return None if left == none else left, None if right == none else right
+
+
+def flash2_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, lse, the dropped probabilities, the generator's state."""
+    calls.append(("flash2 forward", False))
+    _checked(q, k, v, 4, 8)
+    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+    sides = _sides(window_size_left, window_size_right, -1)
+    return *lse_forward(q, k, v, [], causal, *sides, softmax_scale, torch.inf), torch.empty(0), torch.empty(2)
+
+
+def flash2_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Any = None, leftpad_k: Any = None,
+    seqused_k: Any = None, zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of packed sequences."""
+    calls.append(("flash2 packed forward", False))
+    _checked(q, k, v, 3, 8)
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    sides = _sides(window_size_left, window_size_right, -1)
+    return *lse_forward(q, k, v, spans, causal, *sides, softmax_scale, torch.inf), torch.empty(0), torch.empty(2)
+
+
+def flash2_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Writes the gradients into what it is given."""
+    calls.append(("flash2 backward", deterministic))
+    sides = _sides(window_size_left, window_size_right, -1)
+    _write((dq, dk, dv), lse_backward(dout, q, k, v, out, softmax_lse, [], causal, *sides, softmax_scale))
+    return torch.empty(0)
+
+
+def flash2_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same of packed sequences."""
+    calls.append(("flash2 packed backward", deterministic))
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    sides = _sides(window_size_left, window_size_right, -1)
+    _write((dq, dk, dv), lse_backward(dout, q, k, v, out, softmax_lse, spans, causal, *sides, softmax_scale))
+    return torch.empty(0)
+
+
+def flash3_forward(
+    q: Tensor, k: Tensor, v: Tensor, k_new: Any, v_new: Any, qv: Any, out: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, cu_seqlens_k_new: Any,
+    seqused_q: Any, seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, page_table: Any, kv_batch_idx: Any, leftpad_k: Any,
+    rotary_cos: Any, rotary_sin: Any, seqlens_rotary: Any, q_descale: Any, k_descale: Any, v_descale: Any, softmax_scale: float,
+    causal: bool, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None, num_splits: int = 1, pack_gqa: Any = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Any, Any]:  # fmt: skip
+    """Dense or packed; the early form, in which most arguments had no default. Its results are in an order of their own."""
+    calls.append(("flash3 forward" if cu_seqlens_q is None else "flash3 packed forward", False))
+    _checked(q, k, v, 4 if cu_seqlens_q is None else 3, 8)
+    assert all(t is None for t in (k_new, v_new, qv, out, page_table, leftpad_k, rotary_cos, q_descale, seqused_q, seqused_k))
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    result, lse = lse_forward(q, k, v, spans, causal, *_sides(*window_size, -1), softmax_scale, -torch.inf)
+    return result.contiguous(), lse, None, None
+
+
+def flash3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    sequed_q: Any = None, sequed_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Tensor | None = None,
+    dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None, is_causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
+    """The late form."""
+    calls.append(("flash3 backward" if cu_seqlens_q is None else "flash3 packed backward", deterministic))
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    assert softmax_scale is not None
+    sides = _sides(window_size_left, window_size_right, -1)
+    _write((dq, dk, dv), lse_backward(dout, q, k, v, out, softmax_lse, spans, is_causal, *sides, softmax_scale))
+    return torch.empty(0)
+
+
+def flash4_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, page_table: Any = None, softmax_scale: Any = None, causal: bool = False,
+    softcap: Any = None, window_size_left: Any = None, window_size_right: Any = None, learnable_sink: Any = None, num_splits: int = 1,
+    pack_gqa: Any = None, return_lse: bool = False, out: Any = None, lse: Any = None, aux_tensors: Any = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Dense or packed; lse if it is asked for."""
+    calls.append(("flash4 forward" if cu_seqlens_q is None else "flash4 packed forward", False))
+    _checked(q, k, v, 4 if cu_seqlens_q is None else 3, 8)
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    sides = _sides(window_size_left, window_size_right, None)
+    result, sums = lse_forward(q, k, v, spans, causal, *sides, softmax_scale or q.shape[-1] ** -0.5, -torch.inf)
+    return result.contiguous(), sums if return_lse else None
+
+
+def flash4_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: Any = None, causal: bool = False,
+    softcap: float = 0.0, window_size_left: Any = None, window_size_right: Any = None, m_block_size: int = 64, n_block_size: int = 128,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None, max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None, deterministic: bool = False, dq: Any = None, dk: Any = None, dv: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Another order than the others'; it makes the gradients."""
+    calls.append(("flash4 backward" if cu_seqlens_q is None else "flash4 packed backward", deterministic))
+    spans = _spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q)
+    sides = _sides(window_size_left, window_size_right, None)
+    return lse_backward(dout, q, k, v, out, lse, spans, causal, *sides, softmax_scale or q.shape[-1] ** -0.5)
+
+
 class Registry:
     """torch.nn.attention's registry of flash kernels, which works for some; ``file`` has the current one."""
 
@@ -177,18 +394,28 @@ def forget() -> None:
     availability.installed.cache_clear()
     availability.find.cache_clear()
     attention_choice._trial.cache_clear()
+    flash_packages.lse_lack.cache_clear()
     calls.clear()
 
 
-def write_packages(where: Path, flash2: str | None = None, flash3: str | None = None, flash4: str | None = None) -> Path:
-    """Write the packages as pip installs them; each is the text of its module, None if it is not installed."""
+def write_packages(
+    where: Path, flash2: str | None = None, flash3: str | None = None, flash4: str | None = None, under_flash2: str = UNDER_FLASH2,
+    under_flash4: str = UNDER_FLASH4,
+) -> Path:  # fmt: skip
+    """Write the packages as pip installs them; each is the text of its module, None if it is not installed.
+
+    Args:
+        under_flash2, under_flash4: text of the module under the package's own.
+    """
     cute = where / "flash_attn" / "cute"
     if flash4 is not None:
         cute.mkdir(parents=True)
         (cute / "__init__.py").write_text(flash4)
+        (cute / "interface.py").write_text(under_flash4)
     if flash2 is not None:
         cute.parent.mkdir(parents=True, exist_ok=True)
         (cute.parent / "__init__.py").write_text(flash2)
+        (cute.parent / "flash_attn_interface.py").write_text(under_flash2)
     if flash3 is not None:
         where.mkdir(parents=True, exist_ok=True)
         (where / "flash_attn_interface.py").write_text(flash3)
@@ -210,6 +437,7 @@ def install_flash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[I
         forget()
 
     monkeypatch.setattr(availability, "GPU", "cpu")
+    monkeypatch.setattr(attention_choice, "attention_of_torch", Registry(()))
     # a build for GPUs asks the driver, which need not be there
     for name in ("can_use_flash_attention", "can_use_cudnn_attention"):
         monkeypatch.setattr(torch.backends.cuda, name, lambda _params: False)

@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("heads: key and value change places", HEADS, "*queries[i * each : (i + 1) * each], k, v]", "*queries[i * each : (i + 1) * each], v, k]"),
     Mutant("heads: each part of a group brings its keys", HEADS, "mine if index == 0 else range(0), mine", "mine, mine"),
     Mutant("heads: the last ranks get more", HEADS, "i * least + min(i, longer)", "i * least + max(0, i - parts + longer)"),
-    Mutant("attention: q and k messages change places", HEADS, '= ("q", "k", "v") if', '= ("k", "q", "v") if'),
+    Mutant("attention: q and k messages change places", HEADS, '("q", "k", "v") if mode', '("k", "q", "v") if mode'),
     Mutant("cut: sp ranks in reverse", CUT, "return slice(self.sp.rank * each, (self.sp.rank + 1) * each)", "return slice((self.sp.size - 1 - self.sp.rank) * each, (self.sp.size - self.sp.rank) * each)"),
     Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * each if", "(self.tp.parts - 1 - self.tp.rank) * each if"),
     Mutant("vocabulary: rows of the wrong rank", HEAD, "first_row = tp.rank * weight.shape[0]", "first_row = (tp.size - 1 - tp.rank) * weight.shape[0]"),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, Registry, calls, install_flash
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, UNDER_FLASH4, Install, Registry, calls, install_flash
 from support.op_checks import randn
 
 from megatron_sp.ops import attention_choice, availability
 from megatron_sp.ops.attention import AttentionMask, core_attention
-from megatron_sp.ops.attention_choice import AttentionUse, choose_kernel, find_candidates, lack
+from megatron_sp.ops.attention_choice import AttentionUse, choose_kernel, find_candidates, lack, why_repeated
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName
 
 __all__ = ["install_flash"]
@@ -227,7 +227,8 @@ def test_the_example_is_what_the_run_asks_for(monkeypatch: pytest.MonkeyPatch) -
     """Width, groups, mask, window, documents; its error is of forward and backward."""
     seen: list[Any] = []
 
-    def attend(q: Any, k: Any, v: Any, mask: AttentionMask, *, kernel: str) -> Any:
+    def attend(q: Any, k: Any, v: Any, mask: AttentionMask, *, kernel: str, kept: Any) -> Any:
+        assert kept is None
         seen.append((q.shape, k.shape, q.dtype, mask.causal, mask.window, mask.documents is not None))
         return core_attention(q, k, v, mask, kernel="reference") * (1.5 if kernel == "cudnn" else 1.0)
 
@@ -237,3 +238,37 @@ def test_the_example_is_what_the_run_asks_for(monkeypatch: pytest.MonkeyPatch) -
     assert attention_choice.example_error("flash2", use) == 0.0
     s = seen[0][0][0]
     assert seen[0] == ((s, 2, 3, 16), (s, 2, 1, 16), torch.bfloat16, True, 17, True)
+
+
+# results kept for a recomputation
+
+FORWARD = "right = _flash_attn_fwd\ndef _flash_attn_fwd(q, k, v, **more):\n    out, lse = right(q, k, v, **more)\n    return {}\n"
+TAKES = "_flash_attn_fwd.__signature__ = __import__('inspect').signature(right)\n"
+
+
+@pytest.mark.parametrize("use", [{}, {"window": 5}, {"documents": True}, {"causal": False}, {"documents": True, "window": 5}])
+@pytest.mark.parametrize("name", FLASH_NAMES)
+def test_results_are_kept_if_the_example_is_right_with_them(install_flash: Install, name: FlashName, use: dict[str, Any]) -> None:
+    install_flash(**ALL)
+    assert why_repeated(name, replace(USE, **use)) == ""
+    packed = " packed" if use.get("documents") else ""
+    assert [called for called, _ in calls] == [f"{name}{packed} forward", f"{name}{packed} backward"], "the second pass computes nothing"
+
+
+@pytest.mark.parametrize(("results", "reason"), [
+    ("out, lse + 0.25", "it is wrong here: an example differs"),  # base 2 instead of e, another scale
+    ("out, lse * 1.4426950408889634", "it is wrong here: an example differs"),
+    ("out * 1.2, lse", "it is wrong here: an example differs"), ("out, lse.flip(1)", "it is wrong here: an example differs"),
+    ("out, None", "it fails here: RuntimeError: FlashAttention 4 gives its results in another form"),
+])  # fmt: skip
+def test_results_that_backward_cannot_use_are_not_kept(install_flash: Install, results: str, reason: str) -> None:
+    install_flash(flash4=FLASH4, under_flash4=UNDER_FLASH4 + FORWARD.format(results) + TAKES)
+    assert reason in why_repeated("flash4", USE)
+    assert lack("flash4", USE) == "", "it is used all the same"
+
+
+def test_what_is_known_needs_no_example(install_flash: Install) -> None:
+    install_flash(**ALL)
+    assert "dropout" in why_repeated("flash2", replace(USE, dropout=0.1))
+    assert "float32" in why_repeated("flash3", replace(USE, dtype=torch.float32))
+    assert not calls

@@ -94,6 +94,7 @@ def check(plan: ContextPlan, given: RowMask, b: int, **mask: object) -> None:
             travelling = sum(map(len, used)) * (b if plan.alike else 1)
             assert plan.num_rows(i, j, b) == (0 if i == j else travelling)
         assert plan.area(i) == areas
+        plan.require_all_pairs(i)
     assert found == Counter(allowed)
 
 
@@ -328,6 +329,20 @@ def test_a_zigzag_sends_what_causal_attention_needs() -> None:
     assert plan.rows_sent(0, 1) == (6, 6, 6) and plan.rows_sent(3, 1) == (12, 12, 12) and plan.rows_sent(1, 1) == (6, 6, 12)
     assert plan.rows_received(1, 1) == (6, 12, 12)  # of ranks 0, 3, 2
     assert plan.ring_share == 0.75 and plan.worst_ring_share == 1.0
+
+
+@pytest.mark.parametrize("mask", [RowMask(12), RowMask(12, window=5), RowMask(12, causal=False), RowMask(12, documents=((5, 12),))])
+def test_a_plan_that_leaves_pairs_out_is_refused(mask: RowMask) -> None:
+    """However it came to that, a rank never attends to its own positions alone without a word."""
+    for lost in ((1, 0), (1, 1)):
+        plan = ContextPlan(mask, cut_row(mask, 2, 1))
+        assert plan.pieces(*lost), "there is something to lose"
+        plan._pieces[lost] = plan.pieces(*lost)[1:]
+        plan.require_all_pairs(0)
+        with pytest.raises(
+            RuntimeError, match=rf"has \d+ pairs of queries and keys for cp rank 1 of 2, and the mask allows {plan.area(1)}"
+        ):
+            plan.require_all_pairs(1)
 
 
 def test_a_window_sends_the_rows_before_each_run_and_nothing_else() -> None:

@@ -1,0 +1,210 @@
+"""Attention kernels of a GPU that give the log of the sums (lse), as ``lse_kernels.LseKernel``.
+
+    kernel          lse, fp32                                        lse of a query without keys    causal mask aligned at
+    TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query and key
+    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf; the others -inf   the last query and key
+    CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]      not known                      the first query and key
+
+All logarithms are natural, of sums of exp(q k / sqrt(d)). Backward takes any output and lse of these shapes, such as
+those over more keys than these: the probabilities are exp(q k / sqrt(d) - lse), and of out only rowsum(grad out) is used.
+A query with +inf or with an lse far above its own adds nothing; -inf would give infinite probabilities, so a query without
+any key must not be handed to backward with it. An lse of [m, r, s] or [heads, tokens] may have any strides but for
+cuDNN, which is given it as [m, r, s, 1] in the order of memory that it came in: contiguous, unless
+TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set. None of this has been run on a GPU here.
+
+``Dense`` and ``Packed`` put the flash kernels into our layout: groups of heads are the batch ([s, m, r, d] is [m, s, r, d]
+by strides), and packed documents are one sequence of tokens. Where a kernel allocates the output in its own order, it is
+copied into ours at once: the output projection would copy it, twice if the blocks are recomputed.
+
+Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and aten/src/ATen/native/cudnn/MHA.cpp;
+torch/nn/attention/varlen.py, whose backward calls the flash kernel as this does. Torch 2.11 to 2.13 have the same
+arguments in the same order up to dropout, mask and generator; what came later is optional.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megatron_sp.ops import flash_packages
+from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
+from megatron_sp.ops.lse_kernels import Gradients, by_head, empty_gradients
+from megatron_sp.ops.packed_attention import Segments, ends_of
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+class FlashKernel(Protocol):
+    """Interface of a flash kernel; tensors are [b, s, heads, d], or packed [tokens, heads, d], k and v with fewer heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Return the output and lse."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+    ) -> Tensors:
+        """Return the gradients of q, k and v, made by ``allocate`` or by the kernel."""
+
+
+class TorchFlash:
+    """torch's flash kernel; FlashAttention 2, or what ``attention_choice.activate`` has put in its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_lengths(q, k, pairs), 0.0, pairs.causal, False, scale=1 / math.sqrt(q.shape[-1]), **_window(pairs)
+        )[:2]
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+    ) -> Tensors:
+        generator = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)  # not read
+        grads: Tensors = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *_lengths(q, k, pairs), 0.0, pairs.causal, *generator, scale=1 / math.sqrt(q.shape[-1]),
+            **_window(pairs),
+        )  # fmt: skip
+        return grads
+
+
+@dataclass(frozen=True)
+class PackageFlash:
+    """FlashAttention 2, 3 or 4 as a package."""
+
+    name: FlashName
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+    ) -> Tensors:
+        return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
+
+
+def _lengths(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return (None, None, q.shape[1], k.shape[1]) if pairs.lengths is None else pairs.lengths
+
+
+def _window(pairs: Pairs) -> dict[str, int]:
+    return {} if pairs.window is None else {"window_size_left": pairs.window - 1, "window_size_right": 0}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A flash kernel on q [s_q, m, r, d], k and v [s_k, m, 1, d] (an ``LseKernel``); lse is [m, r, s_q]."""
+
+    kernel: FlashKernel
+    causal: bool
+    window: int | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = _by_group(q, k, v)
+        out, lse = self.kernel.forward(q, k, v, Pairs(self.causal, self.window))
+        return out.transpose(0, 1).contiguous(), lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        def allocate() -> Tensors:
+            return _by_group(*empty_gradients(q, k, v))
+
+        of_q, of_k, of_v = _by_group(q, k, v)
+        pairs = Pairs(self.causal, self.window)
+        found = self.kernel.backward(grad.transpose(0, 1), of_q, of_k, of_v, out.transpose(0, 1), lse[0], pairs, allocate)
+        return Gradients(*_by_group(*found))
+
+
+def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    """Permute [s, m, r|1, d] to [m, s, r|1, d], or back, without a copy."""
+    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A flash kernel on all documents of q [s, m, r, d], k and v [s, m, 1, d] at once (an ``LseKernel``); lse is [heads, tokens].
+
+    Attributes:
+        segments: documents, in order, which cover every row.
+        each: columns of m per sequence.
+    """
+
+    kernel: FlashKernel
+    segments: Segments
+    each: int
+    causal: bool
+    window: int | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = self.kernel.forward(self._by_token(q), self._by_token(k), self._by_token(v), self._pairs(q))
+        return self._by_position(out, q.shape[0]), lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        def allocate() -> Tensors:
+            return torch.empty_like(of_q), torch.empty_like(of_k), torch.empty_like(of_v)
+
+        of_q, of_k, of_v = self._by_token(q), self._by_token(k), self._by_token(v)
+        found = self.kernel.backward(self._by_token(grad), of_q, of_k, of_v, self._by_token(out), lse[0], self._pairs(q), allocate)
+        return Gradients(*(self._by_position(t, q.shape[0]) for t in found))
+
+    def _by_token(self, x: Tensor) -> Tensor:
+        return rearrange(x, "s (b g) r d -> (b s) (g r) d", g=self.each)
+
+    def _by_position(self, x: Tensor, s: int) -> Tensor:
+        return rearrange(x, "(b s) (g r) d -> s (b g) r d", s=s, g=self.each)
+
+    def _pairs(self, q: Tensor) -> Pairs:
+        ends, longest = ends_of(self.segments, q.shape[0], q.device), max(segment.queries for segment in self.segments)
+        return Pairs(self.causal, self.window, Lengths(ends, ends, longest, longest))
+
+
+@dataclass(frozen=True)
+class CUDNN:
+    """cuDNN's kernel on q [s_q, m, r, d], k and v [s_k, m, 1, d] (an ``LseKernel``), which sees no more than ``takes_cudnn`` allows.
+
+    Attributes:
+        groups: keys and values are given as they are; else once for each query.
+    """
+
+    causal: bool
+    groups: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *self._operands(q, k, v), None, True, 0.0, self.causal, False, scale=1 / math.sqrt(q.shape[-1])
+        )[:2]
+        return out.permute(2, 0, 1, 3).contiguous(), lse.squeeze(3)
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        generator = torch.empty((), dtype=torch.int64, device=q.device)  # not read without dropout
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad.permute(1, 2, 0, 3), *self._operands(q, k, v), out.permute(1, 2, 0, 3), lse[0].unsqueeze(3), generator, generator, None,
+            None, None, q.shape[0], k.shape[0], 0.0, self.causal, scale=1 / math.sqrt(q.shape[-1]),
+        )  # fmt: skip
+        grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in found)
+        if grad_k.shape[2] > 1:  # the group's one key and value served all its queries
+            grad_k, grad_v = grad_k.sum(2, keepdim=True), grad_v.sum(2, keepdim=True)
+        return Gradients(grad_q, grad_k, grad_v)
+
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+        return _with_groups(q, k, v) if self.groups else by_head(q, k, v)
+
+
+def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
+    """Return cuDNN's kernel if SDPA would give it forward and backward of this, or None."""
+    r = q.shape[2]
+    for groups in (True, False) if r > 1 else (False,):
+        operands = _with_groups(q, k, v) if groups else by_head(q, k, v)
+        query, key, value = (t.detach().requires_grad_() for t in operands)  # in both passes alike: it takes more without gradients
+        params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, groups)
+        if torch.backends.cuda.can_use_cudnn_attention(params):
+            return CUDNN(causal, groups)
+    return None
+
+
+def _with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    """Permute [s, m, r|1, d] to [m, r|1, s, d] without a copy."""
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
