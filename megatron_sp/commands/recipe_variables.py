@@ -23,7 +23,7 @@ class Variables:
     """Validated environment variables of a script.
 
     Attributes:
-        sp: sequence-parallel size; 0: the processes of a host divided by tp.
+        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp where it is larger than the number of hosts.
     """
 
     nproc: int
@@ -52,7 +52,7 @@ class Variables:
         sp = environ.get("SP", "1")
         found = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
-            0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP leaves)"),
+            0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP and CP leave)"),
             _whole(environ, "CP", "1"), _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none",
             environ.get("RECOMPUTE", "") or "none",
             _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
@@ -66,7 +66,8 @@ class Variables:
     @property
     def full_layout(self) -> RankCounts:
         """Full layout."""
-        return RankCounts(self.tp, self.sp or max(1, self.nproc // self.tp), self.cp, self.nproc * self.nnodes)
+        cp_of_host = -(-self.cp // self.nnodes)
+        return RankCounts(self.tp, self.sp or max(1, self.nproc // (self.tp * cp_of_host)), self.cp, self.nproc * self.nnodes)
 
     @property
     def smoke_layout(self) -> RankCounts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import json
 import math
 
 from megatron_sp.config.flags.arguments import draft_config
@@ -13,6 +14,8 @@ from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory
+from megatron_sp.planner.context_picture import context_svg
+from megatron_sp.planner.context_rows import ContextRows, mask_of_row
 from megatron_sp.planner.dry_run import complete
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.parallel_plans import Given, default_batch
@@ -33,22 +36,35 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
         ConfigError: a flag is wrong, or no layout fits.
     """
     _check(args)
+    base, given, extra = read_model(words, args.gpus, args.gpu == CPU)
+    mask = mask_of_row(base, args.documents)
     if args.picture is not None:
         from megatron_sp.planner.picture import check_picture
 
-        check_picture(args.picture)
-    base, given, extra = read_model(words, args.gpus, args.gpu == CPU)
+        check_picture(args.picture, base.parallel.context_parallel_size > 1)
     machine = read_machine(args, base)
     found = search(base, given, machine)
     if not found.candidates:
         raise ConfigError(_nothing_fits(base, given, machine, [f"{each.who}: {each.why}" for each in found.rejected]))
-    speak = report.as_json if args.json else report.text
-    print(speak(found, base, machine, extra, args.top))
+    best = found.best_of_each()[: args.top]
+    rows = ContextRows.of(best[0].config, mask) if best[0].layout.cp > 1 else None
+    if args.json:
+        print(json.dumps(report.as_dict(found, base, machine, extra, args.top) | ({"context": rows.as_dict()} if rows else {}), indent=1))
+    else:
+        print(report.text(found, base, machine, extra, args.top), *_context(rows, args), sep="\n\n")
     if args.picture is not None:
-        from megatron_sp.planner.picture import draw
+        from megatron_sp.planner.picture import draw, is_svg
 
-        draw(found.best_of_each()[: args.top], args.picture, f"{machine.gpus} x {machine.gpu.name}: predicted memory and speed")
+        below = context_svg(rows.plan) if rows and is_svg(args.picture) else ""
+        draw(best, args.picture, f"{machine.gpus} x {machine.gpu.name}: predicted memory and speed", below)
     return 0
+
+
+def _context(rows: ContextRows | None, args: argparse.Namespace) -> list[str]:
+    """Return what layout 1 sends over cp; else, if documents were given, that it has no cp."""
+    if rows is not None:
+        return [rows.text()]
+    return ["--documents: layout 1 has no context parallelism, for which they are; add --context-parallel-size N"] if args.documents else []
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -148,7 +164,7 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
 
 def _checked(words: list[str]) -> list[str]:
     """Return the words; raises ConfigError for a mistyped flag of the planner, before the model's flags are parsed."""
-    own = ("--gpus", "--gpu", "--nodes", "--link", "--inside-link", "--cards", "--reserve-gib", "--top", "--picture")
+    own = ("--gpus", "--gpu", "--nodes", "--link", "--inside-link", "--cards", "--reserve-gib", "--top", "--picture", "--documents")
     for word in words:
         near = difflib.get_close_matches(word.partition("=")[0], own, n=1, cutoff=0.85)
         if near and word.startswith("--"):

@@ -30,4 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reserve-gib", type=float, metavar="GIB", help="memory of a GPU for what is not tensors (default: worked out)")
     parser.add_argument("--top", type=integer(10**6), default=5, metavar="N", help="layouts to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory bars (.png, .svg or .pdf; needs the extra 'plot')")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE",
+        help="draw the memory bars (.png, .svg or .pdf; needs the extra 'plot'), and with cp > 1 in an .svg who sends which rows to whom",
+    )  # fmt: skip
+    parser.add_argument(
+        "--documents", type=lengths_of, metavar="N,N,...",
+        help="with cp > 1: lengths of the documents of a packed row, to show who sends which rows to whom (BERT: one, the real tokens)",
+    )  # fmt: skip
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Return the lengths of documents from words such as ``300,500,224``; a converter for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: a word is not a positive number.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) < 12 and int(word) > 0):
+            raise argparse.ArgumentTypeError(f"{word[:40] or 'nothing'} is not a length: give numbers of tokens such as 300,500,224")
+    return tuple(map(int, words))

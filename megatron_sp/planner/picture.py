@@ -1,4 +1,7 @@
-"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, the GPU's capacity, and tokens per second."""
+"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, the GPU's capacity, and tokens per second.
+
+In an SVG who sends which rows to whom stands below, if the best layout has context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from megatron_sp.estimate.hardware import GIB
 from megatron_sp.ops import availability
+from megatron_sp.planner.context_rows import below
 from megatron_sp.planner.report import KINDS, memory_by_kind
 from megatron_sp.planner.search import Candidate
 from megatron_sp.utils.errors import ConfigError, DiskError
@@ -19,25 +23,45 @@ from megatron_sp.utils.output_file import require_place, write_output
 _COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#56B4E9", "reserve": "#C9C9C9"}
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, context: bool = False) -> None:
     """Check, before the search, that the picture can be drawn and written.
 
+    Args:
+        context: all layouts have context parallelism, whose part of an SVG needs no matplotlib.
     Raises:
         ConfigError: matplotlib or the folder is missing, or the file type is not supported.
     """
-    if not availability.find("matplotlib").available:
+    if not (context and is_svg(path)) and not availability.find("matplotlib").available:
         raise ConfigError("--picture needs matplotlib: pip install 'megatron-sp[plot]', or leave it out: the text has the bars as well")
     require_place(path, "--picture")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {path}: the name must end in .png, .svg or .pdf")
 
 
-def draw(best: Sequence[Candidate], path: Path, title: str) -> None:
+def is_svg(path: Path) -> bool:
+    """Return whether the picture is an SVG document."""
+    return path.suffix.lower() == ".svg"
+
+
+def draw(best: Sequence[Candidate], path: Path, title: str, context: str = "") -> None:
     """Write the picture.
 
+    Args:
+        context: SVG document to stand below; the picture is one, too. Without matplotlib it is the whole picture.
     Raises:
         DiskError: the file cannot be written.
     """
+    try:
+        if context and not availability.find("matplotlib").available:
+            write_output(path, context)
+            return
+        picture = _bars(best, path, title)
+        write_output(path, below(picture.decode("utf-8"), context) if context else picture)
+    except OSError as error:
+        raise DiskError(f"--picture {path} cannot be written: {error.strerror or error}") from None
+
+
+def _bars(best: Sequence[Candidate], path: Path, title: str) -> bytes:
     package = availability.load("matplotlib")
     figures = importlib.import_module(f"{package.__name__}.figure")  # not pyplot, which needs a display and has global state
     figure = figures.Figure(figsize=(12, 1.9 + 0.55 * len(best)), layout="constrained")
@@ -54,12 +78,9 @@ def draw(best: Sequence[Candidate], path: Path, title: str) -> None:
     memory.invert_yaxis()
     for axes in (memory, speed):
         axes.spines[["top", "right"]].set_visible(False)
-    try:
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
-        write_output(path, picture.getvalue())
-    except OSError as error:
-        raise DiskError(f"--picture {path} cannot be written: {error.strerror or error}") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
+    return picture.getvalue()
 
 
 def _memory(axes: Any, best: Sequence[Candidate]) -> None:

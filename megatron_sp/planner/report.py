@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -81,11 +80,6 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
         "tokens_per_second": candidate.tokens_per_second, "mfu": candidate.mfu, "bound": time.bound, "seconds": seconds,
         "memory": memory_by_kind(candidate), "needs": candidate.needs, "exchanges": exchanges,
     }  # fmt: skip
-
-
-def as_json(*args: Any) -> str:
-    """Result as JSON text; arguments are those of ``as_dict``."""
-    return json.dumps(as_dict(*args), indent=1)
 
 
 def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> str:

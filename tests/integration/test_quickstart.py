@@ -113,7 +113,7 @@ def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
 
 
 def test_the_layouts_of_the_page_have_the_same_losses(tmp_path: Path) -> None:
-    """tp, sp, both, and neither: flags and numbers of processes are those of the block, with a smaller model and without the launcher."""
+    """tp, sp, cp, tp and sp, and none: flags and numbers of processes are the block's, with a smaller model and without the launcher."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/layouts.md").read_text(), flags=re.DOTALL)
     block = next(b for b in blocks if "runs/layout-both" in b)
     shrunk = {"--num-layers 4": "--num-layers 2", "--hidden-size 256": "--hidden-size 64", "--seq-length 512": "--seq-length 50",
@@ -127,10 +127,10 @@ def test_the_layouts_of_the_page_have_the_same_losses(tmp_path: Path) -> None:
     for processes, own in commands:
         run_own = lambda words, own=own: gpt([*shlex.split(f"{flags} {own}"), "--device", "cpu", "--num-threads", "1"])
         said += train(tmp_path, ranks=int(processes), program=run_own).expect(0).text
-    assert "sp 2" in said and "tp 2" in said and len(commands) == block.count("scripts/launch.sh")
+    assert "sp 2" in said and "tp 2" in said and "cp 2" in said and len(commands) == block.count("scripts/launch.sh")
     losses = {
         name: [r["loss"] for r in read_records(tmp_path / f"runs/layout-{name}")[0] if r["kind"] == "train"]
-        for name in ("dp", "sp", "tp", "both")
+        for name in ("dp", "sp", "cp", "tp", "both")
     }
     assert len(losses["dp"]) == 2
     for name, values in losses.items():

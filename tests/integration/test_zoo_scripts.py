@@ -17,7 +17,7 @@ from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
 VARIABLES = (
-    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
     "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
 )  # fmt: skip
 # Script: processes of its smoke test, what the run says of the layout, and what the dry run says of the full size.
@@ -26,11 +26,13 @@ SCRIPTS = {
     "pretrain_gpt_1b_64k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 65536"),
     "pretrain_gpt_7b_16k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 16384"),
     "pretrain_llama_8b_128k": (2, "sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 8 micro-batches of 1 x 131072"),
+    "pretrain_llama_8b_1m": (4, "cp 2, sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 4 micro-batches of 1 x 1048576"),
     "pretrain_bert_large": (2, "2 x cpu (dp 2)", "dp 8, ZeRO stage 1, bfloat16, 4 micro-batches of 32 x 512"),
 }  # fmt: skip
 SIZES = {
     "pretrain_gpt_125m_1gpu": (1, 125_226_240), "pretrain_gpt_1b_64k": (8, 1_311_086_592), "pretrain_gpt_7b_16k": (8, 6_648_836_096),
-    "pretrain_llama_8b_128k": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
+    "pretrain_llama_8b_128k": (8, 8_030_261_248),
+    "pretrain_llama_8b_1m": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
 }  # fmt: skip
 
 
@@ -75,6 +77,18 @@ def test_the_layout_of_several_hosts() -> None:
     assert code == 0, out + err
     assert "32 GPUs of 4 hosts: tp 2, sp 4 (exchanges: chunked), dp 4, ZeRO stage 1" in out and "; 900 steps, 1.9 B tokens" in out
     assert "dry run: 32 processes on GPUs: dp 4, sp 4, tp 2 with sequence parallel" in out
+
+
+def test_context_parallelism_within_a_host_and_between_hosts() -> None:
+    code, out, err = run("pretrain_gpt_1b_64k", DRY_RUN=1, CP=2)
+    assert code == 0, out + err
+    assert "8 GPUs: tp 1, sp 4 (exchanges: auto), cp 2, dp 1" in out and "dp 1, cp 2, sp 4, ZeRO stage 1" in out
+    code, out, err = run("pretrain_gpt_1b_64k", "--seq-length", 262144, "--global-batch-size", 4, DRY_RUN=1, CP=4, NNODES=4)
+    assert code == 0, out + err
+    assert "32 GPUs of 4 hosts: tp 1, sp 8 (exchanges: auto), cp 4, dp 1" in out and "4 micro-batches of 1 x 262144" in out
+    code, out, err = run("pretrain_llama_8b_1m", DRY_RUN=1, NNODES=8)
+    assert code == 0, out + err
+    assert "64 GPUs of 8 hosts: tp 1, sp 8 (exchanges: chunked), cp 8, dp 1" in out
 
 
 def test_what_cannot_work_is_said() -> None:

@@ -46,7 +46,7 @@ def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
 
 @pytest.mark.parametrize("variables, message", [
     ({"TP": "x"}, "TP=x must be a whole number, 1 or more"), ({"TP": "0"}, "TP=0 must be a whole number, 1 or more"),
-    ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP leaves)"),
+    ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP and CP leave)"),
     ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
     ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
     ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
@@ -67,6 +67,8 @@ def test_empty_variables_are_as_if_not_set() -> None:
     ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 1, 32), (2, 2, 1, 4)), ({"SP": "1"}, (1, 1, 1, 8), (1, 1, 1, 2)),
     ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1, 1), (1, 1, 1, 1)),
     ({"TP": "16", "NNODES": "2"}, (16, 1, 1, 16), (2, 1, 1, 2)), ({"CP": "4", "NNODES": "4"}, (1, 8, 4, 32), (1, 2, 2, 4)),
+    ({"CP": "2"}, (1, 4, 2, 8), (1, 2, 2, 4)), ({"CP": "8", "NNODES": "4", "TP": "2"}, (2, 2, 8, 32), (2, 2, 2, 8)),
+    ({"CP": "16"}, (1, 1, 16, 8), (1, 1, 2, 2)), ({"CP": "2", "NNODES": "4"}, (1, 8, 2, 32), (1, 2, 2, 4)),
 ])  # fmt: skip
 def test_step_parity(variables: dict[str, str], full: tuple[int, ...], smoke: tuple[int, ...]) -> None:
     found = Variables.read({**EIGHT, **variables})
@@ -88,7 +90,7 @@ def test_context_parallelism_between_hosts() -> None:
     assert made.config.parallel.dp_size(made.world_size) == 2
     small = recipe(NNODES="4", CP="2", SMOKE="1")
     assert (small.world_size, small.config.parallel.context_parallel_size, small.config.batch.global_batch_size) == (4, 2, 2)
-    with pytest.raises(ConfigError, match=r"\(1 \* 8 \* 3 = 24\)") as caught:
+    with pytest.raises(ConfigError, match=r"\(1 \* 2 \* 3 = 6\)") as caught:
         recipe(CP="3")
     assert "SP=host CP=3 ZERO=1" in str(caught.value)
 
