@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_sp.data.bert_index import LONG_SENTENCE, SampleRule, build_bert_index, eligible_documents
 from megatron_sp.data.bert_masking import MaskRule, mask_tokens
-from megatron_sp.data.bert_rows import Piece, lay_out, pack
+from megatron_sp.data.bert_rows import Piece, lay_out, pack, row_lengths
 from megatron_sp.data.dataset import Sample, hash_of
 from megatron_sp.data.index_cache import ANY_LENGTH, Arrays, Expected, cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -133,6 +133,14 @@ class BERTDataset:
         samples = [i] if self.rows is None else range(int(self.rows[i]), int(self.rows[i + 1]))
         pieces = [self._piece(k) for k in samples]
         return lay_out(pieces, self.options.seq_length, self._special.pad, packed=self.rows is not None)
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each sample in row ``i``, and of the padding, int64; one document where rows are not packed."""
+        if self.rows is None:
+            return np.array([self.options.seq_length])
+        sample = self.index[int(self.rows[i]) : int(self.rows[i + 1])]
+        sizes = [int(self.indexed.sequence_lengths[first:last].sum(dtype=np.int64)) for first, last in sample[:, :2].tolist()]
+        return row_lengths(np.minimum(sizes, sample[:, 2].astype(np.int64)) + 2, self.options.seq_length)
 
     def fingerprint(self) -> str:
         return self._fingerprint

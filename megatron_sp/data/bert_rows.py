@@ -66,6 +66,12 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
     return row
 
 
+def row_lengths(pieces: np.ndarray, seq_length: int) -> np.ndarray:
+    """Return the tokens of each document of a packed row, given those of its samples: they, and the padding if there is some."""
+    padding = seq_length - int(pieces.sum())
+    return np.append(pieces, padding) if padding else pieces
+
+
 def pack(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     """Assign samples to rows: row k holds the samples from entry k up to entry k+1.
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
-from megatron_sp.data.dataset import Dataset, FileDataset, hash_of
+from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
@@ -88,7 +88,7 @@ def build_datasets(
             warnings.setdefault(name, []).append(warning)
         return dataset
 
-    def mock(name: str, num: int) -> Dataset:
+    def mock(name: str, num: int) -> RowDataset:
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     made = _build(data, num_samples, mock, len, from_file)
@@ -125,14 +125,14 @@ def build_bert_datasets(
             indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
         )
 
-    def mock(name: str, num: int) -> Dataset:
+    def mock(name: str, num: int) -> RowDataset:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     train, valid, test = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
     return Datasets(train, valid, test)
 
 
-def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:
+def _packed(dataset: RowDataset, data: DataConfig, tokenizer: Tokenizer) -> RowDataset:
     """Add document boundaries to the samples if a flag asks for them."""
     if not (data.reset_position_ids or data.reset_attention_mask):
         return dataset
@@ -153,9 +153,9 @@ class _FromFile(Protocol):
 
 
 def _build(
-    data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], Dataset], units: Callable[[IndexedDataset], int],
+    data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], RowDataset], units: Callable[[IndexedDataset], int],
     from_file: _FromFile,
-) -> list[Dataset | None]:  # fmt: skip
+) -> list[RowDataset | None]:  # fmt: skip
     """Build the three splits from the flags.
 
     Args:
@@ -180,7 +180,7 @@ class _Builder:
         if data.data_path and any(self.own_paths):
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
 
-    def build(self, split: int, num_samples: int) -> Dataset | None:
+    def build(self, split: int, num_samples: int) -> RowDataset | None:
         """Return the data set of one split, or None if it has no share of the data."""
         name = SPLITS[split]
         paths = self.data.data_path or self.own_paths[split]
@@ -210,7 +210,7 @@ class _Builder:
         datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
         return self._mixed(datasets, blending_weights(blend.weights), num_samples)
 
-    def _by_size(self, blend: Blend, split: int, num_samples: int) -> Dataset:
+    def _by_size(self, blend: Blend, split: int, num_samples: int) -> RowDataset:
         """Blend the sets in proportion to their sizes: one epoch of all, and more of them if needed, each in a new order.
 
         Megatron-core has only the first one and ends training there.

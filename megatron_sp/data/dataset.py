@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,7 +31,19 @@ class Dataset(Protocol):
         ...
 
 
-class FileDataset(Dataset, Protocol):
+@runtime_checkable
+class RowDataset(Dataset, Protocol):
+    """Samples whose documents are known without reading their tokens."""
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each document in sample ``i``, int64, in order and above 0; their sum is s.
+
+        Cheap where an index says it, so that every rank can ask for all rows of a step.
+        """
+        ...
+
+
+class FileDataset(RowDataset, Protocol):
     """Samples of one ``.bin``/``.idx`` pair."""
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.data.dataset import Dataset, FileDataset, Sample, hash_of, make_sample
+from megatron_sp.data.dataset import FileDataset, RowDataset, Sample, hash_of, make_sample
 from megatron_sp.data.gpt_index import (
     GPTIndex,
     build_gpt_index,
@@ -107,6 +107,23 @@ class GPTDataset:
             raise IndexError(f"sample {i} of {len(self)}")
         return make_sample(self._read(int(self.index.shuffle[i])), self._masked_eod)
 
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each document in sample ``i``, int64, as the index of the data set has them.
+
+        These are the documents of ``packing`` where the last token of each, and no other, is the end-of-document token.
+        """
+        cut = int(self.index.shuffle[i])
+        (first, start), (last, end) = self.index.sample[cut : cut + 2].tolist()
+        sequences = self.index.document[first : last + 1]
+        lengths = self.indexed.sequence_lengths[sequences].astype(np.int64)
+        lengths[-1] = end  # the token there is the last label, which is no input
+        lengths[0] -= start
+        if len(self.indexed) != self.indexed.document_index.size - 1:  # sentences: only a document's last one ends with the token
+            bounds = self.indexed.document_index
+            ends = bounds[np.searchsorted(bounds, sequences, side="right")] == sequences + 1
+            lengths = np.add.reduceat(lengths, np.concatenate([[0], np.flatnonzero(ends[:-1]) + 1]))
+        return lengths[lengths > 0]
+
     def fingerprint(self) -> str:
         return self._fingerprint
 
@@ -175,6 +192,9 @@ class BlendedDataset:
             raise IndexError(f"sample {i} of {len(self)}")
         return self.datasets[int(self.sets[i])][int(self.samples[i])]
 
+    def document_lengths(self, i: int) -> np.ndarray:
+        return self.datasets[int(self.sets[i])].document_lengths(int(self.samples[i]))
+
     def fingerprint(self) -> str:
         return self._fingerprint
 
@@ -188,7 +208,7 @@ class ChainedDataset:
     Its fingerprint is that of the first pass, which determines the later ones: a longer run begins like a shorter one.
     """
 
-    def __init__(self, parts: Sequence[Dataset]) -> None:
+    def __init__(self, parts: Sequence[RowDataset]) -> None:
         self.parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
 
@@ -200,6 +220,10 @@ class ChainedDataset:
             raise IndexError(f"sample {i} of {len(self)}")
         part, place = self._place(i)
         return self.parts[part][place]
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        part, place = self._place(i)
+        return self.parts[part].document_lengths(place)
 
     def fingerprint(self) -> str:
         return self.parts[0].fingerprint()

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_sp.data.bert_dataset import BERTOptions, make_piece
 from megatron_sp.data.bert_masking import MaskRule
-from megatron_sp.data.bert_rows import Piece, lay_out, pack
+from megatron_sp.data.bert_rows import Piece, lay_out, pack, row_lengths
 from megatron_sp.data.dataset import Sample, hash_of
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
 
@@ -48,6 +48,12 @@ class MockBERTDataset:
         lengths = self._text_lengths(first, last).tolist()
         pieces = [self._piece(k, length) for k, length in zip(range(first, last), lengths, strict=True)]
         return lay_out(pieces, self.options.seq_length, self._special.pad, packed=self.options.pack)
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each sample in row ``i``, and of the padding, int64; one document where rows are not packed."""
+        if self._rows is None:
+            return np.array([self.options.seq_length])
+        return row_lengths(self._text_lengths(*self._rows[i : i + 2].tolist()) + 2, self.options.seq_length)
 
     def fingerprint(self) -> str:
         return self._fingerprint

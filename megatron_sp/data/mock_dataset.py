@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_sp.data.dataset import Sample, hash_of, make_sample
 from megatron_sp.data.gpt_dataset import GPTOptions
+from megatron_sp.data.packing import document_numbers
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 
 _STEPS = np.array([1, 2, 3, 5])
@@ -47,6 +48,10 @@ class MockGPTDataset:
         stretch = self._ring[(start + np.cumsum(steps)) % self._ring.size]
         stretch[uniform[1] < _EOD_PROBABILITY] = self._eod
         return make_sample(stretch, self._eod if self._mask_eod else None)
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each document in sample ``i``, int64; here the sample has to be drawn for it."""
+        return np.bincount(document_numbers(self[i]["tokens"], self._eod)) if self._eod is not None else np.array([self.seq_length])
 
     def fingerprint(self) -> str:
         return self._fingerprint

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_sp.data.dataset import Dataset, Sample
+from megatron_sp.data.dataset import RowDataset, Sample
 
 
 class PackedDataset:
@@ -22,7 +22,7 @@ class PackedDataset:
         documents: add the number of each token's document, from 0.
     """
 
-    def __init__(self, dataset: Dataset, eod: int, *, positions: bool, documents: bool) -> None:
+    def __init__(self, dataset: RowDataset, eod: int, *, positions: bool, documents: bool) -> None:
         self.dataset, self.eod, self.positions, self.documents = dataset, eod, positions, documents
 
     def __len__(self) -> int:
@@ -38,6 +38,9 @@ class PackedDataset:
             starts = np.flatnonzero(np.diff(number, prepend=-1))
             sample["positions"] = at - starts[number]
         return sample
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        return self.dataset.document_lengths(i)
 
     def fingerprint(self) -> str:
         return self.dataset.fingerprint()
