@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv-peers with the programs that the benchmarks compare with; it never touches .venv.
 #
-#   benchmarks/setup_peers.sh [deepspeed] [megatron]
+#   benchmarks/setup_peers.sh [deepspeed] [megatron] [ring]
 #
 # Always: torch (the same version as ours, first, so that nothing pulls another one in) and transformers. On request DeepSpeed
-# (built for CPU), and Megatron-core with this package (tests/peers). What is there already is kept. Variables: PYTHON (an
+# (built for CPU), Megatron-core with this package (tests/peers), and ring-flash-attention and USP without what they need of CUDA
+# (benchmarks/flash_attn_cpu.py stands in for it). What is there already is kept. Variables: PYTHON (an
 # interpreter >= 3.11), TORCH_INDEX_URL (where torch comes from; machines without a GPU save gigabytes with PyTorch's CPU index).
 set -euo pipefail
 
@@ -12,13 +13,15 @@ TORCH=2.13.0
 TRANSFORMERS=5.23.0
 DEEPSPEED=0.19.8
 MEGATRON_CORE=0.16.1
+RING_FLASH_ATTN=0.1.8
+YUNCHANG=0.6.4
 
 cd "$(dirname "$0")/.."
 say() { printf 'setup_peers: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
 for wanted in "$@"; do
-    case "$wanted" in deepspeed | megatron) ;; *) die "unknown argument '$wanted': expected deepspeed or megatron" ;; esac
+    case "$wanted" in deepspeed | megatron | ring) ;; *) die "unknown argument '$wanted': expected deepspeed, megatron or ring" ;; esac
 done
 
 new_enough() { "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -80,6 +83,11 @@ for wanted in "$@"; do
     megatron)
         add megatron-core "$MEGATRON_CORE"
         pip --constraint "$constraint" --editable . # tests/peers train with both
+        ;;
+    ring)
+        pip einops # this package's, which runs beside the two
+        add ring-flash-attn "$RING_FLASH_ATTN" --no-deps
+        add yunchang "$YUNCHANG" --no-deps
         ;;
     esac
 done

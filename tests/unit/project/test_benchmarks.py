@@ -26,12 +26,15 @@ import attention_kernels  # noqa: E402
 import balance_rows  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
+import context_block  # noqa: E402
 import context_plan  # noqa: E402
+import flash_attn_cpu  # noqa: E402
 import step_vs_hf  # noqa: E402
 import ulysses_replay  # noqa: E402
 import wire  # noqa: E402
 import zero_fetch  # noqa: E402
 import zero_step  # noqa: E402
+from context_contenders import RING, packed_row  # noqa: E402
 from families import FAMILIES  # noqa: E402
 
 
@@ -371,6 +374,93 @@ def test_recomputed_attention_is_timed_with_its_share(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     assert set(results["seconds"]) == {"kept", "repeated", "no recomputation"} and results["attention_share"] > 0
     assert results["not_kept"] == ""
+
+
+def test_the_context_block_counts_what_the_plan_sends(tmp_path: Path) -> None:
+    arguments = [
+        "--smoke",
+        "--no-peer",
+        "--ranks",
+        "2",
+        "--links",
+        "loopback",
+        "--masks",
+        "causal",
+        "window",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+    ]
+    done = run("context_block.py", *arguments, "--json", str(tmp_path / "c.json"))
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "c.json").read_text())["results"]["cells"]
+    assert set(cells) == {"2:loopback, causal", "2:loopback, window"}
+    for cell in cells.values():
+        raw = cell["raw"]
+        assert raw["wrong"] == {} and set(raw["bytes"]) == {"cp 2", "sp 2"} and set(raw["errors"]) == {"cp 2", "one call"}
+        assert max(raw["errors"]["cp 2"]) < 0.01 and all(max(errors) < 0.01 for errors in raw["errors of blocks"].values())
+        assert sum(raw["plan"]["cp 2"]) > 0
+        assert all(got == pytest.approx(want, abs=1500) for got, want in zip(raw["bytes"]["cp 2"], raw["plan"]["cp 2"], strict=True))
+        assert {"cp 2", "cp 2, compute", "cp 2, exchanges", "control", "control, products"} < set(raw["seconds"]["attention"])
+        assert "attention, cp 2" in cell["hidden"] and "block, sp 2" in cell["hidden"] and "sp 2" not in raw["seconds"]["attention"]
+    done = run("context_block.py", "--peer-python", str(tmp_path / "python"))
+    assert done.returncode == 2 and "setup_peers.sh ring" in done.stderr
+
+
+def test_the_context_block_compares_with_those_who_are_right() -> None:
+    seconds = {name: [value, 2 * value] for name, value in {"cp 2": 1.0, RING: 2.0, "USP 1 x 2": 1.5}.items()}
+    seconds |= {"cp 2, compute": [0.9, 1.8], "cp 2, exchanges": [0.2, 0.4], "control": [0.5, 0.5], "control, products": [0.45, 0.45]}
+    seconds |= {"control, exchanges": [0.2, 0.2]}
+    raw = {"bytes": {"cp 2": [1, 3], RING: [8, 8]}, "wrong": {"USP 1 x 2": "wrong by 1"}, "seconds": {"attention": seconds}}
+    found = context_block.summarise(2, "documents", raw)
+    assert found["bytes"]["cp 2"] == {"mean": 2, "worst": 3}
+    bars = found["bars"]
+    assert bars["bytes of ring-flash-attention"] == {"found": 0.25, "bar": None}  # judged at four ranks
+    assert bars["attention, time of ring-flash-attention"] == {"found": 0.5, "low": 0.5, "high": 0.5, "bar": 0.6}
+    assert bars["hidden of the control"] == {"found": pytest.approx(0.5 / 0.75), "bar": None}
+    bars = context_block.summarise(2, "causal", raw)["bars"]
+    assert bars["hidden of the control"]["bar"] == 0.95 and bars["attention, time of ring-flash-attention"]["bar"] == 0.9
+
+
+def test_documents_of_the_context_block_can_be_dealt_by_the_peers() -> None:
+    for length in (64, 2048, 4096):
+        ends = packed_row(length)
+        assert ends[-1] == length and all(end % 8 == 0 for end in ends) and list(ends) == sorted(set(ends))
+
+
+def test_skipped_exchanges_bring_zeros_and_are_put_back() -> None:
+    dist = torch.distributed
+    real, receive = (dist.all_to_all_single, dist.batch_isend_irecv), torch.ones(3)
+    with pytest.raises(RuntimeError), context_block.exchanges_by(None):
+        dist.all_to_all_single(receive, torch.ones(3), async_op=True).wait()
+        raise RuntimeError
+    assert (dist.all_to_all_single, dist.batch_isend_irecv) == real and receive.tolist() == [0, 0, 0]
+
+
+def test_the_stand_in_for_flash_attn_computes_attention() -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 6, 2, 4, dtype=torch.float64) for _ in range(4))
+    later = torch.arange(6)[:, None] + 4 - torch.arange(10)  # six queries of ten keys: the last belongs to the last
+    k, v = (torch.cat((x, torch.randn(1, 4, 2, 4, dtype=torch.float64)), 1) for x in (k, v))
+    seen = (later >= 0) & (later <= 2)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    scores = torch.einsum("bind,bjnd->bnij", q, k) / 2
+    wanted = torch.einsum("bnij,bjnd->bind", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    with torch.no_grad():
+        out, lse, _, _ = flash_attn_cpu._flash_attn_forward(q, k, v, 0.0, 0.5, True, 2, 0)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(lse, scores.masked_fill(~seen, -torch.inf).logsumexp(-1))
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        flash_attn_cpu._flash_attn_backward(grad, q, k, v, out, lse, *found, 0.0, 0.5, True, 2, 0)
+    torch.testing.assert_close(found, list(torch.autograd.grad(wanted, (q, k, v), grad)))
+    out, lse, _, _ = flash_attn_cpu._flash_attn_forward(q.detach(), k.detach()[:, :2], v.detach()[:, :2], 0.0, 0.5, True, 1, -1)
+    assert lse[0, 0].isfinite().tolist() == [False] * 4 + [True] * 2 and out[0, :4].abs().max() == 0
+    ends = torch.tensor([0, 2, 6])
+    packed = flash_attn_cpu._flash_attn_varlen_forward(q.detach()[0], q.detach()[0], q.detach()[0], ends, ends, 4, 4, 0.0, 0.5, True)
+    for rows in (slice(0, 2), slice(2, 6)):
+        alone = flash_attn_cpu._flash_attn_forward(*(q.detach()[:, rows],) * 3, 0.0, 0.5, True)
+        torch.testing.assert_close((packed[0][rows], packed[1][:, rows]), (alone[0][0], alone[1][0].float()))
 
 
 def test_bytes_on_the_wire() -> None:
