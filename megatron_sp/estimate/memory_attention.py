@@ -61,7 +61,9 @@ class AttentionForm:
         self.qkv_rows = groups * (self.queries_per_group + 2) * d
         self.proj_columns = n // tp * d
         mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
-        self.chunks: Sequence[HeadChunk] = plan_heads(self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2)
+        self.chunks: Sequence[HeadChunk] = plan_heads(
+            self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.cp > 1
+        )
         shares = [chunk.shares[0] for chunk in self.chunks]
         tokens = shape.padded * shape.all_tokens // shape.length
         widths = [[len(message.rows[0]) * d for message in chunk.messages] for chunk in self.chunks]
@@ -183,6 +185,8 @@ class AttentionForm:
     def keeps_results(self) -> bool:
         """True if recomputed blocks keep attention's results (``ops/attention.py :: keeps_results``)."""
         shape = self.shape
+        if shape.context is not None:  # what continues a softmax has the log of its sums, whatever the kernel
+            return self.kernels.recompute_attention != "full"
         gives_lse = not shape.cuda or (shape.is_16_bit and shape.d % 8 == 0 and shape.d <= 256)
         return self.kernels.recompute_attention != "full" and gives_lse and not self.uses_reference and self.model.attention_dropout == 0
 
