@@ -36,9 +36,10 @@ class Layout:
     sp: int = 1
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     tp_seq: bool = False
     mode: str = "none"
-    zero: dict[str, Any] = field(default_factory=dict)  # fields of ParallelConfig
+    zero: dict[str, Any] = field(default_factory=dict)  # fields of ParallelConfig: of ZeRO and of cp
     micro_batches: int = 1
     bf16: bool = False
     model: dict[str, Any] = field(default_factory=dict)
@@ -46,11 +47,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.sp * self.tp * self.dp
+        return self.cp * self.sp * self.tp * self.dp
 
     def __str__(self) -> str:
         words = [f"dp {self.dp}"] if self.dp > 1 else []
-        words += [f"sp {self.sp}"] if self.sp > 1 or (self.tp == 1 and self.dp == 1) else []
+        words += [f"cp {self.cp}"] if self.cp > 1 else []
+        words += [f"sp {self.sp}"] if self.sp > 1 or (self.tp == 1 and self.dp == 1 and self.cp == 1) else []
         words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
         words += [self.mode] if self.mode != "none" else []
         words += [f"{k} {v}" for k, v in {**self.zero, **self.model, **self.kernels}.items()]
@@ -141,7 +143,7 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
 
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
-        sp_overlap_mode=layout.mode, **layout.zero,  # type: ignore[arg-type]
+        sp_overlap_mode=layout.mode, context_parallel_size=layout.cp, **layout.zero,  # type: ignore[arg-type]
     )  # fmt: skip
     model = ModelConfig(**{**shape, **layout.model})
     more = {"head_share": 1 / EVERY} if model.is_bert else {}
@@ -255,14 +257,17 @@ class Training:
         self.config = config = ModelConfig(**{**shape, **layout.model})
         self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
-        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp)
+        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp, cp_size=layout.cp)
         mode: Any = layout.mode
-        parallel = Parallel.of(groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none")
+        sharding = ParallelConfig(context_parallel_size=layout.cp, **layout.zero)
+        parallel = Parallel.of(
+            groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none", cp_chunks=sharding.cp_chunks,
+            cp_stages_ahead=sharding.num_stages_ahead, cp_keep_kv=sharding.cp_keep_kv,
+        )  # fmt: skip
         model = (BertModel if config.is_bert else GPTModel)(
             config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel
         ).to(self.device)
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
-        sharding = ParallelConfig(**layout.zero)
         zero = Zero(sharding.zero_stage, groups.dp_cp_sp)
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zero) for u in model.units()]
         gradients = FlatGradients(

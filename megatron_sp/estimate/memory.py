@@ -57,7 +57,7 @@ def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
     kept = zero.num_params // zero.parts * shape.wide
     if shape.cuda and form.workload.parallel.offload_optimizer:
         kept = 0
-    data = shape.num_micro_batches * shape.all_tokens * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
+    data = shape.num_micro_batches * shape.micro_batch * shape.whole_length * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
     return (
         Line("parameters", zero.kept_params * shape.e), Line("buffers for whole parameters", zero.buffers * shape.e),
         Line("master weights", kept if shape.is_16_bit else 0),
@@ -89,6 +89,8 @@ def _window_masks(form: RankForm) -> int:
     window, length, shape = form.workload.model.window_size, form.shape.length, form.shape
     if (shape.cuda and shape.is_16_bit) or form.attention.uses_reference or window is None or window == 1 or window >= length:
         return 0
+    if shape.context is not None:
+        return window_tile(window) * (window - 1 + window_tile(window)) * shape.e
     rest, tile = length - window, window_tile(window)
     sizes = {min(tile, rest), rest % tile}
     apart = 16 if shape.cuda else 1

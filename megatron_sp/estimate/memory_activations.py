@@ -39,7 +39,8 @@ class ActivationForm:
         return [
             Line("residual stream", shape.stream), Line("q, k, v", heads),
             Line("attention output", sum(attention.outs)), Line("attention output, all heads of my positions", joined),
-            Line("attention kernel's own", attention.kernel_keeps), Line("dropout keys", keys),
+            Line("attention kernel's own", attention.kernel_keeps), Line("keys and values of other ranks", attention.received),
+            Line("dropout keys", keys),
         ]  # fmt: skip
 
     @cached_property

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from megatron_sp.config.schema import ParallelConfig
+from megatron_sp.estimate.context_form import ContextForm
 from megatron_sp.estimate.memory_shape import BLOCK_BYTES, RankShape
 from megatron_sp.estimate.workload import Workload
 from megatron_sp.parallel.heads import HeadChunk, Message, OverlapMode, is_uniform, plan_heads
 from megatron_sp.utils.numbers import window_tile
 
+_BATCHED_BYTES = 1 << 15  # as in ops/pieces.py: tiles of so many bytes share a call
 _MULTIPROCESSORS = 132  # of an H100; a little fewer or more elsewhere
 
 
@@ -49,6 +54,9 @@ class AttentionForm:
         attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; on a GPU what
             the fused kernels allocate inside.
         rotary_makes: what the backward of the rotary embedding allocates.
+        across_forward, across_backward: with cp, what a chunk takes forward and backward beside its q, k, v and output:
+            of other ranks, on the way, sums, and the kernel's temporaries.
+        received: with --cp-keep-kv, keys and values of other ranks, which are kept for backward.
     """
 
     def __init__(self, workload: Workload, shape: RankShape) -> None:
@@ -61,7 +69,9 @@ class AttentionForm:
         self.qkv_rows = groups * (self.queries_per_group + 2) * d
         self.proj_columns = n // tp * d
         mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
-        self.chunks: Sequence[HeadChunk] = plan_heads(self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2)
+        self.chunks: Sequence[HeadChunk] = plan_heads(
+            self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.cp > 1
+        )
         shares = [chunk.shares[0] for chunk in self.chunks]
         tokens = shape.padded * shape.all_tokens // shape.length
         widths = [[len(message.rows[0]) * d for message in chunk.messages] for chunk in self.chunks]
@@ -72,14 +82,73 @@ class AttentionForm:
             for chunk in self.chunks
         ]
         self.out_whole = shape.sp_tokens * self.proj_columns * shape.e
-        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or self.uses_reference
+        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or (self.uses_reference and shape.cp == 1)
         self.num_queries = sum(len(share.queries) for share in shares)
-        repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
+        across = shape.context is not None  # then nothing is repeated
+        repeated = (
+            [] if across else [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
+        )
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
         self.remade = self._remade(tokens * d * shape.e)
         self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
         self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
+        self.received, self.across_forward, self.across_backward = 0, 0, 0
+        if shape.context is not None:
+            self._count_across(shape.context, [len(share.uses) for share in shares], [len(share.queries) for share in shares], parallel)
+
+    def _count_across(self, context: ContextForm, pairs: list[int], queries: list[int], parallel: ParallelConfig) -> None:
+        """Count what exchanges over cp take; ``pairs``, ``queries``: key/value and query heads of each chunk."""
+        shape, keeps = self.shape, parallel.cp_keep_kv
+        widest = max(range(len(pairs)), key=lambda index: (queries[index], pairs[index]))
+        head = shape.micro_batch * shape.d * shape.e  # bytes of a head at a position
+        row, wide = pairs[widest] * 2 * head, shape.wide // shape.e  # bytes of a row of a message; sums are so many times as wide
+        self.received = context.most_received * sum(pairs) * 2 * head if keeps else 0
+        columns = queries[widest]
+
+        each, taken = columns * head, 2 * pairs[widest] * head  # of a query; of a key and value
+        group = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
+
+        def calls(rank: int, stage: int, backward: bool) -> float:
+            """Bytes that the CPU's kernel takes: results of a call and of the one before; several small tiles are copied together."""
+            results = 2 * each if backward else 0  # of a key and value, for each query
+            sizes, half = [0.0], 2 if backward and stage < 0 else 1  # a rank's own are computed in two halves
+            for (n, keys, _), count in self._tiles_of(context, rank, stage).items():
+                together = min(count // half, max(1, BLOCK_BYTES // (n * each)))
+                if together > 1 and n * each <= _BATCHED_BYTES:
+                    of_tile = n * each * (5 if backward else 3) + keys * (taken + results * (1.5 if backward else 1))
+                    sizes.append(of_tile * together)
+                else:
+                    at_once = min(each, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
+                    sizes += [(n * at_once + keys * results * at_once / each)] * (2 if at_once < each or count > 1 else 1)
+            return max((a + b for a, b in pairwise(sizes)), default=0.0)
+
+        ranks, stages = range(len(context.lengths)), range(-1, len(context.shifts))
+        sums = shape.all_tokens * columns * shape.d * shape.wide if shape.is_16_bit else 0  # else they are the output
+        if shape.cuda:
+            makes = 2.0 * shape.all_tokens * columns * shape.d * shape.wide  # results of a stage, and as they are added
+        else:
+            makes = max(calls(rank, stage, False) for rank in ranks for stage in stages)
+        self.across_forward = context.forward_rows(parallel.num_stages_ahead, keeps=keeps) * row + sums + int(makes)
+        gradients = (columns + 2 * pairs[widest]) * shape.all_tokens * shape.d
+        of_band = self.model.window_size is not None and shape.is_16_bit
+        inside = self._inside_gpu_kernel(columns) if shape.cuda else 0
+        rows = context.backward_rows(
+            parallel.num_stages_ahead, keeps=keeps, width=wide if of_band else 1.0,
+            kernel=None if shape.cuda else lambda rank, stage: calls(rank, stage, True) / row,
+        )  # fmt: skip
+        self.across_backward = int(rows * row) + inside + gradients * (shape.wide - shape.e)
+
+    def _tiles_of(self, context: ContextForm, rank: int, stage: int) -> Counter[tuple[int, int, str]]:
+        """Return (queries, keys, kind) of the tiles of a stage, and how many there are of each; of a band without its ends."""
+        window, found = self.model.window_size, Counter[tuple[int, int, str]]()
+        for n, keys, kind in context.calls(rank, stage):
+            if kind == "band" and window is not None:
+                tile = min(n, window_tile(window))
+                found[tile, min(keys, window - 1 + tile), kind] += max(1, n // tile - 1)
+            else:
+                found[n, keys, kind] += 1
+        return found
 
     def _remade(self, head: int) -> list[RemadeChunk]:
         """Return the sizes of the chunks where backward makes them again, which it does from the last to the first.
@@ -183,6 +252,8 @@ class AttentionForm:
     def keeps_results(self) -> bool:
         """True if recomputed blocks keep attention's results (``ops/attention.py :: keeps_results``)."""
         shape = self.shape
+        if shape.context is not None:  # what continues a softmax has the log of its sums, whatever the kernel
+            return self.kernels.recompute_attention != "full"
         gives_lse = not shape.cuda or (shape.is_16_bit and shape.d % 8 == 0 and shape.d <= 256)
         return self.kernels.recompute_attention != "full" and gives_lse and not self.uses_reference and self.model.attention_dropout == 0
 
@@ -196,15 +267,16 @@ class AttentionForm:
         """Bytes that a recomputed block keeps of its attention beside its input."""
         if not self.keeps_results:
             return 0
-        return sum(self.outs) + self.kernel_keeps + (self.out_whole if self.keeps_received else 0)
+        return sum(self.outs) + self.kernel_keeps + self.received + (self.out_whole if self.keeps_received else 0)
 
     @property
     def kernel_keeps(self) -> int:
         """Bytes that the attention kernel saves for backward beside q, k, v and its output."""
-        if self.kernels.recompute_granularity == "selective":
-            return 0
-        if self.uses_reference:
-            return self.reference_keeps
+        if self.shape.context is None:  # across ranks nothing but this is saved
+            if self.kernels.recompute_granularity == "selective":
+                return 0
+            if self.uses_reference:
+                return self.reference_keeps
         return self.num_queries * self.shape.all_tokens * max(4, self.shape.e)  # log of the sum of exponentials
 
     @property

@@ -11,7 +11,7 @@ from megatron_sp.estimate.memory_shape import BLOCK_BYTES
 from megatron_sp.estimate.memory_zero import gradient_lines
 
 _GATHERED = "gradient of the stream, gathered"
-_ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own")
+_ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own", "keys and values of other ranks")
 
 
 def place_of(layer: int, layers: int) -> str:
@@ -61,7 +61,9 @@ class BlockMoments:
         if self.kernels.recompute_qkv:
             keeps += max(chunk.heads for chunk in attention.remade)
         makes = attention.attention_blocks
-        if attention.uses_reference:
+        if shape.context is not None:
+            makes = attention.across_forward
+        elif attention.uses_reference:
             # without gradients the mask is freed before the last product
             dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
             mask = attention.scores // shape.wide if dropped else 0
@@ -163,7 +165,7 @@ class BlockMoments:
         """Return the moments from the attention's output to the norm before it."""
         attention = self.attention
         moments = [*self._core_backward(layer), *self._qkv_backward(layer)]
-        if attention.uses_reference and (self.shape.recomputed or self.kernels.recompute_granularity):
+        if attention.uses_reference and self.shape.context is None and (self.shape.recomputed or self.kernels.recompute_granularity):
             makes = attention.reference_makes + attention.reference_keeps - attention.kernel_keeps
             lines = (*self._at_attention(layer), Line("attention kernel's temporaries", makes))
             moments.append(self._moment(layer, "attention, made again", *self._attention_keeps(layer), *lines))
@@ -187,8 +189,10 @@ class BlockMoments:
         received = d_out if shape.sp > 1 else 0
         # with several chunks the next one's gradient is already on its way, and the last one's has not been received
         ahead = 2 * d_out if count > 1 and shape.sp > 1 else d_out if count > 1 else 0
-        selective = self.kernels.recompute_granularity == "selective"
+        selective = self.kernels.recompute_granularity == "selective" and shape.context is None
         kernel = attention.scores if attention.uses_reference else attention.attention_grad_blocks
+        if shape.context is not None:
+            kernel = attention.across_backward
         if selective:  # recomputed
             log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)

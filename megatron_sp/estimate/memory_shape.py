@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+from megatron_sp.estimate.context_form import context_form
 from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.estimate.workload import Device, Workload
 from megatron_sp.models.unit_order import recompute_plan
@@ -29,10 +30,13 @@ class RankShape:
         e, wide: bytes of an element of parameters and activations, and of gradients and sums.
         h, d, ffn, ffn_in: hidden size, head width, and the MLP's width on this tp rank after and before the
             activation.
+        micro_batch: sequences of a micro-batch.
         parts: number of ranks that shard the stream between the layers with tp_seq; 1 without it.
-        length, padded: tokens of a sequence (with cp of a cp rank's share), and with the padding that makes it divisible.
-        all_tokens: tokens of a micro-batch; this rank has ``sp_tokens`` of them in tensor-parallel layers,
-            ``tp_seq_tokens`` between them.
+        context: what the cp ranks exchange; None with one.
+        whole_length: tokens of a sequence.
+        length, padded: those of the cp rank that has most, and with the padding that makes them divisible.
+        all_tokens: tokens of a micro-batch, with cp of that rank's share; this rank has ``sp_tokens`` of them in
+            tensor-parallel layers, ``tp_seq_tokens`` between them.
         rows: rows of the vocabulary on this tp rank.
         head_tokens, head_chunk: positions that the head processes, and how many at a time.
         stream, whole_stream: the residual stream between the layers, and inside them, with the positions of the whole
@@ -63,11 +67,14 @@ class RankShape:
         self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
         self.dropout = model.hidden_dropout > 0
 
-        b, s, dp = batch.micro_batch_size, -(-model.seq_length // self.cp), workload.dp
+        self.context = context_form(model, parallel) if self.cp > 1 else None
+        self.whole_length = model.seq_length
+        b, s, dp = batch.micro_batch_size, self.whole_length if self.context is None else self.context.longest, workload.dp
+        self.micro_batch = b
         self.num_micro_batches = (batch.global_batch_size or b * dp) // (b * dp)
         self.length, self.padded = s, round_up(s, self.sp * self.parts)
         self.all_tokens = s * b
-        self.sp_tokens = self.padded // self.sp * b
+        self.sp_tokens = self.sp_positions(s) * b
         self.tp_seq_tokens = self.sp_tokens // self.parts
         self.mlp_pieces = [size * b for size in piece_sizes(self.tp_seq_tokens // b, kernels.mlp_chunks)]
 
@@ -92,6 +99,10 @@ class RankShape:
         self.fused = self.cuda and not precision.fp64 and kernels.fused_kernels != "torch"
         if self.fused:
             self.norm_temporaries, self.gate_block = _NORM_PROGRAMS * self.norms * self.h * 4, 0
+
+    def sp_positions(self, length: int) -> int:
+        """Return the positions of an sp rank, of the ``length`` that its cp rank has."""
+        return round_up(max(1, length), self.sp * self.parts) // self.sp
 
     @property
     def chunked(self) -> bool:

@@ -5,7 +5,8 @@ group:
 
     all_gather, reduce_scatter    N (W-1)/W
     all_reduce                    2 N (W-1)/W
-    all_to_all                    the bytes sent to other ranks: (W-1)/W of the rank's data if shares are even
+    all_to_all                    the bytes sent to other ranks: (W-1)/W of the rank's data if shares are even; over cp the rows of keys
+                                  and values that others see, and the gradients of the rows that came from them
 
     (gloo's all_gather and all_reduce are rings; our reduce_scatter on gloo is an all_to_all of the same bytes. NCCL may choose trees, which
     send no less.) "Can hide" counts communication that can overlap with computation under the given flags: it starts before a computation
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from megatron_sp.estimate.memory_rank import RankForm
@@ -83,7 +85,7 @@ class TrafficPlan:
 def traffic_plan(workload: Workload) -> TrafficPlan:
     """Return the collectives of a training step."""
     counter = _Counter(RankForm(workload))
-    flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.ulysses(), *counter.scalars()]
+    flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.heads_and_rows(), *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
 
@@ -94,11 +96,29 @@ def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
 
 
 class _Sent(NamedTuple):
-    """Bytes that a rank sends in a block, each as [exposed, can hide]: to the heads, back, and in backward."""
+    """Bytes of each token that a rank sends in a block, each as [exposed, can hide]: to the heads, back, and in backward."""
 
     there: list[int]
     back: list[int]
     backward: list[int]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Exchanges of Ulysses that a rank takes part in in a step.
+
+    Attributes:
+        number: number of collectives of each kind.
+        num_bytes: bytes of each token that it sends, of each kind, as (exposed, can hide).
+    """
+
+    number: dict[str, int]
+    num_bytes: dict[str, tuple[int, int]]
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of each token of all kinds."""
+        return sum(map(sum, self.num_bytes.values()))
 
 
 class _Counter:
@@ -109,6 +129,7 @@ class _Counter:
         self.num_samples = shape.num_micro_batches * workload.batch.micro_batch_size * workload.dp
         self.tp, self.sp = shape.tp, shape.sp
         self.ranks, self.world = workload.dp * shape.cp * shape.sp, workload.dp * shape.cp * shape.sp * shape.tp
+        self.replicas = "dp x sp" if shape.cp == 1 else "dp x cp x sp"
         self.units = range(shape.layers + 2)
         self.recomputed = sum(last - first for first, last in shape.recomputed)
         self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step
@@ -116,14 +137,14 @@ class _Counter:
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
-        ranks = {"dp x sp": self.ranks, "tp": self.tp, "world": self.world}[group]
+        ranks = {self.replicas: self.ranks, "tp": self.tp, "world": self.world}[group]
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
         return Flow(kind, op, group, ranks, len(sizes), sent, can_hide, under if can_hide else "")
 
     def gradients(self) -> Iterator[Flow]:
-        """Gradients over dp x sp: once, or at stages 2 and 3 per micro-batch; nothing hides the embedding's last. Shared ones over tp."""
+        """Gradients over dp x cp x sp: once, or at stages 2 and 3 per micro-batch; the embedding's last is exposed. Shared ones over tp."""
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.shape.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
@@ -132,20 +153,25 @@ class _Counter:
         hidden = sizes[1:] * times + sizes[:1] * (times - 1)
         op: Op = "all_reduce" if stage == 0 else "reduce_scatter"
         yield self._flow(
-            "gradients", op, "dp x sp", sizes * times, hidden if self.parallel.overlap_grad_reduce else [], "the rest of the backward pass"
+            "gradients",
+            op,
+            self.replicas,
+            sizes * times,
+            hidden if self.parallel.overlap_grad_reduce else [],
+            "the rest of the backward pass",
         )
         shared = [self.form.shared_gradients(unit) * self.shape.wide for unit in self.units]
         yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
 
     def parameters(self) -> Iterator[Flow]:
-        """Parameters over dp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
+        """Parameters over dp x cp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
         zero, stage, overlap = self.form.zero, self.parallel.zero_stage, self.parallel.overlap_param_gather
         sizes = [zero.size(unit) * self.shape.e for unit in self.units]
         if stage in (1, 2):
             yield self._flow(
                 "parameters",
                 "all_gather",
-                "dp x sp",
+                self.replicas,
                 sizes,
                 sizes[1:] if overlap else [],
                 "the rest of the update, and the next forward pass",
@@ -155,7 +181,7 @@ class _Counter:
             fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap)
             ahead = [sizes[unit] for unit, is_ahead in fetches if is_ahead]
             yield self._flow(
-                "parameters", self.parallel.zero3_fetch, "dp x sp", [sizes[unit] for unit, _ in fetches], ahead, "the unit before"
+                "parameters", self.parallel.zero3_fetch, self.replicas, [sizes[unit] for unit, _ in fetches], ahead, "the unit before"
             )
 
     def tensor_parallel(self) -> Iterator[Flow]:
@@ -189,43 +215,101 @@ class _Counter:
         chunks = [min(chunk, tokens - start) * shape.wide for start in range(0, tokens, chunk)]
         yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
 
-    def ulysses(self) -> Iterator[Flow]:
-        """Ulysses exchanges of heads over sp, for the rank that sends most."""
-        chunks, ranks = self.form.attention.chunks, self.sp
-        if ranks == 1:
+    def heads_and_rows(self) -> Iterator[Flow]:
+        """Ulysses' exchanges of heads over sp and those of keys and values over cp, for the rank that sends most of both together.
+
+        What a rank sends over sp grows with the positions of its cp rank, what it sends over cp with the key/value
+        heads of its sp rank.
+        """
+        context, sp_tokens = self.shape.context, self.shape.sp_tokens
+        if context is None:
+            each = [(rank, 0, sp_tokens) for rank in range(self.sp)]
+        else:
+            shares = [self.shape.sp_positions(length) * self.shape.micro_batch for length in context.lengths]
+            each = [(rank, cp_rank, share) for rank in range(self.sp) for cp_rank, share in enumerate(shares)]
+        heads = [self._of_heads(rank) for rank in range(self.sp)]
+
+        def sent(rank: int, cp_rank: int, tokens: int) -> int:
+            return tokens * heads[rank].total + sum(self._of_rows(rank, cp_rank).values())
+
+        rank, cp_rank, tokens = max(each, key=lambda of: sent(*of))
+        yield from self._ulysses(heads[rank], tokens)
+        yield from self._context(rank, cp_rank)
+
+    def _context(self, rank: int, cp_rank: int) -> Iterator[Flow]:
+        """Exchanges of keys and values over cp, and of their gradients.
+
+        All of them travel under attention: keys and values under the stage before the one that needs them, gradients
+        under the stage after, and the last ones under the second half of a rank's own.
+        """
+        context = self.shape.context
+        if context is None:
             return
-        hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
+        stages = len(context.shifts) * sum(bool(chunk.shares[rank].queries) for chunk in self.form.attention.chunks)
+        for kind, size in self._of_rows(rank, cp_rank).items():
+            number = stages * self._passes_of_rows[kind]
+            yield Flow(kind, "all_to_all", "cp", self.shape.cp, number, size, size, "attention with other keys" if size else "")
+
+    @cached_property
+    def _passes_of_rows(self) -> dict[str, int]:
+        """How often each kind of exchange over cp takes place in a step."""
+        blocks = self.backwards
+        return {
+            "keys and values, forward": blocks if self.form.attention.keeps_results else self.forwards,
+            "keys and values, backward": 0 if self.parallel.cp_keep_kv else blocks,
+            "gradients of keys and values": blocks,
+        }  # fmt: skip
+
+    def _of_rows(self, rank: int, cp_rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends over cp in a step."""
+        shape, context = self.shape, self.shape.context
+        if context is None:
+            return {}
+        pairs = sum(len(chunk.shares[rank].uses) for chunk in self.form.attention.chunks if chunk.shares[rank].queries)
+        row = pairs * 2 * shape.d * shape.e * shape.micro_batch
+        sent, received = sum(context.sent[cp_rank]) * row, sum(context.received[cp_rank]) * row
+        return {
+            kind: times * (received if kind.startswith("gradients") else sent) for kind, times in self._passes_of_rows.items()
+        }  # fmt: skip
+
+    def _of_heads(self, rank: int) -> _Heads:
+        """Return what an sp rank sends of each token in a step, in bytes."""
         attention, blocks = self.form.attention, self.backwards
+        if self.sp == 1:
+            return _Heads({}, {})
+        hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
         recomputed = self.forwards - blocks
         # a recomputation that has kept attention's results makes the heads again in backward, and may have what came back
         remade = blocks if self.kernels.recompute_qkv else recomputed if attention.keeps_results else 0
         there = blocks if attention.keeps_results else self.forwards
         back = blocks if attention.keeps_received else self.forwards
         of_forward, of_again, of_back = (sum(len(messages) for messages in each) for each in zip(
-            *((chunk.messages, chunk.again, chunk.back) for chunk in chunks), strict=True
+            *((chunk.messages, chunk.again, chunk.back) for chunk in attention.chunks), strict=True
         ))  # fmt: skip
         number = {
-            "heads, forward": there * of_forward + back * len(chunks), "heads, made again": remade * of_again,
-            "heads, backward": (blocks - remade) * of_forward + remade * of_back + blocks * len(chunks),
+            "heads, forward": there * of_forward + back * len(attention.chunks), "heads, made again": remade * of_again,
+            "heads, backward": (blocks - remade) * of_forward + remade * of_back + blocks * len(attention.chunks),
         }  # fmt: skip
+        sent = self._sent(rank, hides)
+        forward = there * sent.there[0] + back * sent.back[0], there * sent.there[1] + back * sent.back[1]
+        again = remade * sum(sent.there)
+        num_bytes = {
+            "heads, forward": forward, "heads, made again": (0, again) if hides else (again, 0),
+            "heads, backward": (blocks * sent.backward[0], blocks * sent.backward[1]),
+        }  # fmt: skip
+        return _Heads(number, num_bytes)
 
-        def total(sent: _Sent) -> dict[str, tuple[int, int]]:
-            forward = there * sent.there[0] + back * sent.back[0], there * sent.there[1] + back * sent.back[1]
-            again = remade * sum(sent.there)
-            return {
-                "heads, forward": forward, "heads, made again": (0, again) if hides else (again, 0),
-                "heads, backward": (blocks * sent.backward[0], blocks * sent.backward[1]),
-            }  # fmt: skip
-
-        most = max((total(self._sent(rank, hides)) for rank in range(ranks)), key=lambda t: sum(map(sum, t.values())))
+    def _ulysses(self, heads: _Heads, tokens: int) -> Iterator[Flow]:
+        """Ulysses' exchanges of heads over sp, for a rank with so many tokens."""
         under = "projections and attention of other heads"
-        for kind, (shown, hidden) in most.items():
-            yield Flow(kind, "all_to_all", "sp", ranks, number[kind], shown + hidden, hidden, under if hidden else "")
+        for kind, (shown, hidden) in heads.num_bytes.items():
+            sizes = tokens * (shown + hidden), tokens * hidden
+            yield Flow(kind, "all_to_all", "sp", self.sp, heads.number[kind], *sizes, under if hidden else "")
 
     def _sent(self, rank: int, hides: bool) -> _Sent:
-        """Return the bytes that a rank sends in a block."""
+        """Return the bytes of each token that a rank sends in a block."""
         shape, chunks = self.shape, self.form.attention.chunks
-        per_head = shape.sp_tokens * shape.d * shape.e
+        per_head = shape.d * shape.e
         sent = _Sent([0, 0], [0, 0], [0, 0])
         messages = sum(len(chunk.messages) for chunk in chunks)
         for index, chunk in enumerate(chunks):
@@ -246,10 +330,11 @@ class _Counter:
         return sent
 
     def scalars(self) -> Iterator[Flow]:
-        """Scalars: token counts, digests of samples, loss sums, gradient norm."""
+        """Scalars: token counts, digests of samples, loss sums, with cp digests of sequences, gradient norm."""
         everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
         holders = "world" if self.parallel.zero_stage > 0 else "tp"
         yield self._flow(
             "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
         )
+        yield self._flow("comparison of sequences", "all_reduce", "world", [16 * self.form.workload.dp] if self.shape.cp > 1 else [])
         yield self._flow("gradient norm", "all_reduce", holders, [8])

@@ -1,8 +1,8 @@
 """Model of a machine: placement of ranks on nodes, and the time of a collective.
 
-Ranks are numbered node by node, and the axes run dp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp group
-lies within a node if it fits, an sp group if tp * sp does, and the group of dp x sp spans all nodes with gpus_per_node
-/ tp ranks on each.
+Ranks are numbered node by node, and the axes run dp, cp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp
+group lies within a node if it fits, an sp group if tp * sp does, a cp group if tp * sp * cp does, and the group of
+dp x cp x sp spans all nodes with gpus_per_node / tp ranks on each.
 
     ring (all_gather, reduce_scatter, all_reduce)   bytes of a rank / the lower bandwidth of: its link within the node; the network cards
                                                     of the group's ranks on a node together, since each byte crosses nodes once
@@ -53,35 +53,35 @@ class Machine:
         """True if there are no GPUs: processes on CPUs."""
         return self.gpu.units == 0
 
-    def ranks_on_node(self, group: str, ranks: int, tp: int) -> int:
-        """Return the number of a group's ranks on one node."""
-        stride = {"tp": 1, "sp": tp, "dp x sp": tp, "world": 1}[group]
+    def ranks_on_node(self, group: str, ranks: int, tp: int, sp: int = 1) -> int:
+        """Return the number of a group's ranks on one node; ``tp``, ``sp``: sizes of the axes, of which the latter matters to cp alone."""
+        stride = {"tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1}[group]
         return max(1, min(ranks, self.per_node // stride))
 
-    def crosses(self, group: str, ranks: int, tp: int) -> bool:
+    def crosses(self, group: str, ranks: int, tp: int, sp: int = 1) -> bool:
         """Return whether a group of ranks spans several nodes."""
-        return self.ranks_on_node(group, ranks, tp) < ranks
+        return self.ranks_on_node(group, ranks, tp, sp) < ranks
 
-    def link_of(self, group: str, ranks: int, tp: int) -> Link:
+    def link_of(self, group: str, ranks: int, tp: int, sp: int = 1) -> Link:
         """Return the link that limits a group of ranks."""
-        if self.between is not None and self.crosses(group, ranks, tp):
+        if self.between is not None and self.crosses(group, ranks, tp, sp):
             return self.between
         return self.inside
 
-    def seconds(self, op: str, group: str, ranks: int, tp: int, number: int, num_bytes: float) -> float:
+    def seconds(self, op: str, group: str, ranks: int, tp: int, number: int, num_bytes: float, sp: int = 1) -> float:
         """Return the time of ``number`` collectives in which a rank sends ``num_bytes`` in total."""
         if ranks == 1 or number == 0:
             return 0.0
-        link = self.link_of(group, ranks, tp)
+        link = self.link_of(group, ranks, tp, sp)
         steps = ranks - 1
         if op == "all_reduce":
             steps = min(2 * steps, 4 * math.ceil(math.log2(ranks)))
-        return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self._rate(op, group, ranks, tp)
+        return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self._rate(op, group, ranks, tp, sp)
 
-    def _rate(self, op: str, group: str, ranks: int, tp: int) -> float:
+    def _rate(self, op: str, group: str, ranks: int, tp: int, sp: int = 1) -> float:
         """Return the bytes per second that a rank sends."""
         inside = self.inside.gbs * 1e9
-        near = self.ranks_on_node(group, ranks, tp)
+        near = self.ranks_on_node(group, ranks, tp, sp)
         if near == ranks or self.between is None:
             return inside
         card = self.between.gbs * 1e9 * self.cards / self.per_node  # a rank's share

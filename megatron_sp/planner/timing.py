@@ -13,6 +13,7 @@
     tensor parallel           the products of the backward pass for gradients of weights
     Ulysses, split-qkv        two thirds of the q, k, v products; in backward also the output projection's weight gradient
     Ulysses, chunked in G     (G-1)/G of attention and its projections
+    context parallel          attention, forward and backward, less what hides Ulysses' exchanges on the same link
     gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
     copies to the host        the blocks' forward passes (--offload-activations); copies back: their backward passes
     parameters (ZeRO 1, 2)    one micro-batch's forward pass; (ZeRO 3) half under the forward, half under the backward passes
@@ -110,6 +111,11 @@ def step_time(config: Config, machine: Machine) -> StepTime:
     return _Clock(machine, form, Work(form, machine.gpu)).step(traffic_plan(workload).flows)
 
 
+def _is_of_replicas(flow: Flow) -> bool:
+    """Return whether a flow is between the ranks that have the same parameters: dp x cp x sp."""
+    return flow.group.startswith("dp")
+
+
 class _Clock:
     def __init__(self, machine: Machine, form: RankForm, work: Work) -> None:
         self.parallel, self.machine, self.form, self.work = form.workload.parallel, machine, form, work
@@ -133,7 +139,8 @@ class _Clock:
 
     def _ctas(self, flow: Flow) -> float:
         """Return the multiprocessors that a collective takes, of those that NCCL takes by itself, as a share."""
-        gpu, most = self.machine.gpu, {"sp": self.parallel.nccl_sp_ctas, "dp x sp": self.parallel.nccl_dp_ctas}.get(flow.group)
+        gpu, parallel = self.machine.gpu, self.parallel
+        most = parallel.nccl_sp_ctas if flow.group in ("sp", "cp") else parallel.nccl_dp_ctas if _is_of_replicas(flow) else None
         return 1.0 if most is None or not gpu.units else min(1.0, most / (gpu.overlap_cost * gpu.units))
 
     def _cost(self, flow: Flow) -> float:
@@ -157,20 +164,36 @@ class _Clock:
     def _exchanges(self, flows: list[Flow]) -> Iterable[Exchange]:
         """Yield all communication, that inside the layers first: ZeRO's has the rest of the link's time."""
         inside = [self._exchange(flow, self._cover(flow)) for flow in flows if flow.group in ("tp", "sp")]
+        inside += self._context([flow for flow in flows if flow.group == "cp"], inside)
         yield from inside
         crosses = self.machine.between is not None and self._crosses(flows)
         taken = sum(e.seconds for e in inside if self._is_between(e.flow) == crosses)
-        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp")], taken)
+        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp", "cp")], taken)
 
     @property
     def is_stage_3(self) -> bool:
         return self.parallel.zero_stage == 3
 
     def _is_between(self, flow: Flow) -> bool:
-        return self.machine.crosses(flow.group, flow.ranks, self.form.shape.tp)
+        return self.machine.crosses(flow.group, flow.ranks, self.form.shape.tp, self.form.shape.sp)
 
     def _crosses(self, flows: list[Flow]) -> bool:
-        return any(self._is_between(flow) for flow in flows if flow.group == "dp x sp")
+        return any(self._is_between(flow) for flow in flows if _is_of_replicas(flow))
+
+    def _context(self, flows: list[Flow], others: list[Exchange]) -> Iterable[Exchange]:
+        """Yield communication over cp, which has the time of attention that exchanges of Ulysses leave of the same link."""
+        times = self.layers * self.count
+        again = 0.0 if self.form.attention.keeps_results else self.repeats
+        left = {"forward": times * (1 + again) * self.forward.attention, "backward": times * self.backward.attention}
+        for flow in flows:
+            direction = "forward" if flow.kind.endswith("forward") else "backward"
+            taken = sum(
+                other.hidden for other in others if other.flow.group == "sp" and self._is_between(other.flow) == self._is_between(flow)
+                and (other.flow.kind == "heads, forward") == (direction == "forward")
+            )  # fmt: skip
+            exchange = self._exchange(flow, left[direction] - taken)
+            left[direction] -= exchange.hidden
+            yield exchange
 
     def _sharded(self, flows: list[Flow], taken: float) -> Iterable[Exchange]:
         """Yield communication of gradients, parameters and scalars; ``taken``: seconds of a step in which their link is busy."""
@@ -190,12 +213,12 @@ class _Clock:
             yield exchange
 
     def _exchange(self, flow: Flow, cover: float) -> Exchange:
-        tp, machine = self.form.shape.tp, self.machine
-        seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes)
+        (tp, sp), machine = (self.form.shape.tp, self.form.shape.sp), self.machine
+        seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes, sp)
         if (share := self._ctas(flow)) < 1:
             seconds = max(seconds, flow.num_bytes / (share * machine.inside.gbs * 1e9))
         hideable = seconds * flow.can_hide / flow.num_bytes if flow.num_bytes else 0.0
-        link = machine.link_of(flow.group, flow.ranks, tp).name
+        link = machine.link_of(flow.group, flow.ranks, tp, sp).name
         return Exchange(flow, link, seconds, min(hideable, seconds, max(0.0, cover)))
 
     def _cover(self, flow: Flow) -> float:

@@ -6,7 +6,8 @@ rates:
 
     product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not full or the
                  inner dimension is short
-    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; lower for narrow heads and short sequences
+    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; lower for narrow heads and short sequences; with cp
+                 those of the rank that has most, in calls for each rank whose keys it sees, and the results of these merged
     the rest     bytes / memory rate
 """
 
@@ -123,17 +124,29 @@ class Work:
 
     def attention(self, backward: bool) -> float:
         """Return the seconds of one block's attention; the reference kernel moves its scores through memory."""
-        shape, gpu = self.shape, self.gpu
-        pairs = self.heads.num_queries * shape.all_tokens * shape.length * shape.cp  # each query of a share sees keys of the whole sequence
-        flops = 4.0 * pairs * shape.d
+        shape, gpu, context = self.shape, self.gpu, self.shape.context
+        pairs = self.heads.num_queries * shape.all_tokens * shape.whole_length
+        seen: float = pairs * seen_share(self.model)
+        if context is not None:
+            seen = self.heads.num_queries * shape.micro_batch * max(context.areas)
         if self.heads.uses_reference:
             moved = pairs * shape.wide * (10 if backward else 6)
-            return flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12) + moved / (gpu.memory_gbs * 1e9)
+            flops = 4.0 * pairs * shape.d
+            return flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12) + moved / (gpu.memory_gbs * 1e9) + self._merges()
         rate = gpu.attention_backward_tflops if backward else gpu.attention_forward_tflops
         rate *= gpu.flash2_share if self._takes_flash2 else 1.0
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - shape.d) / (_WIDE - _NARROW)))
-        share *= shape.length / (shape.length + _SHORT_SEQUENCE) if gpu.units else 1.0
-        return flops * (2.5 if backward else 1) * seen_share(self.model) / (rate * 1e12 * share) + self._calls()
+        length = shape.length if context is None else context.shortest_run
+        share *= length / (length + _SHORT_SEQUENCE) if gpu.units else 1.0
+        return 4.0 * seen * shape.d * (2.5 if backward else 1) / (rate * 1e12 * share) + self._calls() + self._merges()
+
+    def _merges(self) -> float:
+        """Return the seconds in which results of calls with other ranks' keys are added: sums are read and written, results read."""
+        shape, context = self.shape, self.shape.context
+        if context is None:
+            return 0.0
+        elements = self.heads.num_queries * shape.all_tokens * shape.d
+        return self._moved(len(context.shifts) * elements * (2 * shape.wide + shape.e))
 
     @property
     def _takes_flash2(self) -> bool:
@@ -143,7 +156,8 @@ class Work:
         return older or (self.kernels.deterministic_mode and (backend == "fused" or (backend == "auto" and dropout)))
 
     def _calls(self) -> float:
-        return len(self.heads.chunks) * self.gpu.launch_us * 1e-6
+        stages = 1 if self.shape.context is None else 2 + len(self.shape.context.shifts)  # own keys are those before, and a diagonal
+        return len(self.heads.chunks) * stages * self.gpu.launch_us * 1e-6
 
     # elementwise work
 
@@ -185,7 +199,7 @@ class Work:
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:
         """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""
-        if granularity == "selective":
+        if granularity == "selective" and self.shape.context is None:  # across ranks attention saves no scores, and is not repeated
             return Pass(attention=self.attention(False))
         forward = self.block_forward()
         if granularity != "full":

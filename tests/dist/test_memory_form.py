@@ -13,13 +13,13 @@ from support.paths import ROOT
 from support.ranks import run_ranks
 
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_sp.estimate import memory_zero
+from megatron_sp.estimate import memory_attention, memory_zero
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.ops import packed_attention
+from megatron_sp.ops import packed_attention, pieces
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 
@@ -36,6 +36,7 @@ SHAPE = {
 BATCH = 3
 WORDS = {"vocab_size": 3000}  # the head is the worst moment
 WIDE = {"ffn_hidden_size": 500}  # the MLP is
+NARROW = {"ffn_hidden_size": 40}  # attention is
 DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
 BROAD = {"ffn_hidden_size": 1500}  # the MLP is, even in pieces
 OFFLOAD = {"offload_activations": True}
@@ -130,6 +131,23 @@ CASES = [
         [Layout(dp=2, zero=zero(3), model=POST | DEEP), Layout(dp=2, zero=zero(1), model=BERT | {"bert_no_binary_head": True})],
         marks=pytest.mark.long,
     ),
+    [Layout(cp=2, model=NARROW), Layout(cp=2, kernels=FULL, zero={"cp_keep_kv": True}, model=NARROW),
+     Layout(cp=2, model=LLAMA | NARROW | {"num_query_groups": 2}), Layout(cp=2, model=NARROW | {"window_size": 64})],
+    [Layout(cp=4, model=NARROW), Layout(cp=4, model=NARROW | BERT), Layout(cp=2, sp=2, mode="chunked", model=NARROW)],
+    pytest.param(
+        [Layout(cp=2, kernels=kernels, model=NARROW) for kernels in (FULL, FULL | {"recompute_attention": "full"}, SELECTIVE, QKV_AGAIN)],
+        marks=pytest.mark.long,
+    ),
+    pytest.param([Layout(cp=2, model=NARROW | more) for more in (BERT, {"window_size": 20}, ROTARY, DROPOUT)], marks=pytest.mark.long),
+    pytest.param([Layout(cp=2, model=NARROW, bf16=True), Layout(cp=2, model=WORDS), Layout(cp=2, model=WIDE)], marks=pytest.mark.long),
+    pytest.param(
+        [Layout(cp=2, sp=2, mode=mode, kernels=kernels, model=NARROW | more) for mode in ("none", "chunked")
+         for kernels in (QKV_AGAIN, FULL) for more in ({}, GROUPS)],
+        marks=pytest.mark.long,
+    ),
+    pytest.param([Layout(cp=4, model=NARROW, zero={"cp_stages_ahead": "all"}), Layout(cp=4, model=NARROW | {"window_size": 20}),
+                  Layout(cp=4, model=NARROW, zero={"cp_keep_kv": True}), Layout(cp=2, tp=2, tp_seq=True, model=NARROW)],
+                 marks=pytest.mark.long),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
 ]  # fmt: skip
 
@@ -155,6 +173,7 @@ def compare(cases: list[Layout]) -> None:
 def differences(case: Layout) -> list[str]:
     """What a step holds that the plan does not say, the same on every rank."""
     packed_attention.window_mask.cache_clear()  # what another case has made is not counted
+    pieces._whole_band.cache_clear()
     measured = memory.measure(case, SHAPE, BATCH)
     plan = memory.predict(case, SHAPE, BATCH)
     want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}
@@ -225,6 +244,10 @@ def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
     for device in ("cpu", "cuda"):
         for rows in (1, 1000, 4096, 50304, 2**20):
             assert lm_head_chunk_tokens(rows, device) == default_chunk_tokens(rows, device)
+
+
+def test_small_tiles_are_batched_as_the_plan_says() -> None:
+    assert pieces._BATCHED_BYTES == memory_attention._BATCHED_BYTES
 
 
 def test_the_units_are_aligned_as_the_plan_says() -> None:

@@ -57,6 +57,17 @@ CASES = [
     [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
     [Layout(tp=2, model=BERT), Layout(tp=2, tp_seq=True, model=BERT | {"norm_placement": "post"}, micro_batches=2, kernels=CHUNKS)],
     [Layout(dp=2, zero=zero(3), model=BERT, micro_batches=2), Layout(sp=2, model=BERT | {"bert_no_binary_head": True})],
+    [Layout(cp=2), Layout(cp=2, kernels=FULL, micro_batches=2), Layout(cp=2, kernels=SELECTIVE | {"recompute_qkv": True})],
+    [Layout(cp=2, kernels=FULL | {"recompute_attention": again}, zero=keep) for again in ("exchange", "full")
+     for keep in ({}, {"cp_keep_kv": True})],
+    [Layout(cp=3, model=more) for more in ({"window_size": 5}, {"window_size": 1}, BERT, LLAMA | {"num_query_groups": 2})],
+    [Layout(cp=4), Layout(cp=4, zero=zero(3, cp_chunks=3, cp_stages_ahead="all")), Layout(cp=4, model={"seq_length": 3})],
+    [Layout(cp=2, sp=2), Layout(cp=2, sp=2, mode="chunked", kernels=FULL, zero=zero(2, cp_keep_kv=True)),
+     Layout(cp=2, sp=2, model={"num_query_groups": 2, "num_attention_heads": 12}, mode="chunked", kernels={"recompute_qkv": True})],
+    pytest.param([Layout(cp=2, sp=4), Layout(cp=2, sp=4, mode="chunked", kernels=BY_TWO), Layout(cp=2, sp=2, tp=2, tp_seq=True)],
+                 marks=pytest.mark.long),
+    [Layout(cp=2, tp=2, model=BERT | {"seq_length": 28}),
+     Layout(cp=2, tp=2, tp_seq=True, zero=zero(1), model=LLAMA | {"num_query_groups": 1})],
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
 ]  # fmt: skip
 
@@ -84,12 +95,12 @@ class Counted:
         return group
 
     def totals(self) -> Counts:
-        """(number, bytes) of each operation; the bytes of the rank that sends most."""
+        """(number, bytes) of each operation: those of the rank that starts most, and of the one that sends most."""
         most = {}
         for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            sent = torch.tensor(sum(self.found[op]))
-            dist.all_reduce(sent, dist.ReduceOp.MAX)
-            most[op] = len(self.found[op]), int(sent)
+            counts = torch.tensor([len(self.found[op]), sum(self.found[op])])  # a rank without heads in a chunk exchanges no keys
+            dist.all_reduce(counts, dist.ReduceOp.MAX)
+            most[op] = int(counts[0]), int(counts[1])
         return most
 
 
@@ -157,3 +168,37 @@ def test_stage_1_moves_each_parameter_twice_whatever_the_accumulation() -> None:
     assert flows == more
     assert flows["gradients"].num_bytes == flows["parameters"].num_bytes
     assert plan_of({}, dp=4).flows[0].num_bytes <= 2 * flows["gradients"].num_bytes
+
+
+def rows_of(**parallel: Any) -> dict[str, int]:
+    """Bytes over cp of each kind."""
+    return {flow.kind: flow.num_bytes for flow in plan_of(parallel).flows if flow.group == "cp"}
+
+
+def test_keys_and_values_travel_as_the_mask_needs_them() -> None:
+    """Of 21 positions the first rank of two has 6 + 5: the other needs the first 6 of them, and it needs all 10 of the other."""
+    row = SHAPE["hidden_size"] * 2 * 4 * BATCH * SHAPE["num_layers"]  # type: ignore[operator]
+    causal = rows_of(context_parallel_size=2, cp_chunks=2)
+    assert causal == {
+        "keys and values, forward": 10 * row, "keys and values, backward": 10 * row, "gradients of keys and values": 6 * row,
+    }  # fmt: skip
+    del causal["keys and values, backward"]
+    assert rows_of(context_parallel_size=2, cp_chunks=2, cp_keep_kv=True) == {
+        "keys and values, forward": 6 * row, "gradients of keys and values": 10 * row,
+    }, "then the other sends most, which has more rows of others than it sends of its own"  # fmt: skip
+
+
+def test_a_rank_of_context_parallelism_sends_less_over_sp() -> None:
+    """All of it hides, except where ranks of Ulysses wait."""
+    flows = plan_of({"context_parallel_size": 2, "sequence_parallel_size": 3}).flows
+    alone = plan_of({"sequence_parallel_size": 3}).flows
+    of_sp, before = (sum(f.num_bytes for f in some if f.group == "sp") for some in (flows, alone))
+    assert of_sp * 7 == before * 4, "4 positions of each rank instead of 7"
+    assert all(f.can_hide == f.num_bytes for f in flows if f.group == "cp")
+    assert {f.group for f in flows if f.kind == "gradients"} == {"dp x cp x sp"}
+
+
+def test_masks_for_which_nothing_travels() -> None:
+    batch, model = BatchConfig(micro_batch_size=BATCH), ModelConfig(**{**SHAPE, "window_size": 1})  # type: ignore[arg-type]
+    workload = Workload(model, ParallelConfig(context_parallel_size=2), KernelConfig(), batch, PrecisionConfig())
+    assert not [flow for flow in traffic_plan(workload).flows if flow.group == "cp"]

@@ -68,6 +68,9 @@ def test_who_is_whose_neighbour() -> None:
     assert two.ranks_on_node("dp x sp", 4, 4) == 2
     assert two.link_of("tp", 4, 4).name == "nvlink4" and two.link_of("dp x sp", 4, 4).name == "ib-400g"
     assert machine(16, 16).crosses("tp", 2, 2)
+    assert two.ranks_on_node("dp x cp x sp", 4, 4) == 2
+    assert not two.crosses("cp", 4, 1, 2) and two.crosses("cp", 4, 1, 4) and two.ranks_on_node("cp", 4, 1, 4) == 2
+    assert two.ranks_on_node("cp", 2, 4, 4) == 1, "a cp rank is tp * sp ranks away from the next"
 
 
 def test_a_ring_uses_all_cards_of_its_ranks_on_a_node() -> None:
