@@ -122,8 +122,8 @@ class Piece(NamedTuple):
             one run after another.
         kind: "full": every query sees every key. "diagonal": as many queries as keys, query a sees keys up to a. "band":
             a query sees keys at a distance of 0 to ``window`` - 1 positions.
-        offset: for a band, the position of its first query less that of its first key; else 0. The positions of a
-            diagonal's and a band's keys are consecutive, those of its queries always.
+        offset: for a band, the position of its first query less that of its first key; else 0. The positions of a band's
+            keys are consecutive, and those of the queries but for a diagonal, which has all that a rank has of a document.
     """
 
     sequence: int
@@ -490,9 +490,22 @@ class ContextPlan:
         queries, held = self._numberings[i], self._numberings[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
+        diagonal: Piece | None = None  # of the queries of a document so far
         for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
             last = first + part.q_stop - part.q_start
+            if own and self.mask.causal and window is None and part.k_stop == part.q_stop:
+                # whatever lies between a rank's own runs, it has the rows of a document in their order
+                if diagonal is not None and any(held.within(part.k_start, part.q_start)):
+                    diagonal = diagonal._replace(q_stop=last, k_stop=last)
+                    continue
+                if diagonal is not None:
+                    yield diagonal
+                diagonal = Piece(name, first, last, first, last, "diagonal", 0)
+                continue
+            if diagonal is not None:
+                yield diagonal
+                diagonal = None
             before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop
             keys = list(held.within(part.k_start, before_queries))
             while window is not None and keys and part.q_stop - 1 - keys[0][0] >= window:  # the last query is too far from its first key
@@ -504,6 +517,8 @@ class ContextPlan:
                 yield Piece(name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0)
             if own and self.mask.causal and part.k_stop == part.q_stop:
                 yield Piece(name, first, last, first, last, "diagonal" if window is None or last - first <= window else "band", 0)
+        if diagonal is not None:
+            yield diagonal
 
 
 @lru_cache(maxsize=32)

@@ -21,7 +21,7 @@ def test_the_matrix_of_a_zigzag() -> None:
     assert context_matrix(plan_of(RowMask(4800), 2), 3).splitlines() == [
         "rows of keys and values that travel, 3 sequences of 4,800 positions",
         " rank    has  from 0  from 1  receives  of a ring  pairs/mean  pieces",
-        "    0  2,400       .   7,200     7,200       100%       1.000       4",
+        "    0  2,400       .   7,200     7,200       100%       1.000       2",
         "    1  2,400   3,600       .     3,600        50%       1.000       2",
         "sends          3,600   7,200    10,800        75%",
         "largest share of pairs / mean: 1.000",
