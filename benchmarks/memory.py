@@ -321,7 +321,8 @@ class Training:
                 batches[-1] |= {"types": tokens % 2, "order": tokens[:, 0] % 2}
             del tokens, labels, mask
         digests = [torch.zeros(self.batch, dtype=torch.float64)] * len(batches)
-        self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1, digests=digests)
+        places = torch.arange(self.batch * len(batches)).chunk(len(batches))
+        self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1, digests=digests, places=list(places))
         self.counter.end("update")
 
 

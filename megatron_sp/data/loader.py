@@ -9,6 +9,7 @@ indices in each, and shared memory for every batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -35,12 +36,15 @@ class BatchLoader:
         seed: seed of the cyclic order.
         num_workers: number of reader threads; 0 reads in the calling thread, without prefetching.
         pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
-        digests: add the digests of the samples (``digests``) to each batch, computed where the samples are read.
+        digests: add the digests of the samples (``digests``) to each batch, computed where the samples are read, and the
+            samples' places in the global batch.
+        deal_rows: returns, given the ids of a global batch, its places in the order in which they are dealt to the ranks,
+            the same on every rank (``parallel/row_dealing.py``); None: by index. It runs where the samples are read.
     """
 
     def __init__(
         self, dataset: Dataset, *, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, order: Order = "single", seed: int = 1234,
-        num_workers: int = 0, pin_memory: bool = False, digests: bool = False,
+        num_workers: int = 0, pin_memory: bool = False, digests: bool = False, deal_rows: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"micro_batch_size ({micro_batch_size}) must be at least 1 and dp_rank ({dp_rank}) below dp_size ({dp_size})")
@@ -48,14 +52,14 @@ class BatchLoader:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers > 0 else None
         self._ahead: tuple[tuple[int, int], list[Future[Batch]]] | None = None
-        self._digests, self._closed = digests, False
+        self._digests, self._deal_rows, self._closed = digests, deal_rows, False
 
     def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """Return this rank's micro-batches of the global batch that follows ``consumed_samples``.
 
         Returns:
             ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s],
-            ``sample_ids`` int64 [b]; with ``digests`` also ``digests`` float64 [b], on the host.
+            ``sample_ids`` int64 [b]; with ``digests`` also ``digests`` float64 [b] and ``places`` int64 [b], on the host.
         Raises:
             DataError: the data are damaged or exhausted; errors of background threads are raised here, too.
             RuntimeError: the loader is closed.
@@ -63,7 +67,8 @@ class BatchLoader:
         if self._closed:
             raise RuntimeError("BatchLoader.step() after close()")
         if self._pool is None:
-            return [self._batch(ids) for ids in self._my_ids(consumed_samples, num_microbatches)]
+            ids = self.global_sample_ids(consumed_samples, num_microbatches)
+            return [self._batch(ids, places) for places in self._my_places(ids)]
         key = (consumed_samples, num_microbatches)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == key:
@@ -97,12 +102,19 @@ class BatchLoader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _my_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
-        return deal(self.global_sample_ids(consumed_samples, num_microbatches), self.micro_batch_size, self.dp_rank, self.dp_size)
+    def _my_places(self, ids: np.ndarray) -> np.ndarray:
+        """Return the places of this rank's samples in the global batch ``ids``, int64 [num_microbatches, b]."""
+        places = np.arange(ids.size) if self._deal_rows is None else self._deal_rows(ids)
+        return deal(places, self.micro_batch_size, self.dp_rank, self.dp_size)
 
     def _submit(self, consumed_samples: int, num_microbatches: int) -> list[Future[Batch]]:
         assert self._pool is not None
-        return [self._pool.submit(self._batch, ids) for ids in self._my_ids(consumed_samples, num_microbatches)]
+        ids = self.global_sample_ids(consumed_samples, num_microbatches)
+        mine = self._pool.submit(self._my_places, ids)  # before its batches in the queue: none of them waits for it in vain
+        return [self._pool.submit(self._dealt_batch, ids, mine, index) for index in range(num_microbatches)]
+
+    def _dealt_batch(self, ids: np.ndarray, mine: Future[np.ndarray], index: int) -> Batch:
+        return self._batch(ids, mine.result()[index])
 
     def _read_ahead(self, consumed_samples: int, num_microbatches: int) -> None:
         try:
@@ -110,8 +122,9 @@ class BatchLoader:
         except DataError:
             self._ahead = None  # the data end here; an error only if a further batch is requested
 
-    def _batch(self, ids: np.ndarray) -> Batch:
-        """Read the samples of one micro-batch."""
+    def _batch(self, ids: np.ndarray, places: np.ndarray) -> Batch:
+        """Read the samples of one micro-batch, those at ``places`` of the global batch."""
+        ids = ids[places]
         samples = [self.dataset[int(i)] for i in ids]
         batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
         batch["sample_ids"] = torch.from_numpy(ids)  # int64 [b]; shares memory with an array of this step alone
@@ -119,6 +132,7 @@ class BatchLoader:
             batch = {name: value.pin_memory() for name, value in batch.items()}
         if self._digests:
             batch["digests"] = torch.tensor([sample_digest(sample) for sample in samples], dtype=torch.float64)
+            batch["places"] = torch.from_numpy(places.copy())
         return batch
 
 

@@ -197,10 +197,12 @@ def _one_step(run: Run, saves: Saves | None) -> StepResult:
     if saves is not None:
         saves.poll()
     micro_batches = _next_micro_batches(run, loader, consumed, count)
-    digests = [batch.pop("digests") for batch in micro_batches]
+    digests, places = ([batch.pop(name) for batch in micro_batches] for name in ("digests", "places"))
     schedule = plan.lr_schedule
     lr, weight_decay = schedule.lr(progress.scheduled_samples), schedule.weight_decay(progress.scheduled_samples)
-    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests)
+    result = run.train_step.run(
+        micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests, places=places
+    )
     result.sample_ids = loader.global_sample_ids(consumed, count).tolist()
     run.state.samples.add(step, consumed, result.sample_digests)
     progress.step, progress.consumed_samples = step, consumed + size

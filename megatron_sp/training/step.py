@@ -37,8 +37,9 @@ from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a micro-batch to the device, except for what the host reads (documents, lengths, digests), which would cause a sync."""
-    return {name: t if name in ("documents", "length", "digests") else t.to(device, non_blocking=True) for name, t in batch.items()}
+    """Move a micro-batch to the device, except for what the host reads (documents, lengths, digests, places), which would cause a sync."""
+    on_host = ("documents", "length", "digests", "places")
+    return {name: t if name in on_host else t.to(device, non_blocking=True) for name, t in batch.items()}
 
 
 class LossFunction(Protocol):
@@ -154,7 +155,7 @@ class TrainStep:
 
     def run(
         self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False,
-        digests: Sequence[Tensor] = (),
+        digests: Sequence[Tensor] = (), places: Sequence[Tensor] = (),
     ) -> StepResult:  # fmt: skip
         """Perform step number ``step`` (from 1).
 
@@ -165,6 +166,7 @@ class TrainStep:
             stop: True if this rank wants to stop after the step.
             digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global
                 batch.
+            places: places of each micro-batch's samples in the global batch, int64 [b] on the host; needed with ``digests``.
         Raises:
             DataError: ranks that share sequences have read different ones.
         """
@@ -176,7 +178,7 @@ class TrainStep:
             torch.manual_seed(_step_seed(self.options.seed, step, rank))
         if self.recorder is not None:
             self.recorder.start_step()
-        totals, totals_handle = self._start_totals(micro_batches, stop, digests)
+        totals, totals_handle = self._start_totals(micro_batches, stop, digests, places)
         self.gradients.start_step()
         self.weights.start_step(len(micro_batches))
         sums = self._forward_backward(micro_batches, step, totals, totals_handle)
@@ -204,7 +206,9 @@ class TrainStep:
             self.recorder.end_step()
         return result
 
-    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor]) -> tuple[Tensor, Handle]:
+    def _start_totals(
+        self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> tuple[Tensor, Handle]:  # fmt: skip
         """Start summing [count of each term, number of ranks that want to stop, digest of each sample] over the ranks.
 
         All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
@@ -216,18 +220,18 @@ class TrainStep:
         device = by_micro_batch[0].device
         counts = torch.stack(by_micro_batch).sum(0) * float(self.groups.is_first_of_replica)
         stops = torch.full((1,), float(stop), dtype=torch.float64, device=device)
-        totals = torch.cat([counts, stops, self._in_batch_order(digests, device)])
+        totals = torch.cat([counts, stops, self._in_batch_order(digests, places, device)])
         return totals, all_reduce_async(totals, self.groups.world)
 
-    def _in_batch_order(self, digests: Sequence[Tensor], device: torch.device) -> Tensor:
+    def _in_batch_order(self, digests: Sequence[Tensor], places: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return float64 [samples of the global batch]: the digests of this rank's samples at their places, 0 elsewhere."""
         if not digests:
             return torch.empty(0, dtype=torch.float64, device=device)
-        groups, shape = self.groups, (len(digests), self.groups.dp_size, digests[0].numel())
-        of_batch = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
-        if groups.is_first_of_replica:
-            of_batch[:, groups.dp_rank] = torch.stack(list(digests))
-        return of_batch.flatten().to(device, non_blocking=True)
+        size = self.groups.dp_size * sum(mine.numel() for mine in digests)
+        of_batch = torch.zeros(size, dtype=torch.float64, pin_memory=device.type == "cuda")
+        if self.groups.is_first_of_replica:
+            of_batch[torch.cat(list(places))] = torch.cat(list(digests))
+        return of_batch.to(device, non_blocking=True)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Tensor, totals_handle: Handle) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's sums of the loss terms, fp64 [terms].

@@ -10,6 +10,7 @@ import torch
 from support.waiting import PATIENCE_S, wait_until
 
 from megatron_sp.data.dataset import Sample, make_sample
+from megatron_sp.data.digests import sample_digest
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.utils.errors import DataError
 
@@ -163,6 +164,53 @@ def test_ranks_agree_on_the_global_batch_for_any_layout() -> None:
         assert loader.global_sample_ids(20, count).tolist() == BatchLoader(
             Counting(), micro_batch_size=12, order="cyclic", seed=1
         ).global_sample_ids(20, 1).tolist()  # fmt: skip
+
+
+def backwards(ids: np.ndarray) -> np.ndarray:
+    return np.arange(ids.size)[::-1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_rows_are_dealt_as_one_is_told(num_workers: int) -> None:
+    """Their ids, contents, digests and places go together; the global batch stays what it is."""
+    for rank in range(2):
+        loader = BatchLoader(
+            Counting(), micro_batch_size=2, dp_rank=rank, dp_size=2, num_workers=num_workers, digests=True, deal_rows=backwards
+        )
+        with loader:
+            for consumed in (0, 8, 16):
+                first, second = loader.step(consumed, 2)
+                assert first["places"].tolist() == [7 - 2 * rank, 6 - 2 * rank] and second["places"].tolist() == [
+                    3 - 2 * rank,
+                    2 - 2 * rank,
+                ]
+                for batch in (first, second):
+                    assert batch["sample_ids"].tolist() == batch["tokens"][:, 0].tolist() == (batch["places"] + consumed).tolist()
+                    assert batch["digests"].tolist() == [sample_digest(Counting()[i]) for i in batch["sample_ids"].tolist()]
+                assert loader.global_sample_ids(consumed, 2).tolist() == list(range(consumed, consumed + 8))
+
+
+def test_dealing_reads_ahead_like_the_rest() -> None:
+    data, asked = Counting(), list[int]()
+
+    def note(ids: np.ndarray) -> np.ndarray:
+        asked.append(int(ids[0]))
+        return backwards(ids)
+
+    with BatchLoader(data, micro_batch_size=2, num_workers=1, deal_rows=note) as loader:
+        loader.step(0, 2)
+        wait_until(lambda: len(data.read) == 8)
+        assert asked == [0, 4] and sorted(data.read) == list(range(8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_dealing_comes_out_at_the_step(num_workers: int) -> None:
+    def fail(ids: np.ndarray) -> np.ndarray:
+        raise DataError("no lengths")
+
+    loader = BatchLoader(Counting(), micro_batch_size=2, num_workers=num_workers, deal_rows=fail)
+    with loader, pytest.raises(DataError, match="no lengths"):
+        loader.step(0, 2)
 
 
 def test_close() -> None:

@@ -102,7 +102,7 @@ class Script:
     # of a loader
 
     def step(self, consumed_samples: int, count: int) -> list[dict[str, torch.Tensor]]:
-        return [{"tokens": torch.zeros(1, 8), "digests": torch.zeros(1)} for _ in range(count)]
+        return [{"tokens": torch.zeros(1, 8), "digests": torch.zeros(1), "places": torch.arange(1)} for _ in range(count)]
 
     def global_sample_ids(self, consumed_samples: int, count: int) -> np.ndarray:
         return np.arange(count)

@@ -231,8 +231,9 @@ def test_micro_batches_without_loss_tokens_count_for_nothing() -> None:
 
 def test_a_wish_to_stop_and_digests_come_back_with_the_totals() -> None:
     digests = [torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), torch.tensor([4.0, 5.0, 2.0**53 - 1], dtype=torch.float64)]
-    result = run(make_step(), stop=True, digests=digests)
-    assert result.stop_requested and result.sample_digests == [1, 2, 3, 4, 5, 2**53 - 1]
+    places = [torch.tensor([0, 2, 5]), torch.tensor([1, 4, 3])]
+    result = run(make_step(), stop=True, digests=digests, places=places)
+    assert result.stop_requested and result.sample_digests == [1, 4, 2, 2**53 - 1, 5, 3]
     assert run(make_step()).sample_digests == []
 
 
