@@ -64,6 +64,9 @@ def _layout(config: Config) -> Iterator[str]:
     if parallel.sequence_parallel_size == parallel.context_parallel_size == 1 and 1 <= (parallel.nccl_sp_ctas or 0) <= MOST_CTAS:
         parallel.nccl_sp_ctas = None
         yield "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)"
+    if parallel.balance_rows and not (config.data.reset_attention_mask or config.data.bert_pack_sequences):
+        parallel.balance_rows = False
+        yield "--balance-rows (it is for packed documents: there is neither --reset-attention-mask nor, for BERT, --bert-pack-sequences)"
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

@@ -153,6 +153,11 @@ class ParallelConfig:
         " parameter of a rank's share (--zero-stage) from the GPU to the host",
         aliases=("cpu-optimizer", "optimizer-cpu-offload"),
     )
+    balance_rows: bool = flag(
+        False,
+        "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows of a step to data-parallel ranks by the attention"
+        " that they need, not by index; losses stay the same",
+    )
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:

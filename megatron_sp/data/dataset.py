@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Dataset(Protocol):
         ...
 
 
+@runtime_checkable
 class RowDataset(Dataset, Protocol):
     """Samples whose documents are known without reading their tokens."""
 

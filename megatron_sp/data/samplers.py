@@ -1,10 +1,11 @@
 """Order of the samples as pure functions of the number of samples consumed, so that a resumed run needs no other state.
 
 The global batch of a step is the next ids of one order that all ranks share; each chunk of ``micro_batch_size *
-dp_size`` of them is one micro-batch, of which data parallel rank r takes the r-th slice. Another ``dp_size`` or
-micro-batch size on resume only distributes the same ids differently. ``single`` is the data set's own order. ``cyclic``
-draws a new permutation in every epoch, keyed by (seed, epoch); unlike Megatron-LM's, it does not depend on the number
-of ranks.
+dp_size`` of them is one micro-batch, of which data parallel rank r takes the r-th slice. With --balance-rows they are
+put into another order first (``parallel/row_dealing.py``), which changes only who reads a sample. Another ``dp_size``
+or micro-batch size on resume only distributes the same ids differently. ``single`` is the data set's own order.
+``cyclic`` draws a new permutation in every epoch, keyed by (seed, epoch); unlike Megatron-LM's, it does not depend on
+the number of ranks.
 """
 
 from __future__ import annotations

@@ -52,8 +52,11 @@ class RowDealer:
         Args:
             ids: samples of the global batch, int64 [rows], in order.
         """
-        areas = [area_of_documents(self.document_lengths(i), self.causal, self.window) for i in ids.tolist()]
-        return order_by_area(areas, self.micro_batch_size, self.dp_size)
+        return order_by_area(self.areas(ids), self.micro_batch_size, self.dp_size)
+
+    def areas(self, ids: np.ndarray) -> list[int]:
+        """Return the area of each of these samples."""
+        return [area_of_documents(self.document_lengths(i), self.causal, self.window) for i in ids.tolist()]
 
 
 def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> int:

@@ -46,9 +46,11 @@ from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.row_dealing import RowDealer
 from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
+from megatron_sp.training.balance_rows import row_dealer, warning_about_documents
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
@@ -379,18 +381,21 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
     samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
     with all_ranks_agree(context.groups.control):
         datasets = context.task.build_datasets(context.config, tokenizer, samples)
-    for warning in datasets.warnings:
+        about_documents = warning_about_documents(context.config, datasets.train)
+        deal_rows = None if datasets.train is None else row_dealer(context.config, datasets.train, context.groups.dp_size)
+    for warning in (*datasets.warnings, *([about_documents] if about_documents else [])):
         context.console.line(f"warning: {warning}")
     return RunData(
         datasets,
-        _open_loader(context, datasets.train, closing, num_workers=context.config.data.num_workers, digests=True),
+        _open_loader(context, datasets.train, closing, num_workers=context.config.data.num_workers, digests=True, deal_rows=deal_rows),
         _open_loader(context, datasets.valid, closing),
         _open_loader(context, datasets.test, closing),
     )
 
 
 def _open_loader(
-    context: RunContext, dataset: Dataset | None, closing: ExitStack, *, num_workers: int = 0, digests: bool = False
+    context: RunContext, dataset: Dataset | None, closing: ExitStack, *, num_workers: int = 0, digests: bool = False,
+    deal_rows: RowDealer | None = None,
 ) -> BatchLoader | None:  # fmt: skip
     if dataset is None:
         return None
@@ -398,7 +403,7 @@ def _open_loader(
     loader = BatchLoader(
         dataset, micro_batch_size=config.batch.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size,
         order=config.data.dataloader_type, seed=config.batch.seed, num_workers=num_workers,
-        pin_memory=groups.device.type == "cuda", digests=digests,
+        pin_memory=groups.device.type == "cuda", digests=digests, deal_rows=deal_rows,
     )  # fmt: skip
     return closing.enter_context(loader)
 

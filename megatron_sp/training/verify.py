@@ -36,6 +36,7 @@ from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.attention import use_of
+from megatron_sp.training.balance_rows import row_dealer
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
@@ -84,12 +85,19 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     num_samples = each * plan.micro_batch_size * groups.dp_size
     with all_ranks_agree(groups.control):
         dataset = task.build_datasets(config, tokenizer, (num_samples, 0, 0)).train
-    assert dataset is not None
+        assert dataset is not None
+        deal_rows = row_dealer(config, dataset, groups.dp_size)
     order, seed = config.data.dataloader_type, config.batch.seed
 
     def batches(dp_rank: int) -> list[MicroBatch]:
         with BatchLoader(
-            dataset, micro_batch_size=plan.micro_batch_size, dp_rank=dp_rank, dp_size=groups.dp_size, order=order, seed=seed
+            dataset,
+            micro_batch_size=plan.micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=groups.dp_size,
+            order=order,
+            seed=seed,
+            deal_rows=deal_rows,
         ) as loader:
             return [on_device(micro, groups.device) for micro in loader.step(0, each)]
 
