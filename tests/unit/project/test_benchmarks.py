@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.forked import run_script
@@ -22,6 +23,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
 
 import attention_kernels  # noqa: E402
+import balance_rows  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
 import context_plan  # noqa: E402
@@ -132,6 +134,19 @@ def test_simulations_of_the_context_plan(capsys: pytest.CaptureFixture[str]) -> 
     of_best = [float(cell.split()[0]) for row in cells if row[1] in context_plan.RULES for cell in row[2:6]]
     assert len(of_best) == 4 * len(context_plan.RULES) * 7 and min(of_best) >= 0.99  # nothing beats the best number of chunks
     assert sum(row[0].endswith("K") for row in cells) == 8 and context_plan.picture(16).startswith("<svg")
+
+
+def test_simulations_of_dealt_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert balance_rows.main(["--smoke"]) == 0
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    pairs = [(row[3:5], *map(float, row[5].split(" -> "))) for row in cells if " -> " in row[-1]]
+    assert len(pairs) == 4 * len(balance_rows.LAYOUTS) and len(cells) == len(pairs) + 6 + 4
+    assert all(1 <= after <= before and (after == before or layout != ["1", "1"]) for layout, before, after in pairs)
+    assert any(after < before for _, before, after in pairs)
+    areas = [30, 10, 20, 10]  # two ranks, two micro-batches of one row each
+    by_index, dealt = (balance_rows.balance_of(areas, np.array(order), 1, 2, 1) for order in ([0, 1, 2, 3], [0, 1, 3, 2]))
+    products = 2 * 6 * 4096
+    assert by_index == (50 / 35, 50 / 35, (products + 50) / (products + 35)) and dealt[:2] == (40 / 35, 50 / 35)
 
 
 def test_the_other_benchmarks_run(tmp_path: Path) -> None:
