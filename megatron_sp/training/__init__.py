@@ -11,6 +11,7 @@ Before the first step:
     setup.py            device, threads, process group, run folder, exit codes
     starting_point.py   which checkpoint to start from, if any
     resume.py           the schedule and the data must be those of the checkpoint
+    balance_rows.py     --balance-rows: which rank reads which rows
     run_tokenizer.py    so must the tokenizer; the run keeps a copy of it
     sharding.py         the model becomes flat units, one by one
     fingerprint.py      all ranks have the same initial model
