@@ -147,4 +147,14 @@ def context_form(model: ModelConfig, parallel: ParallelConfig) -> ContextForm:
 
 @lru_cache(maxsize=64)
 def _form_of(mask: RowMask, cp_size: int, num_chunks: int | None) -> ContextForm:
-    return ContextForm.of(plan_context(mask, cut_row(mask, cp_size, num_chunks)))
+    form = ContextForm.of(plan_context(mask, cut_row(mask, cp_size, num_chunks)))
+    if not form.shifts and not is_local(mask):
+        raise RuntimeError(
+            f"{cp_size} cp ranks would exchange nothing, and {mask} needs keys of other ranks: each would attend to its own positions"
+        )
+    return form
+
+
+def is_local(mask: RowMask) -> bool:
+    """Return whether no query sees any key but its own, so that there is nothing to exchange."""
+    return mask.window == 1 or mask.length == 1

@@ -133,6 +133,8 @@ class AttentionForm:
         gradients = (columns + 2 * pairs[widest]) * shape.all_tokens * shape.d
         of_band = self.model.window_size is not None and shape.is_16_bit
         inside = self._inside_gpu_kernel(columns) if shape.cuda else 0
+        if self.uses_reference:
+            makes, inside = makes + 2 * self.scores, inside + 4 * self.scores
         rows = context.backward_rows(
             parallel.num_stages_ahead, keeps=keeps, width=wide if of_band else 1.0,
             kernel=None if shape.cuda else lambda rank, stage: calls(rank, stage, True) / row,
@@ -244,6 +246,8 @@ class AttentionForm:
         backend = self.kernels.attention_backend
         if backend in ("unfused", "local"):
             return True
+        if self.shape.context is not None and self.model.attention_dropout > 0:
+            return True  # across ranks its masks are hashes
         if self.shape.cuda:
             return self.shape.e == 8  # no fused kernel computes in fp64
         return self.model.attention_dropout > 0  # nor with dropout on a CPU

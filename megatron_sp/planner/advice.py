@@ -36,7 +36,7 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
     """Return bytes and layout of the layout that needs least memory; None if no layout is valid."""
     found: list[tuple[int, ParallelPlan]] = []
     # the overlap of exchanges hardly changes memory, and tp_seq always saves some
-    distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
+    distinct = {f.axes: f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
         size = micro_batches(base, given, dp, frame.cp * frame.sp)[0]
@@ -130,7 +130,10 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
 
 
 _LAYOUT_FIELDS = frozenset(
-    [("parallel", name) for name in ("tensor_model_parallel_size", "sequence_parallel_size", "zero_stage", "sequence_parallel")]
+    [
+        ("parallel", name)
+        for name in ("tensor_model_parallel_size", "sequence_parallel_size", "context_parallel_size", "zero_stage", "sequence_parallel")
+    ]
     + [("kernels", "recompute_granularity"), ("batch", "micro_batch_size")]
 )
 

@@ -151,12 +151,14 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
 
 
 def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
-    """Return a copy of the configuration without settings that depend on tp or sp sizes that the planner has yet to choose."""
+    """Return a copy of the configuration without settings that depend on tp, sp or cp sizes that the planner has yet to choose."""
     config = copy.deepcopy(config)
     parallel = config.parallel
     if ("parallel", "sequence_parallel_size") not in given:
         parallel.sp_overlap_mode, parallel.sp_head_chunks = None, None
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
+    if ("parallel", "context_parallel_size") not in given:
+        parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
     if ("parallel", "tensor_model_parallel_size") not in given:
         parallel.sequence_parallel = False
     return config

@@ -108,12 +108,24 @@ class RunPlan:
                 f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
             )
             lines += self._flows()
+        lines += self._of_context()
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
             lines.append("--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as none")
         if self.remedies:
             lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
         lines += self.notes
         return "\n".join(lines)
+
+    def _of_context(self) -> list[str]:
+        """Return what is to be said about exchanges over cp."""
+        cp, data = self.config.parallel.context_parallel_size, self.config.data
+        if cp == 1:
+            return []
+        if not any(flow.group == "cp" for flow in self.traffic.flows):
+            return [f"the {cp} cp ranks exchange no keys and values: with this mask a token sees itself alone"]
+        if data.reset_attention_mask or data.bert_pack_sequences:
+            return ["over cp each row is counted as one document: what the documents in it do not see is not sent, so a run sends less"]
+        return []
 
     def _flows(self) -> list[str]:
         lines = []

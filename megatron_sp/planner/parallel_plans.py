@@ -5,6 +5,7 @@ Fields given on the command line are fixed. The others are varied:
     tp                    divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and without
                           --sequence-parallel (tp_seq)
     sp                    divisors of gpus / tp, up to the number of heads
+    cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
@@ -22,11 +23,15 @@ from megatron_sp.config.schema import Config
 
 Given = frozenset[tuple[str, str]]  # (group, field) given on the command line
 
+Axes = tuple[int, int, int]  # sizes of tp, sp and cp
+
 Saving = tuple[int, str | None]
 """ZeRO stage and recomputation."""
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 TOKENS = 2**20  # tokens of a step without --global-batch-size
+FEWEST_POSITIONS = 1024  # of a sequence on a rank of sp x cp: with less there is too little to compute under an exchange
+MOST_CP = 128
 ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not get faster
 
 
@@ -48,6 +53,11 @@ class ParallelPlan:
     recompute: str | None = None
     micro_batch: int = 1
     cp: int = 1
+
+    @property
+    def axes(self) -> Axes:
+        """Sizes of tp, sp and cp."""
+        return self.tp, self.sp, self.cp
 
     def dp(self, gpus: int) -> int:
         """Data-parallel size on so many GPUs."""
@@ -87,6 +97,8 @@ class ParallelPlan:
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
+        if self.cp == 1:  # flags about exchanges that there are not
+            parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
         if self.recompute != kernels.recompute_granularity:
             kernels.recompute_method = kernels.recompute_num_layers = None
         if self.recompute != "full":
@@ -111,13 +123,22 @@ def default_batch(config: Config, gpus: int) -> int:
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield layouts in tp, tp_seq, sp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults, cp is given."""
-    cp = base.parallel.context_parallel_size
+    """Yield layouts in tp, tp_seq, sp, cp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
+    fixed = base.parallel.context_parallel_size if ("parallel", "context_parallel_size") in given else 1
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
-        for sp in _splits(base, given, "sequence_parallel_size", max(1, gpus // (tp * cp)), gpus // (tp * cp)):
-            for tp_seq in _tp_seqs(base, given, tp):
-                for mode, chunks in _modes(base, given, tp, sp):
-                    yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp)
+        for sp in _splits(base, given, "sequence_parallel_size", max(1, gpus // (tp * fixed)), gpus // (tp * fixed)):
+            for cp in _cps(base, given, sp, gpus // (tp * sp)):
+                for tp_seq in _tp_seqs(base, given, tp):
+                    for mode, chunks in _modes(base, given, tp, sp):
+                        yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp)
+
+
+def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:
+    """Return the cp sizes to try; ``of``: ranks that they and dp have together."""
+    if ("parallel", "context_parallel_size") in given:
+        return [base.parallel.context_parallel_size]
+    most = max(1, min(MOST_CP, (base.model.seq_length or 1) // (FEWEST_POSITIONS * sp)))
+    return [size for size in range(1, most + 1) if of % size == 0]
 
 
 def micro_batches(base: Config, given: Given, dp: int, shares: int) -> list[int]:

@@ -11,6 +11,7 @@ from megatron_sp.estimate.hardware import GIB
 from megatron_sp.planner.dry_run import count_parameters
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
+from megatron_sp.planner.splits import why_this_split
 from megatron_sp.utils.format import format_bytes, format_count
 
 BAR = 50  # characters of the bar of a full GPU
@@ -60,6 +61,7 @@ def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str
         },
         "parameters": count_parameters(base.model), "global_batch_size": base.batch.global_batch_size,
         "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.candidates),
+        "why": why_this_split(found.best_of_each()[0], found.best_of_each()),
         "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
         "rejected": [asdict(each) for each in found.rejected],
     }  # fmt: skip
@@ -86,7 +88,8 @@ def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], 
     """Return the plan as text."""
     best = found.best_of_each()[:top]
     lines = [
-        *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best), "", *_detail(best[0], extra), "",
+        *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best),
+        *why_this_split(best[0], found.best_of_each()), "", *_detail(best[0], extra), "",
         f"memory of a {_unit(machine)} (" + ", ".join(f"{_LETTERS[kind]} {kind}" for kind in KINDS) + "):",
         *(f"  {number} {bar(c)} {c.needs / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB" for number, c in enumerate(best, 1)),
         "", "flags of the others:", *(f"  {n} {flags(c, extra)}" for n, c in enumerate(best[1:], 2)),
@@ -135,7 +138,7 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
     said = [
         f"plan: {format_count(count_parameters(model))} parameters, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
         f" {base.precision.params_dtype}, on {where}",
-        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp and sp:",
+        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp, sp and cp:",
     ]
     return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 

@@ -20,7 +20,7 @@ from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.estimate.workload import head_share
 from megatron_sp.planner.machine import Machine, reserve
-from megatron_sp.planner.parallel_plans import Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
+from megatron_sp.planner.parallel_plans import Axes, Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.planner.timing import StepTime, step_time
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
@@ -72,7 +72,7 @@ class Rejected:
     """Layouts rejected for the same reason.
 
     Attributes:
-        who: their common tp and sp sizes.
+        who: their common tp, sp and cp sizes.
         why: the rule they break, or the memory of the one that needs least.
         needs: bytes of that one; 0 if they break a rule.
     """
@@ -99,10 +99,10 @@ class Findings:
     tried: int = 0
 
     def best_of_each(self) -> list[Candidate]:
-        """Return the first candidate for each pair of tp and sp sizes."""
-        found: dict[tuple[int, int], Candidate] = {}
+        """Return the first candidate for each choice of tp, sp and cp sizes."""
+        found: dict[Axes, Candidate] = {}
         for candidate in self.candidates:
-            found.setdefault((candidate.layout.tp, candidate.layout.sp), candidate)
+            found.setdefault(candidate.layout.axes, candidate)
         return list(found.values())
 
 
@@ -114,7 +114,7 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
         given: fixed fields.
         machine: machine of the run.
     """
-    found, least = Findings(), dict[tuple[int, int], tuple[int, ParallelPlan]]()
+    found, least = Findings(), dict[Axes, tuple[int, ParallelPlan]]()
     refused: dict[str, list[ParallelPlan]] = {}
     for frame in frames(base, given, machine.gpus, machine.per_node):
         broken = _broken(frame, base, machine.gpus)
@@ -122,10 +122,10 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
             refused.setdefault(broken, []).append(frame)
             continue
         for needs, layout in _Frame(frame, base, given, machine).fill(found):
-            pair = (layout.tp, layout.sp)
-            least[pair] = min(least.get(pair, (needs, layout)), (needs, layout), key=lambda each: each[0])
+            axes = layout.axes
+            least[axes] = min(least.get(axes, (needs, layout)), (needs, layout), key=lambda each: each[0])
     found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
-    fitting = {(c.layout.tp, c.layout.sp) for c in found.candidates}
+    fitting = {c.layout.axes for c in found.candidates}
     found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
     found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
     return found
@@ -221,12 +221,12 @@ def num_groups(layout: ParallelPlan, gpus: int) -> int:
     return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
 
 
-def _too_large(least: dict[tuple[int, int], tuple[int, ParallelPlan]], fitting: set[tuple[int, int]], machine: Machine) -> list[Rejected]:
+def _too_large(least: dict[Axes, tuple[int, ParallelPlan]], fitting: set[Axes], machine: Machine) -> list[Rejected]:
     have, made = machine.memory_bytes / 2**30, []
-    for (tp, sp), (needs, layout) in sorted(least.items()):
-        if (tp, sp) not in fitting:
-            how = ", ".join(layout.words(machine.gpus).split(", ")[(tp > 1) + (sp > 1) :])
-            made.append(Rejected(f"tp {tp}, sp {sp}", f"needs {needs / 2**30:.1f} GiB of {have:.1f} at least ({how})", needs))
+    for axes, (needs, layout) in sorted(least.items()):
+        if axes not in fitting:
+            how = ", ".join(layout.words(machine.gpus).split(", ")[sum(size > 1 for size in axes) :])
+            made.append(Rejected(_name(layout), f"needs {needs / 2**30:.1f} GiB of {have:.1f} at least ({how})", needs))
     return made
 
 
@@ -239,5 +239,9 @@ def _refused(refused: dict[str, list[ParallelPlan]]) -> list[Rejected]:
 
 
 def _names(layouts: list[ParallelPlan]) -> str:
-    pairs = list(dict.fromkeys(f"tp {each.tp}, sp {each.sp}" for each in layouts))
+    pairs = list(dict.fromkeys(_name(each) for each in layouts))
     return "; ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")
+
+
+def _name(layout: ParallelPlan) -> str:
+    return f"tp {layout.tp}, sp {layout.sp}" + (f", cp {layout.cp}" if layout.cp > 1 else "")

@@ -54,6 +54,21 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text, f"{part!r} is missing in\n{text}"
 
 
+def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--dry-run", "--world-size", "16", "--cp-size", "4", "--bf16")
+    text = says(capsys, *flags)
+    for part in (
+        "dp 4, cp 4,",
+        "all_to_all between 4 (cp): keys and values, forward; 100% under attention",
+        "between 16 (dp x cp x sp): gradients",
+    ):
+        assert part in text, f"{part!r} is missing in\n{text}"
+    assert "each row is counted as one document" not in text
+    assert "each row is counted as one document" in says(capsys, *flags, "--reset-attention-mask")
+    alone = says(capsys, *flags, "--window-size", "1")
+    assert "the 4 cp ranks exchange no keys and values: with this mask a token sees itself alone" in alone and "(cp)" not in alone
+
+
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu"))
     assert record["layout"] == {"dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}

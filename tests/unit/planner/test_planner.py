@@ -106,6 +106,18 @@ def test_context_parallelism_that_is_given_stays_and_takes_its_ranks() -> None:
     assert of_zero[0] and of_zero[0] == of_zero[1]
 
 
+def test_context_parallelism_is_tried_where_a_rank_has_enough_of_a_sequence() -> None:
+    """At 4,096 positions of a sequence 4 ranks have 1,024 each, sp and cp together."""
+    flags = f"{MODEL.replace('16384', '4096')} --global-batch-size 16 --cp-keep-kv"
+    base, given, _ = read_model(flags.split(), 16, False)
+    of_tp_1 = {(f.sp, f.cp) for f in frames(base, given, 16, 16) if f.tp == 1}
+    assert {(sp, cp) for sp, cp in of_tp_1 if cp > 1} == {(1, 2), (1, 4), (2, 2)} and (4, 1) in of_tp_1 and (8, 1) in of_tp_1
+    kept = {f.cp: f.apply(base).parallel.cp_keep_kv for f in frames(base, given, 16, 16)}
+    assert kept == {1: False, 2: True, 4: True}, "a flag about exchanges is for those who have some"
+    base, given, _ = read_model(f"{flags} --cp-size 8".split(), 16, False)
+    assert {f.cp for f in frames(base, given, 16, 16)} == {8}
+
+
 def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow: Findings) -> None:
     for found, have in ((roomy, H100.memory_bytes), (narrow, NARROW * 2**30)):
         assert found.candidates and found.tried >= len(found.candidates)
@@ -113,8 +125,9 @@ def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow:
         order = [(c.is_tight, -c.tokens_per_second) for c in found.candidates]
         assert order == sorted(order)
         best = found.best_of_each()
-        assert best[0] is found.candidates[0] and len({(c.layout.tp, c.layout.sp) for c in best}) == len(best)
-    assert {(c.layout.tp, c.layout.sp) for c in roomy.candidates} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+        assert best[0] is found.candidates[0] and len({c.layout.axes for c in best}) == len(best)
+    pairs = {(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1)}
+    assert {c.layout.axes for c in roomy.candidates} == pairs | {(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)}
 
 
 def test_memory_is_that_of_the_dry_run(roomy: Findings) -> None:
@@ -217,7 +230,7 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_flags_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(says(capsys, f"--gpus 8 --gpu a100-40g {MODEL} --json --top 20 --zero-stage 1 --micro-batch-size 1"))
-    assert len(record["best"]) == len({(b["layout"]["tp"], b["layout"]["sp"]) for b in record["best"]}) > 3
+    assert len(record["best"]) == len({tuple(b["layout"][axis] for axis in ("tp", "sp", "cp")) for b in record["best"]}) > 3
     for best in record["best"]:
         config = config_from_args([*(MODEL + RUN).split(), *best["flags"].split()], world_size=8)
         layout = best["layout"]
@@ -257,7 +270,7 @@ def test_a_tight_layout_is_not_the_first_and_what_it_would_bring_is_said(capsys:
         ("--gpus 8 --gpu h200 --dry-run", "--dry-run is for a run's own program"),
         ("--gpus 8 --gpu h200 --offload-optimizer", "--offload-optimizer: its copies are not part of the prediction"),
         ("--gpus 8 --gpu h200 --tp-size 3 --ffn-hidden-size 3072", "no layout is possible:\n  tp 3, sp 1"),
-        ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1", "global_batch_size (3) must be a multiple of"),
+        ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1 --cp-size 1", "global_batch_size (3) must be a multiple of"),
         ("--gpus 8 --gpu h200 --picture nowhere/x.png", "there is no folder nowhere"),
         ("--gpus 8 --gpu h200 --picture x.txt", "must end in .png, .svg or .pdf"),
     ],
