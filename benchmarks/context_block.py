@@ -315,13 +315,12 @@ def error_over_ranks(got: Any, want: Any) -> float:
 
 def count_bytes(run: Callable[[], Any]) -> tuple[list[int], list[int] | None]:
     """Return what each rank sends in one pass, barriers taken off, and what the interface of its host sends in all. Collective."""
-    import torch.distributed as dist
+    from megatron_sp.comm.groups import world_group
+    from megatron_sp.comm.objects import gather_json
 
     run()  # connections are made
     mine = [a - b for a, b in zip(_counted(run), _counted(lambda: None), strict=True)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    sent, *interfaces = map(list, zip(*everyone, strict=True))
+    sent, *interfaces = map(list, zip(*gather_json(mine, world_group()), strict=True))
     return sent, interfaces[0] if interfaces else None
 
 

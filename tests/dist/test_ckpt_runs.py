@@ -29,7 +29,7 @@ def test_it_is_sound_in_depth(run: Path, capsys: Capture) -> None:
     assert cli.main(["ckpt", "ls", str(run), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert [c["step"] for c in found["checkpoints"]] == [2, 4] and found["resume"] == found["latest"] == 4
-    assert found["checkpoints"][1]["layout"] == {"world_size": 2, "dp": 1, "sp": 2, "tp": 1, "tp_seq": False, "zero_stage": 2}
+    assert found["checkpoints"][1]["layout"] == {"world_size": 2, "dp": 1, "cp": 1, "sp": 2, "tp": 1, "tp_seq": False, "zero_stage": 2}
     assert 3.0 < found["checkpoints"][0]["loss"] < 5.0
 
 
