@@ -100,7 +100,7 @@ AXES: dict[str, list[Any]] = {
     "mode": ["none", "split-qkv", "chunked", "split-qkv waiting"],
     "groups": [8, 2, 1],
     "batch": [1, 2, 3],
-    "recompute": [None, "full", "full, attention full", "selective", "qkv"],
+    "recompute": [None, "full", "full, attention exchange", "full, attention full", "selective", "qkv"],
     "micro_batches": [1, 2],
     "hidden_dropout": [0.0, 0.2],
     "ragged": [False, True],
