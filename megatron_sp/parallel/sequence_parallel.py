@@ -1,71 +1,20 @@
-"""The sp group of Ulysses, and one exchange over it.
+"""The sp group of Ulysses.
 
-    exchange    sends a part to each rank and receives one from each: all_to_all, forward and backward
-
-Before an exchange a rank has its positions of all heads, after it all positions of its heads, or the other way round.
-What is sent in which order is in ``heads.py``, what is computed between the exchanges in ``ulysses.py``.
+Before an exchange a rank has its positions of all heads, after it all positions of its heads, or the other way round:
+a part to each rank and one from each, all_to_all, forward and backward. What is sent in which order is in ``heads.py``,
+what is computed between the exchanges in ``ulysses.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from megatron_sp.comm.collectives import Handle, all_to_all_async
-from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.comm.recorder import CallSite
-from megatron_sp.ops.memory import empty
+from megatron_sp.parallel.exchange_group import ExchangeGroup
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
-    """The sp group, and how its exchanges are run.
-
-    Attributes:
-        group: ranks over which each sequence is split.
-        overlap: overlap exchanges with computation; else wait for each at once.
-        recorder: records every exchange and the computation between them.
-    """
-
-    group: Group = SINGLE_RANK
-    overlap: bool = False
-    recorder: CallSite | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank in the sp group."""
-        return self.group.rank()
-
-    def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
-        """Start an exchange; without ``overlap`` it is complete when this returns.
-
-        Args:
-            name: name of the exchange for the recorder.
-            send: flat; the part for rank r is the r-th run of ``send_counts[r]`` elements.
-            send_counts: number of elements for each rank.
-            receive_counts: number of elements from each rank.
-        Returns:
-            Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
-        """
-        receive = send if self.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
-        flight = None
-        if self.recorder is not None and self.size > 1:
-            flight = self.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
-        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.group).recorded(flight)
-        if self.overlap or self.size == 1:
-            return handle
-        return Handle(None, handle.wait(), "all_to_all")
-
-    def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins, if there is a recorder."""
-        if self.recorder is not None:
-            self.recorder.mark(label)
+class SequenceParallel(ExchangeGroup):
+    """The sp group, over which each sequence, or each cp rank's share of it, is split, and how its exchanges are run."""
 
 
 NO_SP = SequenceParallel()

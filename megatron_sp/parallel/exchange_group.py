@@ -1,0 +1,62 @@
+"""A group of ranks that exchange parts of a tensor, each with each, in parts of any size: what sp and cp have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_to_all_async
+from megatron_sp.comm.groups import SINGLE_RANK, Group
+from megatron_sp.comm.recorder import CallSite
+from megatron_sp.ops.memory import empty
+
+
+@dataclass(frozen=True)
+class ExchangeGroup:
+    """A group, and how its exchanges are run.
+
+    Attributes:
+        group: the ranks.
+        overlap: overlap exchanges with computation; else wait for each at once.
+        recorder: records every exchange and the computation between them.
+    """
+
+    group: Group = SINGLE_RANK
+    overlap: bool = False
+    recorder: CallSite | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.group.rank()
+
+    def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
+        """Start an exchange; without ``overlap`` it is complete when this returns.
+
+        Args:
+            name: name of the exchange for the recorder.
+            send: flat; the part for rank r is the r-th run of ``send_counts[r]`` elements.
+            send_counts: number of elements for each rank.
+            receive_counts: number of elements from each rank.
+        Returns:
+            Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
+        """
+        receive = send if self.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
+        flight = None
+        if self.recorder is not None and self.size > 1:
+            flight = self.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
+        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.group).recorded(flight)
+        if self.overlap or self.size == 1:
+            return handle
+        return Handle(None, handle.wait(), "all_to_all")
+
+    def mark(self, label: str) -> None:
+        """Record that the computation named ``label`` begins, if there is a recorder."""
+        if self.recorder is not None:
+            self.recorder.mark(label)
