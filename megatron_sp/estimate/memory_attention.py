@@ -109,18 +109,23 @@ class AttentionForm:
         each, taken = columns * head, 2 * pairs[widest] * head  # of a query; of a key and value
         group = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
 
+        pairs_of_all = shape.micro_batch * pairs[widest]
+
         def calls(rank: int, stage: int, backward: bool) -> float:
             """Bytes that the CPU's kernel takes: results of a call and of the one before; several small tiles are copied together."""
-            results = 2 * each if backward else 0  # of a key and value, for each query
-            sizes, half = [0.0], 2 if backward and stage < 0 else 1  # a rank's own are computed in two halves
+            own = backward and stage < 0  # computed in two halves, of the heads if there are two
+            part = (pairs_of_all + 1) // 2 / pairs_of_all if own and pairs_of_all > 1 else 1.0
+            mine = each * part
+            results = 2 * mine if backward else 0  # of a key and value, for each query
+            sizes, half = [0.0], 2 if own and part == 1 else 1
             for (n, keys, _), count in self._tiles_of(context, rank, stage).items():
-                together = min(count // half, max(1, BLOCK_BYTES // (n * each)))
-                if together > 1 and n * each <= _BATCHED_BYTES:
-                    of_tile = n * each * (5 if backward else 3) + keys * (taken + results * (1.5 if backward else 1))
+                together = min(count // half, max(1, int(BLOCK_BYTES // (n * mine))))
+                if together > 1 and n * mine <= _BATCHED_BYTES:
+                    of_tile = n * mine * (5 if backward else 3) + keys * (taken * part + results * (1.5 if backward else 1))
                     sizes.append(of_tile * together)
                 else:
-                    at_once = min(each, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
-                    sizes += [(n * at_once + keys * results * at_once / each)] * (2 if at_once < each or count > 1 else 1)
+                    at_once = min(mine, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
+                    sizes += [(n * at_once + keys * results * at_once / mine)] * (2 if at_once < mine or count > 1 else 1)
             return max((a + b for a, b in pairwise(sizes)), default=0.0)
 
         ranks, stages = range(len(context.lengths)), range(-1, len(context.shifts))

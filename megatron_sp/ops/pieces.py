@@ -131,6 +131,11 @@ class Rows:
         shape = (x.shape[0] * sequences, x.shape[1] // sequences, *x.shape[2:])
         return cls(x.reshape(shape), tuple(range(sequences)), sequences)
 
+    def half(self, number: int) -> Rows:
+        """Return the first (0) or the second (1) half of the columns m, of which the first has one more if m is odd."""
+        middle = (self.x.shape[1] + 1) // 2
+        return replace(self, x=self.x[:, middle:] if number else self.x[:, :middle])
+
     def slice(self, sequence: int, start: int, count: int) -> slice:
         """Return where ``count`` rows of a sequence are."""
         first = self.starts[sequence] + start * self.stride
@@ -332,7 +337,7 @@ def attend(
 
 def attend_backward(
     kernel: PieceKernel, stage: Stage, inputs: tuple[Tensor, Tensor, Tensor, Tensor], kv: Rows, d_q: Tensor, d_kv: Rows, columns: Columns,
-    row_keys: Tensor | None = None,
+    row_keys: Tensor | None = None, half: int | None = None,
 ) -> None:  # fmt: skip
     """Add the gradients of a stage.
 
@@ -342,15 +347,25 @@ def attend_backward(
         kv: [rows, m of the keys, 2, d].
         d_q: [s, m, r, d], in the dtype of sums.
         d_kv: as kv, in the dtype of sums, or in any other if each key is in one piece at most.
+        half: 0 or 1: for the first or the second half of the heads alone (``can_halve``). None: for all.
     """
     if not stage.pieces:
         return
     q, out, lse, d_out = inputs
-    keys = None if row_keys is None else columns.of_queries(row_keys[..., None])
-    of_queries = zip(*(columns.of_queries(x) for x in (q, out, lse[..., None], d_out)), strict=True)
-    for i, parts in enumerate(zip(of_queries, columns.of_keys(kv), columns.of_queries(d_q), columns.of_keys(d_kv), strict=True)):
-        mine, of_keys, into_q, into_kv = parts
-        kernel.backward(stage, BackwardInputs._make(mine), of_keys, into_q, into_kv, None if keys is None else keys[i])
+    by_queries = [columns.of_queries(x) for x in (q, out, lse[..., None], d_out, d_q)]
+    by_queries += [] if row_keys is None else [columns.of_queries(row_keys[..., None])]
+    for of_part in zip(*by_queries, columns.of_keys(kv), columns.of_keys(d_kv), strict=True):
+        rows = of_part if half is None else [x.half(half) for x in of_part]
+        *of_queries, of_keys, into_kv = rows
+        if of_keys.x.shape[1]:
+            keys = of_queries[5] if row_keys is not None else None
+            kernel.backward(stage, BackwardInputs._make(of_queries[:4]), of_keys, of_queries[4], into_kv, keys)
+
+
+def can_halve(columns: Columns, kv: Rows) -> bool:
+    """Return whether the halves of the heads are of about the same work: with one key/value head they are not."""
+    widths = [rows.x.shape[1] for rows in columns.of_keys(kv)]
+    return 3 * sum(width // 2 for width in widths) >= sum(widths)
 
 
 def each_key_once(stage: Stage) -> bool:

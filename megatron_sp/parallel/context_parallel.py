@@ -29,9 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.comm.collectives import Handle, all_to_all_async
-from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.comm.recorder import CallSite
+from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.pieces import (
     Columns,
@@ -41,66 +39,28 @@ from megatron_sp.ops.pieces import (
     Stage,
     attend,
     attend_backward,
+    can_halve,
     each_key_once,
     halves,
     wide_dtype,
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run
+from megatron_sp.parallel.exchange_group import ExchangeGroup
 
 
 @dataclass(frozen=True)
-class ContextParallel:
-    """The cp group, and how its exchanges are run.
+class ContextParallel(ExchangeGroup):
+    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run.
 
     Attributes:
-        group: ranks over which the positions of each sequence are dealt.
-        overlap: overlap exchanges with computation; else wait for each at once.
         stages_ahead: number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all
             keys and values are gathered first.
         keep_kv: keep the received keys and values for backward instead of sending them again.
-        recorder: records every exchange.
     """
 
-    group: Group = SINGLE_RANK
     overlap: bool = True
     stages_ahead: int = 1
     keep_kv: bool = False
-    recorder: CallSite | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the positions of a sequence."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank in the cp group."""
-        return self.group.rank()
-
-    def exchange_async(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
-        """Start an exchange; without ``overlap`` it is complete when this returns.
-
-        Args:
-            name: name of the exchange for the recorder.
-            send: flat; the part for rank r is the r-th run of ``send_counts[r]`` elements.
-            send_counts: number of elements for each rank.
-            receive_counts: number of elements from each rank.
-        Returns:
-            Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
-        """
-        receive = send if self.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
-        record = None
-        if self.recorder is not None and self.size > 1:
-            record = self.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
-        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.group).recorded(record)
-        if self.overlap or self.size == 1:
-            return handle
-        return Handle(None, handle.wait(), "all_to_all")
-
-    def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins, if there is a recorder."""
-        if self.recorder is not None:
-            self.recorder.mark(label)
 
 
 NO_CP = ContextParallel()
@@ -262,6 +222,13 @@ class _Message:
         return found
 
 
+class _Half(NamedTuple):
+    """Half of a stage: some of its pieces, or all of them for one half of the heads."""
+
+    stage: Stage
+    heads: int | None = None
+
+
 class _Tables:
     """Stages, messages and shifts of a rank; the same for all layers and passes, and derived from the plan when first asked for.
 
@@ -275,7 +242,7 @@ class _Tables:
         self.shifts = [t for t in range(1, size) if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))]
         self._messages: dict[tuple[int, int], _Message] = {}
         self._stages: dict[int, Stage] = {}
-        self._halves: tuple[Stage, Stage] | None = None
+        self._halves: tuple[_Half, _Half] | None = None
 
     def message(self, i: int, j: int) -> _Message:
         """Return the message from rank j to rank i."""
@@ -291,13 +258,18 @@ class _Tables:
             self._stages[j] = Stage(self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents)
         return self._stages[j]
 
-    @property
-    def halves(self) -> tuple[Stage, Stage]:
-        """Two halves of the stage with this rank's own keys: the last gradients travel under the second. All is in the first if none do."""
+    def halves(self, by_heads: bool) -> tuple[_Half, _Half]:
+        """Two halves of the stage with this rank's own keys: the last gradients travel under the second. All is in the first if none do.
+
+        Args:
+            by_heads: each has half of the heads, which costs nothing; else half of the work of all heads, in more pieces.
+        """
+        own = self.stage(self.rank)
+        if by_heads and self.shifts:
+            return _Half(own, 0), _Half(own, 1)
         if self._halves is None:
-            own = self.stage(self.rank)
             first, second = halves(own.pieces, own.window) if self.shifts else (own.pieces, ())
-            self._halves = replace(own, pieces=first, _known={}), replace(own, pieces=second, _known={})
+            self._halves = _Half(replace(own, pieces=first, _known={})), _Half(replace(own, pieces=second, _known={}))
         return self._halves
 
 
@@ -414,10 +386,10 @@ def _backward(
     d_q, d_kv = (empty(x.shape, dtype=wide, device=x.device).zero_() for x in (of_queries[0], kv))
     own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
 
-    def add_own(stage: Stage) -> None:
-        attend_backward(kernel, stage, of_queries, own, d_q, of_own, columns, row_keys)
+    def add_own(half: _Half) -> None:
+        attend_backward(kernel, half.stage, of_queries, own, d_q, of_own, columns, row_keys, half.heads)
 
-    first, second = tables.halves
+    first, second = tables.halves(can_halve(columns, own))
     add_own(first)
 
     def of_stage(source: int, arrived: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask
 from megatron_sp.ops.pieces import (
+    BackwardInputs,
     Columns,
     CPUFlash,
     Partial,
@@ -31,7 +32,7 @@ from megatron_sp.ops.pieces import (
     halves,
     wide_dtype,
 )
-from megatron_sp.parallel import context_parallel
+from megatron_sp.parallel import context_parallel, exchange_group
 from megatron_sp.parallel.context_parallel import NO_CP, ContextAttention, ContextParallel, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
 
@@ -242,20 +243,22 @@ def test_nothing_is_used_before_it_is_there(tmp_path: Path) -> None:
 class _LoggedKernel(CPUFlash):
     """Notes which stage is computed."""
 
-    def __init__(self, log: list[str], names: dict[tuple[Any, ...], str]) -> None:
-        self.log, self.names = log, names
+    def __init__(self, log: list[str], names: dict[tuple[Any, ...], str], halves_have: int) -> None:
+        self.log, self.names, self.halves_have = log, names, halves_have
 
     def forward(self, stage: Stage, *args: Any) -> None:
         self.log.append(self.names.get((stage.pieces, stage.key_runs), "part of own"))
         super().forward(stage, *args)
 
-    def backward(self, stage: Stage, *args: Any) -> None:
-        self.log.append(self.names.get((stage.pieces, stage.key_runs), "part of own"))
-        super().backward(stage, *args)
+    def backward(self, stage: Stage, inputs: BackwardInputs, *args: Any) -> None:
+        name = self.names.get((stage.pieces, stage.key_runs), "part of own")
+        self.log.append("one head of own" if (name, inputs.q.x.shape[1]) == ("own", self.halves_have) else name)
+        super().backward(stage, inputs, *args)
 
 
-def _schedule() -> None:
-    case, group, rank = Case(RowMask(40), chunks=2), dist.group.WORLD, dist.get_rank()
+def _schedule(case: Case, part: str) -> None:
+    """``part``: what is computed first and last of a rank's own in backward."""
+    group, rank = dist.group.WORLD, dist.get_rank()
     plan, log = case.plan(4), list[str]()
     names: dict[tuple[Any, ...], str] = {(plan.pieces(rank, rank), (plan.runs[rank],)): "own"}
     names |= {(plan.pieces(rank, (rank - t) % 4), plan.rows(rank, (rank - t) % 4)): f"stage {t}" for t in range(1, 4)}
@@ -271,14 +274,14 @@ def _schedule() -> None:
 
     for ahead, forward, backward in (
         (1, "start kv 1|own|start kv 2|wait kv 1|stage 1|start kv 3|wait kv 2|stage 2|wait kv 3|stage 3",
-         "start kv 1|part of own|start kv 2|wait kv 1|stage 1|start d kv 3|start kv 3|wait kv 2|stage 2|start d kv 2|wait d kv 3|"
-         "wait kv 3|stage 3|start d kv 1|wait d kv 2|part of own|wait d kv 1"),
+         f"start kv 1|{part} of own|start kv 2|wait kv 1|stage 1|start d kv 3|start kv 3|wait kv 2|stage 2|start d kv 2|wait d kv 3|"
+         f"wait kv 3|stage 3|start d kv 1|wait d kv 2|{part} of own|wait d kv 1"),
         (3, "start kv 1|start kv 2|start kv 3|own|wait kv 1|stage 1|wait kv 2|stage 2|wait kv 3|stage 3", None),
     ):  # fmt: skip
         q, kv, d_out = (x[positions(plan, rank)].clone().requires_grad_() for x in case.tensors())
         log.clear()
         cp = Logged(group, stages_ahead=ahead)  # type: ignore[arg-type]
-        out = context_attention(q, kv, plan, cp, _LoggedKernel(log, names), batch=1).out
+        out = context_attention(q, kv, plan, cp, _LoggedKernel(log, names, case.groups // 2), batch=1, counts=case.counts).out
         assert log == forward.split("|")
         log.clear()
         out.backward(d_out)
@@ -286,8 +289,11 @@ def _schedule() -> None:
             assert log == backward.split("|")
 
 
-def test_exchanges_travel_under_the_pieces_before_and_after_them(tmp_path: Path) -> None:
-    run_ranks(_schedule, 4, tmp_path)
+@pytest.mark.parametrize("case, part", [
+    (Case(RowMask(40), chunks=2), "one head"), (Case(RowMask(40), counts=(1,), chunks=2), "part"),
+])  # fmt: skip
+def test_exchanges_travel_under_the_pieces_before_and_after_them(tmp_path: Path, case: Case, part: str) -> None:
+    run_ranks(_schedule, 4, tmp_path, case, part)
 
 
 def _memory() -> None:
@@ -307,7 +313,8 @@ def _memory() -> None:
     # gloo's own threads hold what they send for a while; those of this network hold copies
     with late_network(), pytest.MonkeyPatch.context() as patch:
         fresh = context_parallel.empty
-        patch.setattr(context_parallel, "empty", counted)
+        for module in (context_parallel, exchange_group):
+            patch.setattr(module, "empty", counted)
         for ahead, forward, backward in ((1, 2, 5), (2, 3, 5)):
             q, kv, d_out = (x[positions(plan, rank)].clone().requires_grad_() for x in case.tensors())
             out = context_attention(q, kv, plan, ContextParallel(dist.group.WORLD, stages_ahead=ahead), CPUFlash(), batch=1).out
@@ -336,11 +343,11 @@ def _simulated(case: Case, tensors: tuple[Tensor, ...], size: int, owner: int) -
         index = at[i] if i == j else torch.cat([torch.arange(*run) for run in plan.rows(i, j)[0]] or [torch.arange(0)])
         return Stage(plan.pieces(i, j) if pieces is None else pieces, plan.mask.window), index
 
-    def gradients(i: int, j: int, d_q: Tensor, d_kv: Tensor | None = None, pieces: Any = None) -> Tensor:
+    def gradients(i: int, j: int, d_q: Tensor, d_kv: Tensor | None = None, pieces: Any = None, half: int | None = None) -> Tensor:
         stage, index = stage_of(i, j, pieces)
         d_kv = torch.zeros(tensors[1][index].shape, dtype=wide) if d_kv is None else d_kv
         keys = Rows.interleaved(tensors[1][index], 1)
-        attend_backward(case.kernel, stage, (*found[i], tensors[2][at[i]]), keys, d_q, Rows.interleaved(d_kv, 1), columns)
+        attend_backward(case.kernel, stage, (*found[i], tensors[2][at[i]]), keys, d_q, Rows.interleaved(d_kv, 1), columns, half=half)
         return d_kv
 
     assert plan.alike
@@ -352,13 +359,14 @@ def _simulated(case: Case, tensors: tuple[Tensor, ...], size: int, owner: int) -
         found.append((tensors[0][at[i]], so_far.out.to(dtype), so_far.lse))
     d_q = torch.zeros(tensors[0][at[owner]].shape, dtype=wide)
     shifts, own = shifts_of(plan, case.b), plan.pieces(owner, owner)
-    first, second = halves(own, plan.mask.window) if shifts else (own, ())
+    of_pieces = halves(own, plan.mask.window) if shifts else (own, ())
     total = torch.zeros(tensors[1][at[owner]].shape, dtype=wide)
-    gradients(owner, owner, d_q, total, first)
+    first, second = ((of_pieces[0], None), (of_pieces[1], None)) if total.shape[1] == 1 or not shifts else ((own, 0), (own, 1))
+    gradients(owner, owner, d_q, total, *first)
     for t in shifts:
         gradients(owner, (owner - t) % size, d_q)
         if t == shifts[-1]:
-            gradients(owner, owner, d_q, total, second)
+            gradients(owner, owner, d_q, total, *second)
         other, at_part = (owner + t) % size, 0
         part = gradients(other, owner, torch.zeros(tensors[0][at[other]].shape, dtype=wide)).to(dtype).to(wide)
         for start, stop in plan.local_rows(other, owner)[0]:
