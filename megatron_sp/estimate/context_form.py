@@ -76,6 +76,11 @@ class ContextForm:
         """Rows that the rank that receives most receives."""
         return max(map(sum, self.received))
 
+    @property
+    def slowest(self) -> int:
+        """Rows of the largest message of each shift, together: what takes the time, since shifts come one after another."""
+        return sum(map(max, zip(*self.sent, strict=True)))
+
     @lru_cache(maxsize=256)  # noqa: B019 - as few as there are masks and sizes
     def forward_rows(self, ahead: int, *, keeps: bool) -> int:
         """Return the largest number of rows that a rank holds of others in forward, with those copied for a message that is under way.

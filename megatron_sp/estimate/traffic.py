@@ -43,6 +43,8 @@ class Flow:
         num_bytes: total bytes sent by one rank.
         can_hide: number of these bytes that can overlap with computation.
         under: the computation that can hide them; "" if there is none.
+        slowest: bytes that the time follows from if ranks send unequal amounts: of the largest message of each exchange. 0:
+            all ranks send ``num_bytes``.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Flow:
     num_bytes: int
     can_hide: int = 0
     under: str = ""
+    slowest: int = 0
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,9 @@ class _Counter:
             return
         stages = len(context.shifts) * sum(bool(chunk.shares[rank].queries) for chunk in self.form.attention.chunks)
         for kind, size in self._of_rows(rank, cp_rank).items():
-            number = stages * self._passes_of_rows[kind]
-            yield Flow(kind, "all_to_all", "cp", self.shape.cp, number, size, size, "attention with other keys" if size else "")
+            times = self._passes_of_rows[kind]
+            under, slowest = "attention with other keys" if size else "", times * context.slowest * self._bytes_of_row(rank)
+            yield Flow(kind, "all_to_all", "cp", self.shape.cp, stages * times, size, size, under, slowest)
 
     @cached_property
     def _passes_of_rows(self) -> dict[str, int]:
@@ -262,15 +266,20 @@ class _Counter:
 
     def _of_rows(self, rank: int, cp_rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends over cp in a step."""
-        shape, context = self.shape, self.shape.context
+        context = self.shape.context
         if context is None:
             return {}
-        pairs = sum(len(chunk.shares[rank].uses) for chunk in self.form.attention.chunks if chunk.shares[rank].queries)
-        row = pairs * 2 * shape.d * shape.e * shape.micro_batch
+        row = self._bytes_of_row(rank)
         sent, received = sum(context.sent[cp_rank]) * row, sum(context.received[cp_rank]) * row
         return {
             kind: times * (received if kind.startswith("gradients") else sent) for kind, times in self._passes_of_rows.items()
         }  # fmt: skip
+
+    def _bytes_of_row(self, rank: int) -> int:
+        """Return the bytes of the keys and values of a position that an sp rank has, in all sequences of a micro-batch."""
+        shape = self.shape
+        pairs = sum(len(chunk.shares[rank].uses) for chunk in self.form.attention.chunks if chunk.shares[rank].queries)
+        return pairs * 2 * shape.d * shape.e * shape.micro_batch
 
     def _of_heads(self, rank: int) -> _Heads:
         """Return what an sp rank sends of each token in a step, in bytes."""

@@ -214,10 +214,11 @@ class _Clock:
 
     def _exchange(self, flow: Flow, cover: float) -> Exchange:
         (tp, sp), machine = (self.form.shape.tp, self.form.shape.sp), self.machine
-        seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes, sp)
+        num_bytes = flow.slowest or flow.num_bytes
+        seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, num_bytes, sp)
         if (share := self._ctas(flow)) < 1:
-            seconds = max(seconds, flow.num_bytes / (share * machine.inside.gbs * 1e9))
-        hideable = seconds * flow.can_hide / flow.num_bytes if flow.num_bytes else 0.0
+            seconds = max(seconds, num_bytes / (share * machine.inside.gbs * 1e9))
+        hideable = seconds * (flow.can_hide / flow.num_bytes if flow.num_bytes else float(flow.slowest > 0))
         link = machine.link_of(flow.group, flow.ranks, tp, sp).name
         return Exchange(flow, link, seconds, min(hideable, seconds, max(0.0, cover)))
 
