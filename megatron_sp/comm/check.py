@@ -99,6 +99,12 @@ def announced(
     return maybe.process_group
 
 
+def unchecked(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return torch's process group behind ``group``."""
+    maybe: object = group
+    return maybe.process_group if isinstance(maybe, CheckedGroup) else group
+
+
 def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """Wrap groups in ``CheckedGroup`` (torch.distributed must be initialised); a group with several names becomes one object.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_sp.comm.check import check_groups
+from megatron_sp.comm.check import check_groups, unchecked
 from megatron_sp.comm.devices import identity_of, require_own_gpu
 from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.utils.errors import ConfigError
@@ -143,7 +143,7 @@ class ParallelGroups:
     @classmethod
     def create(
         cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, cp_size: int = 1, timeout: timedelta | None = None,
-        check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES,
+        check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES, control: Group | None = None,
     ) -> ParallelGroups:  # fmt: skip
         """Build the groups; the default process group must be initialised.
 
@@ -153,6 +153,7 @@ class ParallelGroups:
             timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
             nccl: settings of communicators.
+            control: the control group of another layout of the same ranks; None: one is made.
         Raises:
             ConfigError: NCCL here does not know a setting.
             ValueError: cp_size * sp_size * tp_size does not divide the world size.
@@ -169,7 +170,10 @@ class ParallelGroups:
             axis: o for axis, size in shape.items() if (o := _options(size, device, axis != "dp", nccl.of(axis))) is not None
         }
         mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=options)
-        control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
+        if control is not None:
+            control = unchecked(control)
+        else:
+            control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         assert dist.group.WORLD is not None and control is not None
         dp_cp_sp = mesh.get_group("dp")
         if cp_size * sp_size > 1:
@@ -182,6 +186,13 @@ class ParallelGroups:
         if check:
             groups = check_groups(groups, timeout or _DEFAULT_TIMEOUT)
         return cls(mesh=mesh, device=device, **groups)
+
+    def destroy(self) -> None:
+        """Destroy the groups along the axes, but not those of all ranks. Collective."""
+        axes = {id(group): group for group in map(unchecked, (self.tp, self.sp, self.cp, self.dp, self.dp_cp_sp))}
+        for group in axes.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
     @property
     def rank(self) -> int:

@@ -356,7 +356,7 @@ def _exchanges(config: Config, world_size: int) -> Iterator[str]:
             (f"--sp-overlap-mode {parallel.sp_overlap_mode}", parallel.sp_overlap_mode not in (None, "none")),
         ) if on
     ]  # fmt: skip
-    if given and parallel.sequence_parallel_size == 1:
+    if given and parallel.sequence_parallel_size == 1 and not parallel.measures_split:
         yield (
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with sequence_parallel_size 1"
             f" there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out"

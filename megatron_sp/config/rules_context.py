@@ -4,6 +4,8 @@
     --cp-comm-type all_gather                                           cp, the keys and values of all ranks under way at once
     --cp-comm-type a2a                                                  all of --context-parallel-size is Ulysses': sp
     --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes A R    sp = A and cp = R
+    --cp-comm-type auto                                                 ours: the sizes whose product is --context-parallel-size that
+                                                                        are fastest here, measured at the start (training/probe.py)
 
 Nothing has to divide anything: neither lengths nor heads nor documents, only the ranks the processes (``rules.py``).
 """
@@ -11,11 +13,12 @@ Nothing has to divide anything: neither lengths nor heads nor documents, only th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_parallel import ParallelConfig
 
-_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 _SPELLINGS = {"allgather": "all_gather", "all-gather": "all_gather", "p2p+a2a": "a2a+p2p"}
 _WITH_DROPOUT = ("unfused", "local", "auto")  # auto then takes the plain kernel, whose masks are hashes
 
@@ -35,6 +38,9 @@ def settle_comm_type(parallel: ParallelConfig) -> Iterator[str]:
                 yield f"{name} (--context-parallel-size is 1: nothing is exchanged)"
     else:
         kind = _kinds(parallel)[0]
+        if kind == "auto":  # the run settles it
+            parallel.cp_comm_type = ("auto",)
+            return
         if kind == "all_gather":
             parallel.cp_stages_ahead = "all"
         elif kind == "a2a":
@@ -43,6 +49,21 @@ def settle_comm_type(parallel: ParallelConfig) -> Iterator[str]:
             assert sizes is not None
             parallel.sequence_parallel_size, parallel.context_parallel_size = sizes
     parallel.cp_comm_type = parallel.hierarchical_context_parallel_sizes = None
+
+
+def with_split(config: Config, sp: int, cp: int) -> Config:
+    """Return a copy with sizes of sp and cp, without the flags that are then about exchanges that there are not.
+
+    Unchanged sections are shared.
+    """
+    parallel = replace(config.parallel, sequence_parallel_size=sp, context_parallel_size=cp, cp_comm_type=None)
+    if sp == 1:
+        parallel.sp_overlap_comm, parallel.split_qkv_linear = False, False
+        parallel.sp_overlap_mode = parallel.sp_head_chunks = None
+    if cp == 1:
+        parallel.cp_chunks = parallel.cp_stages_ahead = None
+        parallel.cp_keep_kv = False
+    return replace(config, parallel=parallel)
 
 
 def _kinds(parallel: ParallelConfig) -> list[str]:
@@ -66,9 +87,10 @@ def _contradiction(parallel: ParallelConfig) -> str:
         return f"{given} must be two sizes, of Ulysses and of what is around it, whose product is context_parallel_size ({cp}){product}"
     if kind == "a2a+p2p" and sizes is None and cp > 1:
         return f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = {cp}: A for Ulysses, R around it"
-    if kind.startswith("a2a") and sp > 1:
+    if (kind.startswith("a2a") or kind == "auto") and sp > 1:
+        says = "measures" if kind == "auto" else "says"
         return (
-            f"--cp-comm-type {kind} says how many ranks are Ulysses', and --sequence-parallel-size {sp} says it too: give"
+            f"--cp-comm-type {kind} {says} how many ranks are Ulysses', and --sequence-parallel-size {sp} says it too: give"
             " --sequence-parallel-size and --context-parallel-size alone, or leave the former out"
         )
     if kind == "all_gather" and parallel.cp_stages_ahead not in (None, "all"):

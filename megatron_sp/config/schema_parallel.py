@@ -65,8 +65,8 @@ class ParallelConfig:
     )
     cp_chunks: int | None = flag(
         None,
-        "with cp > 1: deal each sequence to the ranks in so many chunks for each (default: the smallest of 1, 2, 4, 8 with which all ranks"
-        " have the same work; causal attention takes 2)",
+        "with cp > 1: deal each sequence to the ranks in so many chunks for each (default: the smallest of 1, 2, 4, 8, with documents also"
+        " 16, with which the slowest rank takes hardly longer than the mean; causal attention takes 2)",
         unit="chunks",
         low=1,
         high=1024,
@@ -85,7 +85,8 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] | None = flag(
         None,
         "Megatron's word for what --context-parallel-size means; p2p: cp; all_gather: cp with --cp-stages-ahead all; a2a: that many ranks"
-        " of Ulysses instead; a2a+p2p: both, see --hierarchical-context-parallel-sizes (default: p2p)",
+        " of Ulysses instead; a2a+p2p: both, see --hierarchical-context-parallel-sizes; and a word of ours, auto: time all ways to share"
+        " these ranks between Ulysses and cp at the start, take the fastest (default: p2p)",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size"
@@ -168,6 +169,11 @@ class ParallelConfig:
     def replica_size(self) -> int:
         """Number of ranks that work on the same sequences: tp * sp * cp."""
         return self.tensor_model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+
+    @property
+    def measures_split(self) -> bool:
+        """True if context_parallel_size is the product of sp and cp, and the run measures which sizes are fastest."""
+        return self.cp_comm_type == ("auto",)
 
     @property
     def num_stages_ahead(self) -> int:

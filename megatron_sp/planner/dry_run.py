@@ -111,6 +111,11 @@ class RunPlan:
         lines += self._of_context()
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
             lines.append("--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as none")
+        if parallel.measures_split:
+            lines.append(
+                "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp (name other sizes with"
+                " --sequence-parallel-size and --context-parallel-size)"
+            )
         if self.remedies:
             lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
         lines += self.notes

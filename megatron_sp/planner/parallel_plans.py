@@ -5,7 +5,8 @@ Fields given on the command line are fixed. The others are varied:
     tp                    divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and without
                           --sequence-parallel (tp_seq)
     sp                    divisors of gpus / tp, up to the number of heads
-    cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128
+    cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128; with
+                          --cp-comm-type auto that with sp is --context-parallel-size
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
@@ -95,6 +96,7 @@ class ParallelPlan:
         parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq
         parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = self.sp, self.cp, self.zero
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
+        parallel.cp_comm_type = None
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
         if self.cp == 1:  # flags about exchanges that there are not
@@ -124,7 +126,8 @@ def default_batch(config: Config, gpus: int) -> int:
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
     """Yield layouts in tp, tp_seq, sp, cp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
-    fixed = base.parallel.context_parallel_size if ("parallel", "context_parallel_size") in given else 1
+    named = ("parallel", "context_parallel_size") in given and not base.parallel.measures_split
+    fixed = base.parallel.context_parallel_size if named else 1
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
         for sp in _splits(base, given, "sequence_parallel_size", max(1, gpus // (tp * fixed)), gpus // (tp * fixed)):
             for cp in _cps(base, given, sp, gpus // (tp * sp)):
@@ -135,8 +138,11 @@ def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Par
 
 def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:
     """Return the cp sizes to try; ``of``: ranks that they and dp have together."""
+    size = base.parallel.context_parallel_size
+    if base.parallel.measures_split:
+        return [size // sp] if size % sp == 0 and of % (size // sp) == 0 else []
     if ("parallel", "context_parallel_size") in given:
-        return [base.parallel.context_parallel_size]
+        return [size]
     most = max(1, min(MOST_CP, (base.model.seq_length or 1) // (FEWEST_POSITIONS * sp)))
     return [size for size in range(1, most + 1) if of % size == 0]
 

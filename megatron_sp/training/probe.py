@@ -1,31 +1,43 @@
-"""Choice of the overlap mode (--sp-overlap-mode auto): time one block's attention in every mode on the actual link, take the fastest.
+"""What is chosen by timing one block's attention on the actual link: the overlap mode, and how ranks are shared between sp and cp.
 
-Forward and backward run at the real shape with random weights, the modes in turn within each round, so that a temporary
-slowdown of the machine affects all of them; the score of a mode is the median over rounds of the slowest rank's time.
-Collective; all ranks choose alike.
+    --sp-overlap-mode auto    the mode of the exchanges of Ulysses
+    --cp-comm-type auto       sp and cp, whose product is --context-parallel-size, each with its fastest mode and kernel
+
+Forward and backward run at the real shape with random weights and a row of one document, the candidates in turn within
+each round, so that a temporary slowdown of the machine affects all of them; the score of a candidate is the median over
+rounds of the slowest rank's time. Collective; all ranks choose alike.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 
 from megatron_sp.comm.collectives import all_reduce, barrier
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config.rules import violations
+from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.context_form import row_mask_of
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SelfAttention
 from megatron_sp.ops.attention import AttentionMask, KernelName
-from megatron_sp.parallel.context_plan import RowMask, plan_context
+from megatron_sp.ops.attention_choice import activate
+from megatron_sp.parallel.context_plan import plan_context
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training.attention import choose_attention
+from megatron_sp.training.setup import layout_groups
 
 Candidate = tuple[OverlapMode, int]
+Split = tuple[int, int]  # sizes of sp and cp
 
 _ROUNDS = 3
 _SECONDS = 20.0  # after which no further round begins
@@ -40,20 +52,56 @@ def choose_overlap(
         (mode, number of chunks, a line for the log).
     """
     choices = candidates(config)
-    timers = [_Timer(config, groups, candidate, dtype, kernel) for candidate in choices]
-    seconds: list[list[float]] = [[] for _ in choices]
-    began = time.monotonic()
-    for index in range(1 + _ROUNDS):
-        for timer, times in zip(timers, seconds, strict=True):
-            spent = timer.run()
-            if index > 0:  # the first round is for warm-up
-                times.append(spent)
-        if index > 0 and _max_over_ranks(time.monotonic() - began, groups) > _SECONDS:
-            break
-    medians = [statistics.median(times) for times in seconds]
+    medians = _medians([_Timer(config, groups, candidate, dtype, kernel) for candidate in choices], groups)
     best = min(range(len(choices)), key=lambda i: medians[i])
     listed = ", ".join(f"{words_for(c)} {1e3 * t:.1f} ms" for c, t in zip(choices, medians, strict=True))
     return *choices[best], f"--sp-overlap-mode auto: {words_for(choices[best])} (attention of one block: {listed})"
+
+
+def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[int, int, str]:
+    """Time all ways to share the ranks of --context-parallel-size between sp and cp, and choose the fastest. Collective.
+
+    Args:
+        groups: of any layout with as many ranks of tp.
+    Returns:
+        (sp, cp, a line for the log).
+    """
+    tried: list[tuple[Split, _Timer]] = []
+    with ExitStack() as closing:
+        for sp, cp in splits(config, groups.world_size):
+            one = with_split(config, sp, cp)
+            its_groups = layout_groups(one, groups.device, check=False, control=groups.control)
+            closing.callback(its_groups.destroy)
+            kernel = choose_attention(one, its_groups).kernel.name
+            for candidate in modes_to_try(one):
+                tried.append(((sp, cp), _Timer(one, its_groups, candidate, dtype, kernel)))
+        medians = _medians([timer for _, timer in tried], groups)
+    best: dict[Split, float] = {}
+    for (split, _), seconds in zip(tried, medians, strict=True):
+        best[split] = min(seconds, best.get(split, seconds))
+    sp, cp = min(best, key=lambda split: best[split])
+    listed = ", ".join(f"{words_for_split(split)} {1e3 * seconds:.1f} ms" for split, seconds in best.items())
+    return sp, cp, f"--cp-comm-type auto: {words_for_split((sp, cp))} (attention of one block: {listed})"
+
+
+def splits(config: Config, world_size: int) -> list[Split]:
+    """Return the sizes of sp and cp whose product is --context-parallel-size and that break no rule."""
+    ranks = config.parallel.context_parallel_size
+    all_of_them = ((sp, ranks // sp) for sp in range(1, ranks + 1) if ranks % sp == 0)
+    return [split for split in all_of_them if not violations(with_split(config, *split), world_size)]
+
+
+def words_for_split(split: Split) -> str:
+    """Return sizes of sp and cp for the log."""
+    return f"sp {split[0]} x cp {split[1]}"
+
+
+def split_from(stored: Any, ranks: int) -> Split | None:
+    """Return the sizes of sp and cp of a stored layout if they are of as many ranks; else None."""
+    sizes = [stored.get("sp"), stored.get("cp", 1)] if isinstance(stored, dict) else []  # older checkpoints do not name cp
+    if sizes and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes) and math.prod(sizes) == ranks:
+        return sizes[0], sizes[1]
+    return None
 
 
 def choice_from(stored: Any) -> tuple[str, int]:
@@ -75,9 +123,34 @@ def candidates(config: Config) -> list[Candidate]:
     return [("none", 1), ("split-qkv", 1), *chunked]
 
 
+def modes_to_try(config: Config) -> list[Candidate]:
+    """Return the mode that the flags name, with its number of chunks, or with auto all of them."""
+    parallel = config.parallel
+    if parallel.sequence_parallel_size == 1:
+        return [("none", 1)]
+    if parallel.overlap_mode == "auto":
+        return candidates(config)
+    chunks = parallel.sp_head_chunks or 2 if parallel.overlap_mode == "chunked" else 1
+    return [(cast("OverlapMode", parallel.overlap_mode), chunks)]
+
+
 def words_for(candidate: Candidate) -> str:
     """Return the name of a mode in the log."""
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
+
+
+def _medians(timers: list[_Timer], groups: ParallelGroups) -> list[float]:
+    """Return the seconds of each timer, which run in turn. Collective."""
+    seconds: list[list[float]] = [[] for _ in timers]
+    began = time.monotonic()
+    for index in range(1 + _ROUNDS):
+        for timer, times in zip(timers, seconds, strict=True):
+            spent = timer.run()
+            if index > 0:  # the first round is for warm-up
+                times.append(spent)
+        if index > 0 and _max_over_ranks(time.monotonic() - began, groups) > _SECONDS:
+            break
+    return [statistics.median(times) for times in seconds]
 
 
 def _max_over_ranks(seconds: float, groups: ParallelGroups) -> float:
@@ -96,19 +169,20 @@ class _Timer:
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none",
             cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
         )  # fmt: skip
-        self.groups = groups
+        self.groups, self.mode = groups, mode
         self.attention = SelfAttention(model, 0, "probe", 0, dtype, layout).to(device)
         self.norm = Norm(model, model.hidden_size, dtype, layout).to(device)
-        mask = RowMask(model.seq_length)
+        mask = row_mask_of(model)
         cut = layout.cut(mask)
         positions = cut.tp_seq_slice.stop - cut.tp_seq_slice.start
         self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
         rotary = rotary_of(model, cut.share(torch.arange(model.seq_length, device=device)), dtype)
         plan = plan_context(mask, cut.shares) if layout.cp.size > 1 else None
-        self.ctx = ForwardContext(AttentionMask(), kernel, cut.length, cut.whole, plan, rotary=rotary)
+        self.ctx = ForwardContext(AttentionMask(mask.causal), kernel, cut.length, cut.whole, plan, rotary=rotary)
 
     def run(self) -> float:
         """Return the seconds of one forward and backward pass on the slowest rank."""
+        activate(self.ctx.kernel)
         self._synchronize()
         barrier(self.groups.control)
         began = time.perf_counter()

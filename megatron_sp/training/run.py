@@ -9,6 +9,7 @@ with an exit code of ``utils/errors.py``:
     build_tokenizer     4  a file is missing, or is not the checkpoint's               3  the checkpoint is of another model
     plan_steps          2  --train-samples is less than one step                       3  the checkpoint's counts are invalid
     build_data          4  a data set is missing, damaged or too short
+    settle_split        -  (--cp-comm-type auto measures here)
     choose_attention    2  the requested kernel does not run here    (--attention-backend auto measures here)
     choose_layout       -  (--sp-overlap-mode auto measures here)
     estimate_memory     2  the ranks of this host need more memory than it has
@@ -36,6 +37,7 @@ from megatron_sp.comm.groups import Launch, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
 from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.dataset import Dataset
@@ -57,12 +59,12 @@ from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
-from megatron_sp.training.probe import choice_from, choose_overlap
+from megatron_sp.training.probe import choice_from, choose_overlap, choose_split, split_from, words_for_split
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.resume import resume_samples, resume_schedule
 from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
-from megatron_sp.training.setup import RunStatus, dtype_of
+from megatron_sp.training.setup import RunStatus, dtype_of, layout_groups
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.starting_point import starting_point
@@ -259,6 +261,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     tokenizer_record = keep_tokenizer(context, tokenizer)
     plan = plan_steps(context, origin)
     data = build_data(context, plan, tokenizer, closing)
+    context = settle_split(context, origin)
     attention = choose_attention(context, origin)
     layout = choose_layout(context, origin, attention)
     memory_estimate = estimate_memory(context, layout, attention)
@@ -406,6 +409,33 @@ def _open_loader(
         pin_memory=groups.device.type == "cuda", digests=digests, deal_rows=deal_rows,
     )  # fmt: skip
     return closing.enter_context(loader)
+
+
+def settle_split(context: RunContext, origin: Origin | None) -> RunContext:
+    """Resolve --cp-comm-type auto, as in the checkpoint if the same ranks share a sequence there. Collective.
+
+    Returns:
+        The run with the groups of the sizes chosen, which the configuration has then, too.
+    """
+    config, groups = context.config, context.groups
+    if not config.parallel.measures_split:
+        return context
+    ranks = config.parallel.context_parallel_size
+    before = None if origin is None else origin.stored.get("layout")
+    others = {key: value for key, value in _layout_record(context).items() if key not in ("sp", "cp")}
+    kept = split_from(before, ranks) if isinstance(before, dict) and others.items() <= before.items() else None
+    if kept is not None:
+        sp, cp = kept
+        context.console.line(f"--cp-comm-type auto: {words_for_split(kept)}, as before the resume")
+    else:
+        sp, cp, report = choose_split(config, groups, dtype_of(config))
+        context.console.line(report)
+    config.parallel = with_split(config, sp, cp).parallel
+    if (sp, cp) == (1, ranks):
+        return context
+    groups.destroy()
+    made = layout_groups(config, groups.device, check=config.parallel.check_collectives, control=groups.control)
+    return replace(context, groups=made)
 
 
 def choose_attention(context: RunContext, origin: Origin | None) -> AttentionChoice:

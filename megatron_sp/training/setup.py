@@ -21,7 +21,7 @@ import torch
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
-from megatron_sp.comm.groups import Launch, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import Group, Launch, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
@@ -209,16 +209,11 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     require_fused_kernels(config, launch, device)
     require_attention(config, launch, device)
     set_threads(config, launch)
-    parallel = config.parallel
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    nccl = NcclOptions(parallel.nccl_sp_ctas, parallel.nccl_dp_ctas, parallel.nccl_cta_policy)
+    nccl = _nccl_options(config)
     nccl.of("sp"), nccl.of("dp")  # what NCCL does not know is found out before the ranks wait for each other
     try:
-        init_process_group(launch, device, parallel.distributed_backend, timeout)
-        return ParallelGroups.create(
-            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
-            cp_size=parallel.context_parallel_size, timeout=timeout, check=parallel.check_collectives, nccl=nccl,
-        )  # fmt: skip
+        init_process_group(launch, device, config.parallel.distributed_backend, _timeout(config))
+        return layout_groups(config, device, check=config.parallel.check_collectives)
     except RuntimeError as error:
         if not is_peer_failure(error):
             raise
@@ -227,6 +222,29 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
             f"the {launch.world_size} ranks did not find each other at {where}: {first_line(error)}. Check that all were started, that"
             " the host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
         ) from error
+
+
+def layout_groups(config: Config, device: torch.device, *, check: bool, control: Group | None = None) -> ParallelGroups:
+    """Build the groups of a configuration's layout; torch.distributed must be initialised. Collective.
+
+    Args:
+        check: compare the ranks' calls before each collective.
+        control: see ``ParallelGroups.create``.
+    """
+    parallel = config.parallel
+    return ParallelGroups.create(
+        device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
+        cp_size=parallel.context_parallel_size, timeout=_timeout(config), check=check, nccl=_nccl_options(config), control=control,
+    )  # fmt: skip
+
+
+def _timeout(config: Config) -> timedelta:
+    return timedelta(minutes=config.parallel.distributed_timeout_minutes)
+
+
+def _nccl_options(config: Config) -> NcclOptions:
+    parallel = config.parallel
+    return NcclOptions(parallel.nccl_sp_ctas, parallel.nccl_dp_ctas, parallel.nccl_cta_policy)
 
 
 def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:

@@ -38,7 +38,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.attention import use_of
 from megatron_sp.training.balance_rows import row_dealer
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.training.probe import Candidate, candidates, words_for
+from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.training.sharding import build_sharded, named_parameters
@@ -111,7 +111,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
     )
     mine, good = batches(groups.dp_rank), True
-    for mode in _modes(config):
+    for mode in modes_to_try(config):
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
@@ -226,17 +226,6 @@ def _compare(
 def _error(got: float, want: float) -> float:
     difference = abs(got - want)
     return math.inf if math.isnan(difference) else difference / max(abs(want), 1e-300)
-
-
-def _modes(config: Config) -> list[Candidate]:
-    parallel = config.parallel
-    if parallel.sequence_parallel_size == 1:
-        return [("none", 1)]
-    every = candidates(config)
-    wanted = parallel.overlap_mode
-    if wanted == "auto":
-        return every
-    return [(mode, parallel.sp_head_chunks or 2 if mode == "chunked" else 1) for mode in dict(every) if mode == wanted]
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -71,6 +71,21 @@ def test_the_layout_is_said_and_stored(runs: Callable[[str], Path]) -> None:
     assert start["environment"]["layout"]["cp"] == 2 and start["config"]["parallel"]["context_parallel_size"] == 2
 
 
+def test_auto_shares_the_ranks_and_keeps_its_choice(tmp_path: Path, runs: Callable[[str], Path]) -> None:
+    flags = (*DOUBLE, "--cp-size", 4, "--cp-comm-type", "auto", "--sp-overlap-comm", "--save", tmp_path / "run", "--auto-resume")
+    first = train(tmp_path, *flags, "--exit-interval", 3, "--check-collectives", ranks=4)
+    first.expect(0, "--cp-comm-type auto: sp ", "(attention of one block: sp 1 x cp 4 ", ", sp 2 x cp 2 ")
+    sizes = {axis: state(tmp_path / "run")["layout"][axis] for axis in ("sp", "cp")}
+    assert f"--cp-comm-type auto: sp {sizes['sp']} x cp {sizes['cp']} (" in first.text
+    again = train(tmp_path, *flags, ranks=4)
+    again.expect(0, "resumed from", f"--cp-comm-type auto: sp {sizes['sp']} x cp {sizes['cp']}, as before the resume")
+    assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone")), rel=1e-10)
+    (_, start) = records(tmp_path / "run", "start")
+    parallel = start["config"]["parallel"]
+    assert (parallel["sequence_parallel_size"], parallel["context_parallel_size"]) == (sizes["sp"], sizes["cp"])
+    assert parallel["cp_comm_type"] is None
+
+
 @pytest.mark.long
 def test_what_was_timed_is_not_kept_for_another_cp(tmp_path: Path) -> None:
     flags = (*DOUBLE, "--save", tmp_path / "run", "--auto-resume", "--sp-size", 2, "--sp-overlap-comm")

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.rules import normalize
+from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 
@@ -58,6 +59,18 @@ def test_what_the_flags_mean(flags: str, sizes: tuple[int, int, int]) -> None:
     assert parallel.replica_size == sizes[0] * sizes[1] and parallel.dp_size(8) == 8 // parallel.replica_size
 
 
+def test_sizes_that_are_measured() -> None:
+    config = parse("--cp-size 8 --cp-comm-type AUTO --sp-overlap-comm --cp-keep-kv")
+    assert config.parallel.measures_split and config.parallel.replica_size == 8
+    assert normalize(config).parallel.measures_split, "it stays so"
+    assert not parse("--cp-size 8").parallel.measures_split and not parse("--cp-comm-type auto").parallel.measures_split
+    both, ulysses, context = (with_split(config, sp, 8 // sp).parallel for sp in (4, 8, 1))
+    assert (both.sequence_parallel_size, both.context_parallel_size, both.overlap_mode, both.cp_keep_kv) == (4, 2, "auto", True)
+    assert (ulysses.overlap_mode, ulysses.cp_keep_kv) == ("auto", False), "there is nothing of cp to keep"
+    assert (context.overlap_mode, context.cp_keep_kv) == ("none", True), "there is nothing of sp to overlap"
+    assert not (both.measures_split or ulysses.measures_split or context.measures_split) and config.parallel.measures_split
+
+
 def test_words_without_effect_are_told() -> None:
     told = parse("--cp-comm-type p2p --hierarchical-context-parallel-sizes 1 1 --cp-comm-type a2a+p2p").ignored_flags
     assert told == (
@@ -67,7 +80,7 @@ def test_words_without_effect_are_told() -> None:
 
 
 WRONG = [
-    ("--cp-size 2 --cp-comm-type ring", "--cp-comm-type ring is unknown: use p2p, all_gather, a2a, a2a+p2p"),
+    ("--cp-size 2 --cp-comm-type ring", "--cp-comm-type ring is unknown: use p2p, all_gather, a2a, a2a+p2p, auto"),
     ("--cp-size 2 --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a: all layers exchange alike here: give one type"),
     (
         "--cp-size 4 --hierarchical-context-parallel-sizes 2 2",
@@ -82,6 +95,9 @@ WRONG = [
     ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 2", "must be two sizes"),
     ("--cp-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes -2 -4", "must be two sizes"),
     ("--cp-size 8 --cp-comm-type a2a+p2p", "a2a+p2p needs --hierarchical-context-parallel-sizes A R with A * R = 8"),
+    ("--cp-size 2 --sp-size 2 --cp-comm-type auto", "measures how many ranks are Ulysses', and --sequence-parallel-size 2 says it too"),
+    ("--cp-size 4 --cp-comm-type auto p2p", "--cp-comm-type auto p2p: all layers exchange alike here"),
+    ("--cp-size 4 --cp-comm-type auto --hierarchical-context-parallel-sizes 2 2", "for --cp-comm-type a2a+p2p, and the type is auto"),
     ("--cp-size 2 --sp-size 2 --cp-comm-type a2a", "says how many ranks are Ulysses', and --sequence-parallel-size 2 says it too"),
     (
         "--cp-size 4 --sp-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
