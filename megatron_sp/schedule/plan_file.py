@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron_sp.ops import availability
 from megatron_sp.schedule.core.directives import Directive, is_plain
-from megatron_sp.schedule.core.mesh import AXES
+from megatron_sp.schedule.core.mesh import OF_LINES
 from megatron_sp.schedule.core.paths import PathError, expand
 from megatron_sp.schedule.core.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
@@ -55,14 +55,18 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
         "inputs": (list,), "positions": _WORD, "core": _WORD, "q": (int, str), "k": (int, str), "v": (int, str), "out": (int, str),
         "layout": _WORD,
     },
+    "context": {
+        "axis": _WORD, "chunks": _NUMBER, "stages_ahead": _NUMBER, "keep_kv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD,
+        "leave": _WORD, "arg": (int, str),
+    },
     "zero": {"stage": _NUMBER, "optimizer": (dict,), "micro_batches": _NUMBER, "blocks": _WORD},
 }  # fmt: skip
 _NEEDED = {
     "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "annotate": ("parameter", "key"),
-    "sequence": ("leave",), "rng": ("axis",), "ulysses": ("axis",), "zero": ("stage",),
+    "sequence": ("leave",), "rng": ("axis",), "ulysses": ("axis",), "context": ("axis",), "zero": ("stage",),
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES, "divide": AXES, "input": ("copy", "prepared"),
+    "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": OF_LINES, "divide": OF_LINES, "input": ("copy", "prepared"),
     "reduce": ("all_reduce", "reduce_scatter"),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch import nn
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.apply.ulysses_options import require_known
+from megatron_sp.schedule.apply.ulysses_options import require_known, require_known_of_context
 from megatron_sp.schedule.check.check import Report, check
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.check.derive import as_said, complete, explained, open_gathers, with_derived
@@ -107,8 +107,24 @@ class Schedule:
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
         return self
 
+    def context(self, axis: str = "cp", **options: Any) -> Schedule:
+        """Deal every sequence to the ranks of ``axis``, which send keys and values as the mask needs them.
+
+        For transformers models; alone, or around ``ulysses()``, which then splits each rank's share. Any number of ranks
+        and heads. See ``context.py`` for the masks that are known, and ``parallel/context_parallel.py`` for the exchange.
+
+        Args:
+            axis: axis of the mesh.
+            options: see ``ulysses_options.ContextOptions``.
+        Raises:
+            ConfigError: an unknown option.
+        """
+        require_known_of_context(options)
+        self.add("", "context", axis=axis, **options)
+        return self
+
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
-        """Shard optimizer state, gradients and parameters over dp and sp (ZeRO, arXiv:1910.02054), after all other lines.
+        """Shard optimizer state, gradients and parameters over dp, cp and sp (ZeRO, arXiv:1910.02054), after all other lines.
 
         The training loop then calls ``applied.zero.backward(loss)`` for each micro-batch, and ``applied.zero.step()``.
 

@@ -10,7 +10,7 @@ exchanges.register_syncs         hooks where tensors enter and leave
 exchanges.register_regions
 attributes.annotate_parameters   notes
 rng, checkpoint                  wrappers around the forwards of the phases above
-ulysses, zero                    last
+ulysses, context, zero           last
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from functools import partial
 
 from torch import nn
 
+from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.attributes import annotate_parameters, replace_modules, set_attributes
+from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.exchanges import register_regions, register_syncs, summed_by_lines
 from megatron_sp.schedule.apply.guards import guard_shares, mark, require_whole
 from megatron_sp.schedule.apply.head_counts import implied
@@ -33,6 +35,7 @@ from megatron_sp.schedule.apply.randomness import Streams, around
 from megatron_sp.schedule.apply.recompute import recompute
 from megatron_sp.schedule.apply.splits import shard_specs, split_tensors
 from megatron_sp.schedule.apply.ulysses import Ulysses
+from megatron_sp.schedule.apply.ulysses_options import OF_CONTEXT, require_known_of_context
 from megatron_sp.schedule.apply.undo import whole_or_not_at_all
 from megatron_sp.schedule.apply.zero import ZeroTraining
 from megatron_sp.schedule.check import local_rules
@@ -100,19 +103,43 @@ def _wrap_forwards(job: ApplyJob) -> None:
         axis = line.args["axis"]
         if axis == "same":
             around(module, streams.same)
-        elif (group := job.mesh.group(axis)).size() > 1:
-            around(module, partial(streams.differ, group, axis == "tp"))
+            continue
+        for each in ("cp", "sp") if axis == "sp" else (axis,):  # both share sequences
+            if (group := job.mesh.group(each)).size() > 1:
+                around(module, partial(streams.differ, group, axis == "tp"))
     for line, path, module in job.each("checkpoint"):
         recompute(module, path, line.args.get("policy", "full"), line.where, streams)
 
 
 def _cut_sequences(job: ApplyJob, multiple: int | None) -> Ulysses | None:
-    line = _only_line(job, "ulysses")
-    group = job.mesh.group(line.args["axis"]) if line is not None else None
-    if line is None or group is None or (group.size() == 1 and multiple is None):
+    line, outer = _only_line(job, "ulysses"), _only_line(job, "context")
+    sp = job.mesh.group(line.args["axis"]) if line is not None else SINGLE_RANK
+    context = _context(job, outer, line)
+    if context is None and (line is None or (sp.size() == 1 and multiple is None)):
         return None
-    multiple = multiple or length_multiple(job.directives, group.size(), job.tp_size)
-    return Ulysses(job.model, group, multiple, job.seq_dim, line.args, line.where)
+    line = line or outer
+    assert line is not None
+    multiple = multiple or length_multiple(job.directives, sp.size(), job.tp_size)
+    return Ulysses(job.model, sp, multiple, job.seq_dim, line.args, line.where, context)
+
+
+def _context(job: ApplyJob, line: Directive | None, inner: Directive | None) -> Context | None:
+    """Return attention over the cp ranks, if there is more than one.
+
+    Raises:
+        ConfigError: an option is wrong, or is one of ulysses(), which is there, too (E10).
+    """
+    if line is None:
+        return None
+    options = {name: value for name, value in line.args.items() if name != "axis"}
+    require_known_of_context(options)
+    twice = sorted(options.keys() - set(OF_CONTEXT))
+    if inner is not None and twice:
+        raise ConfigError(
+            f"{', '.join(twice)} of context() at {line.where} is an option of ulysses() at {inner.where}, too: give it there (E10)"
+        )
+    group = job.mesh.group(line.args["axis"])
+    return Context(group, options, line.where) if group.size() > 1 else None
 
 
 def _shard_parameters(job: ApplyJob, specs: dict[str, ShardSpec]) -> ZeroTraining | None:

@@ -1,5 +1,8 @@
 """Ulysses (DeepSpeed-Ulysses, arXiv:2309.14509) for foreign models: each rank has some positions, and in attention some heads.
 
+With context parallelism around it (``context.py``), or alone, for then there is one rank of Ulysses: positions are
+dealt to the cp ranks, and attention is computed over all of them.
+
 Where the sequence is cut:
 
     root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids, labels, token types; it
@@ -8,9 +11,9 @@ Where the sequence is cut:
              is computed as before, on every rank (classifiers, poolers).
 
 Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``),
-or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp as over dp; nothing
-is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those after it 1/sp of
-theirs, which adds up to the same.
+or around the modules named by ``core=``. Gradients of parameters are partial, to be summed over sp and cp as over dp;
+nothing is averaged. In a region, parameters before it get the gradients of a rank's own positions, and those after it
+1/(sp * cp) of theirs, which adds up to the same.
 
 A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are
 shifted before they are cut (a shard's last position would have no label) and passed as ``shift_labels``, with the
@@ -30,9 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import gather_from, overridable, reduce_from
+from megatron_sp.comm.groups import SINGLE_RANK, Group
+from megatron_sp.parallel.regions import GatherGrad, gather_from, overridable, reduce_from
 from megatron_sp.schedule.apply import early, hf_attention
+from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.positions import global_positions
 from megatron_sp.schedule.apply.ulysses_options import LossKind
 from megatron_sp.schedule.core.hooks import change_input, change_output, parameter_names
@@ -53,17 +57,23 @@ class Ulysses:
 
     Args:
         model: changed here.
-        group: the sp ranks; a single one only for a reference run.
+        group: the sp ranks; a single one for a reference run, or with ``context``.
         multiple: whole lengths are padded to a multiple of this: sp, times tp where activations are cut over that too.
         seq_dim: of activations.
         args: of the directive, see ``ulysses_options.py``.
         where: file and line that asked for it.
+        context: attention over the cp ranks; None: there is one.
     Raises:
         ConfigError: the model cannot be cut this way; the message gives alternatives.
     """
 
-    def __init__(self, model: nn.Module, group: Group, multiple: int, seq_dim: int, args: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, model: nn.Module, group: Group, multiple: int, seq_dim: int, args: Mapping[str, Any], where: str,
+        context: Context | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.group, self.multiple, self.seq_dim, self.where = model, group, multiple, seq_dim, where
+        self.context = context
+        self.cp = SINGLE_RANK if context is None else context.cp.group
         self.pads = bool(args.get("pad", True))
         self.cut: Cut | None = None  # of the current pass, or of the last one
         self._attentions = 0  # calls of attention in this pass
@@ -82,6 +92,11 @@ class Ulysses:
 
     def _take_attention(self, args: Mapping[str, Any]) -> None:
         self._early: early.EarlyExchanges | None = None
+        if self.context is not None and ("core" in args or not self._hugging_face):
+            raise ConfigError(
+                f"context() computes attention itself, which it can for transformers' models alone: give the ranks of cp to sp, tp or dp"
+                f" ({self.context.where})"
+            )
         if "core" in args:
             for path in expand(self.model, args["core"]):
                 self._wrap_core(path, args)
@@ -100,7 +115,7 @@ class Ulysses:
 
     def _require_one_sequence(self) -> None:
         """Raise ConfigError if the model has two sequences, or computes its attention where no exchange can be put around it."""
-        name, instead = type(self.model).__name__, f"give the ranks of sp to tp or dp ({self.where})"
+        name, instead = type(self.model).__name__, f"give the ranks of {self._axes} to tp or dp ({self.where})"
         config: Any = self.model.config
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(f"{name} has an encoder and a decoder, two sequences of which each has its own length: {instead}")
@@ -117,8 +132,13 @@ class Ulysses:
             if self._hugging_face and (wide or isinstance(module, nn.RNNBase)):
                 raise ConfigError(
                     f"{path} ({type(module).__name__}) of {type(self.model).__name__} goes from position to position outside of attention,"
-                    f" and each rank has its own positions only: give the ranks of sp to tp or dp ({self.where})"
+                    f" and each rank has its own positions only: give the ranks of {self._axes} to tp or dp ({self.where})"
                 )
+
+    @property
+    def _axes(self) -> str:
+        """Return the axes over which sequences are cut, in words."""
+        return "sp" if self.context is None else "cp" if self.group.size() == 1 else "sp and cp"
 
     def _wrap_core(self, path: str, args: Mapping[str, Any]) -> None:
         module, layout = self.model.get_submodule(path), args.get("layout", "bshd")
@@ -152,7 +172,7 @@ class Ulysses:
                 raise ConfigError(
                     f"{name} gives its attention {of_heads}, which has heads of its own: Ulysses cannot split it ({self.where})"
                 )
-        if isinstance(mask, Tensor) and mask.shape[-1] != cut.length:
+        if self.context is None and isinstance(mask, Tensor) and mask.shape[-1] != cut.length:
             raise ConfigError(
                 f"{name} was given a mask {list(mask.shape)} for {cut.length} positions: give the model a mask of whole sequences"
                 f" ({self.where})"
@@ -165,6 +185,8 @@ class Ulysses:
         else:
             k, v = (heads.spread(x, q.shape[1]) for x in (k, v))
             q, k, v = (heads.enter(x, cut) for x in (q, k, v))
+        if self.context is not None:
+            return heads.leave(self.context.attend(name, module, cut, q, k, v, mask, more), cut, 1, 2), None
         if "position_ids" in more:
             more["position_ids"] = None
         with _grouped(module, q.shape[1], k.shape[1]) as repeat:
@@ -174,6 +196,8 @@ class Ulysses:
     def mask(self, function: Callable[..., Any], **more: Any) -> Any:
         """Return a transformers mask of the whole sequence; see ``hf_attention.Exchanges``."""
         cut = self._current()
+        if self.context is not None:
+            return self.context.mask(cut, more["mask_function"], more["batch_size"])
         more.update(q_length=cut.length, kv_length=cut.length, q_offset=0, kv_offset=0)
         if self._packed is not None:
             documents, inside = self._packed, more["mask_function"]
@@ -209,7 +233,7 @@ class Ulysses:
                     f"{last} leaves {x.shape[dim]} positions of a rank's {cut.local}: leave= must be where enter='{first}' and what was cut"
                     f" inside of it end, sequence() for instance ({self.where}, E10)"
                 )
-            return gather_from(x, self.group, dim, "reduce_scatter").narrow(dim, 0, cut.length)
+            return cut.whole(x, dim, self.group, self.cp, "reduce_scatter")
 
         first, last = (expand(self.model, args[name])[0] for name in ("enter", "leave"))
         blocks = expand(self.model, f"{first.rpartition('.')[0]}.*" if "." in first else first)
@@ -241,7 +265,14 @@ class Ulysses:
             return None
         self._require_attention()
         of_inside = {id(t) for name in names_in(result, (*HIDDEN, *HEADS)) for t in result[name]}
-        return map_tensors(result, lambda t: share_of_gradient(t, self.group, id(t) in of_inside) if t.requires_grad else t)
+
+        def shared(t: Tensor) -> Tensor:
+            if not t.requires_grad:
+                return t
+            mine = share_of_gradient(t, self.group, id(t) in of_inside)
+            return mine if self.context is None else share_of_gradient(mine, self.cp)
+
+        return map_tensors(result, shared)
 
     # root
 
@@ -292,11 +323,13 @@ class Ulysses:
                 f"{type(model).__name__} balances its experts by a loss over the whole sequence (output_router_logits), and each rank would"
                 f" make one of its own positions: set output_router_logits to False ({self.where})"
             )
-        cut = self._begin(first.shape[1], "input_ids" if "input_ids" in given else "inputs_embeds")
         self._packed = _documents(given.get("position_ids")) if _looks_for_documents(model, given) else None
+        cut = self._begin(
+            first.shape[1], "input_ids" if "input_ids" in given else "inputs_embeds", given.get("attention_mask"), first.shape[0]
+        )
         said = "position_ids" in given
         given.setdefault("position_ids", global_positions(model, first, given.get("attention_mask")))
-        if cut.padded != cut.length or said:
+        if cut.padded != cut.length or said or self.context is not None:
             # else a jump in the positions is taken for a new document; all ones cost no mask
             given.setdefault("attention_mask", torch.ones(first.shape[:2], dtype=torch.long, device=first.device))
         if "use_cache" in names or "labels" in names:
@@ -349,15 +382,22 @@ class Ulysses:
         loss = result["loss"]
         if self._weight is not None:  # the mean over no labels is NaN
             loss = weighed(loss, self._weight, cast("Tensor", result["logits"]))
-        result["loss"] = reduce_from(loss, self.group)
+        loss = reduce_from(loss, self.group)
+        result["loss"] = loss if self.context is None else reduce_from(loss, self.cp)
         return result
 
     # both
 
-    def _begin(self, length: int, what: str) -> Cut:
+    def _begin(self, length: int, what: str, mask: Tensor | None = None, rows: int = 1) -> Cut:
+        """Begin a pass over sequences of this length; ``mask``: padding mask [b, s], ``rows``: b."""
         self._attentions = 0
-        self.cut = Cut.of(length, self.group, self.multiple, pads=self.pads, what=what, where=self.where)
-        return self.cut
+        multiple = self.multiple * (1 if self.context is None else self.context.multiple(self._packed))
+        cut = Cut.of(length, self.group, multiple, pads=self.pads, what=what, where=self.where)
+        if self.context is not None:
+            packed = None if self._packed is None else self._packed.expand(rows, -1)
+            cut = self.context.deal(cut, packed, mask)
+        self.cut = cut
+        return cut
 
     def _require_attention(self) -> None:
         if self._attentions == 0:
@@ -375,10 +415,11 @@ class Ulysses:
         cut, dim = self._current(), self.seq_dim
 
         def whole(t: Tensor) -> Tensor:
-            return cut.whole(t, dim, self.group) if t.ndim > dim and t.shape[dim] == cut.local else t
+            return cut.whole(t, dim, self.group, self.cp, "slice") if t.ndim > dim and t.shape[dim] == cut.local else t
 
         if self._is_region:  # only what was recorded inside is not whole; its gradients are divided where the model ends
-            change_records(result, HIDDEN, lambda t: self._gathered(t, dim).narrow(dim, 0, cut.length) if t.shape[dim] == cut.local else t)
+            grad: GatherGrad = "reduce_scatter"
+            change_records(result, HIDDEN, lambda t: cut.whole(t, dim, self.group, self.cp, grad) if t.shape[dim] == cut.local else t)
             return result
         heads = {name: result[name] for name in names_in(result, HEADS)}
         for name in heads:
@@ -390,10 +431,8 @@ class Ulysses:
 
     def complete_heads(self, result: Any) -> None:
         """Gather all heads of this tp rank into recorded attentions. Collective."""
-        change_records(result, HEADS, lambda t: self._gathered(t, 1))
-
-    def _gathered(self, x: Tensor, dim: int) -> Tensor:
-        return gather_from(x, self.group, dim, "reduce_scatter" if self._is_region else "slice")
+        grad: GatherGrad = "reduce_scatter" if self._is_region else "slice"
+        change_records(result, HEADS, lambda t: gather_from(t, self.group, 1, grad))
 
 
 class _grouped:

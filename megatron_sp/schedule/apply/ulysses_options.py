@@ -1,4 +1,4 @@
-"""Options of ``Schedule.ulysses``, by topic; each is a keyword there, and a key of its line in a plan."""
+"""Options of ``Schedule.ulysses`` and ``Schedule.context``, by topic; each is a keyword there, and a key of its line in a plan."""
 
 from __future__ import annotations
 
@@ -70,11 +70,44 @@ class Options(Region, Inputs, Core, total=False):
     loss: LossKind
 
 
+class ContextOptions(Region, total=False):
+    """All options of ``Schedule.context``. Those that ``ulysses()`` has, too, are given there if there is such a line.
+
+    Attributes:
+        chunks: chunks of a sequence that each rank is dealt (default: 2, with packed documents 8).
+        stages_ahead: exchanges of keys and values under way while those before are attended to (default: 1).
+        keep_kv: keep the keys and values of other ranks for backward, instead of having them sent again.
+        pad, loss: as for ``ulysses()``.
+    """
+
+    chunks: int
+    stages_ahead: int
+    keep_kv: bool
+    pad: bool
+    loss: LossKind
+
+
 def require_known(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown keyword; it suggests the nearest one."""
-    known = list(Options.__annotations__)
+    """Raise ConfigError for an unknown keyword of ulysses(); it suggests the nearest one."""
+    _require_known("ulysses", options, list(Options.__annotations__))
+
+
+def require_known_of_context(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown keyword of context(), or a number below 1."""
+    _require_known("context", options, list(ContextOptions.__annotations__))
+    for name in ("chunks", "stages_ahead"):
+        value = options.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"context(): {name} must be a whole number of at least 1, not {value!r}")
+
+
+def _require_known(method: str, options: Mapping[str, Any], known: list[str]) -> None:
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"ulysses() knows no {name}=, only axis, {', '.join(known)}{hint}")
+            raise ConfigError(f"{method}() knows no {name}=, only axis, {', '.join(known)}{hint}")
+
+
+OF_CONTEXT = ("chunks", "stages_ahead", "keep_kv")
+"""Options that context() alone has."""

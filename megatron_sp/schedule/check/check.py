@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_sp.schedule.apply.ulysses_options import OF_CONTEXT
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.check.dry_run import Flow, dry_run, dry_run_over_dp, dry_run_over_sp
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.mesh import Mesh, imagined
 from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.core.placements import NotFollowed, Placement, PlacementError
 from megatron_sp.utils.errors import ConfigError
@@ -94,18 +95,42 @@ def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
     except PlacementError:
         raise
     except ConfigError as error:
-        if not any(d.do == "ulysses" for d in directives):  # which pads what this dry run cannot share
+        if not any(d.do in ("ulysses", "context") for d in directives):  # which pad what this dry run cannot share
             raise
         not_followed = str(error)
-    over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
+    over_sp, not_followed_over_cp = _follow_positions(model, directives, mesh, seq_dim, batch)
     if not_followed:
         return Report(warnings=[f"no dry run over tp: {not_followed}"], dry=False, why_not=not_followed)
-    report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
+    notes = [*flow.notes, *over_sp.notes, *([f"no dry run over cp: {not_followed_over_cp}"] if not_followed_over_cp else [])]
+    report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=notes)
     report.derived = _derived(flow, directives) | _derived(over_sp, directives)
     _follow_dp(report, model, directives, mesh, seq_dim, batch)
     _find_forks(report, flow, model, directives)
     _find_forks_over_sp(report, over_sp, model, directives)
     return report
+
+
+def _follow_positions(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]
+) -> tuple[Flow, str]:  # fmt: skip
+    """Follow placements over sp, or over cp as if its ranks were sp's: outside of attention, positions are cut alike.
+
+    Returns:
+        What was found, and why it is nothing if cp cannot be followed.
+    """
+    around = next((d for d in directives if d.do == "context"), None)
+    if mesh.sp.size() > 1 or mesh.cp.size() == 1 or around is None:
+        return dry_run_over_sp(model, directives, mesh, seq_dim, batch), ""
+    as_if = directives
+    if not any(d.do == "ulysses" for d in directives):
+        args = {name: value for name, value in around.args.items() if name not in OF_CONTEXT}
+        as_if = [replace(d, do="ulysses", args={**args, "axis": "sp"}) if d is around else d for d in directives]
+    try:
+        return dry_run_over_sp(model, as_if, replace(mesh, sp=imagined(2)), seq_dim, batch), ""
+    except PlacementError:
+        raise
+    except ConfigError as error:  # one head on a tp rank, for instance, which two ranks of sp could not share
+        return Flow(), str(error)
 
 
 def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> None:

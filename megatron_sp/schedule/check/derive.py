@@ -69,7 +69,7 @@ def complete(
     over_dp = mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in said)  # verify() gives all ranks of dp the same rows
     is_open = over_dp or any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
     idle = all(d.do in _IDLE for d in said)  # nothing is split, so nothing can be missing
-    if idle or (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp) or (not is_open and (guess or verified)):
+    if idle or (mesh.tp.size() == mesh.sp.size() == mesh.cp.size() == 1 and not over_dp) or (not is_open and (guess or verified)):
         return said
     try:
         report = Report(dry=False, why_not=reason) if reason else follow(model, said, mesh, seq_dim, batch)
@@ -149,9 +149,10 @@ def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
 
 def open_dropout(model: nn.Module, directives: list[Directive], mesh: Mesh) -> Iterator[str]:
     """Yield, for each module with dropout that no rng line covers, what to write."""
-    cut = any(d.do == "ulysses" or d.args.get("over") == "sp" for d in directives)
+    cut = mesh.sp.size() > 1 and any(d.do == "ulysses" or d.args.get("over") == "sp" for d in directives)
+    cut = cut or (mesh.cp.size() > 1 and any(d.do == "context" for d in directives))
     for path in dropping(model):
         if mesh.tp.size() > 1 and not says_random(model, directives, path, "tp"):
             yield f"dropout at {path or 'the model'}: use .rng('tp') if it works on what is split there, else .rng('same')"
-        if cut and mesh.sp.size() > 1 and not says_random(model, directives, path, "sp"):
+        if cut and not says_random(model, directives, path, "sp"):
             yield f"dropout at {path or 'the model'}: use .rng('sp'), for each rank has other positions there"

@@ -339,7 +339,7 @@ def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
 
 def once(lines: Lines) -> Problem:
     """E5: a line that can be asked for only once is there twice."""
-    for do in ("ulysses", "zero"):
+    for do in ("ulysses", "context", "zero"):
         found = [d for d in lines.directives if d.do == do]
         if len(found) > 1:
             yield f"{_called(lines)}: {do} was asked for twice, at {' and at '.join(d.where for d in found)}: leave one out (E5)"
@@ -348,20 +348,29 @@ def once(lines: Lines) -> Problem:
 def of_the_model(lines: Lines) -> Problem:
     """E10: a line about the whole model is written on a part of it."""
     for d in lines.directives:
-        if d.do in ("ulysses", "zero") and d.on:
+        if d.do in ("ulysses", "context", "zero") and d.on:
             yield f"{d.do} is about {_called(lines)} as a whole, but is written on {d.on!r}: give on: '' ({d.where}, E10)"
 
 
 def cut_over(lines: Lines) -> Problem:
     """E10: sequences are cut over ranks that each have a batch, or parameters, of their own."""
-    for d in (d for d in lines.directives if d.do == "ulysses" and d.args.get("axis", "sp") != "sp"):
-        axis = lines.mesh.group(d.args["axis"]) and d.args["axis"]
-        why = "have batches of their own" if axis == "dp" else "have different parameters, whose gradients nobody sums over them"
-        yield f"{_called(lines)}: ulysses cuts sequences over {axis}, whose ranks {why}: leave axis out, it is sp ({d.where}, E10)"
+    for do, own in (("ulysses", "sp"), ("context", "cp")):
+        for d in (d for d in lines.directives if d.do == do and d.args.get("axis", own) != own):
+            axis: str = d.args["axis"]
+            lines.mesh.group(axis)
+            why = "have different parameters, whose gradients nobody sums over them"
+            why = {"dp": "have batches of their own", "cp": "are those of context()", "sp": "are those of ulysses()"}.get(axis, why)
+            yield f"{_called(lines)}: {do} cuts sequences over {axis}, whose ranks {why}: leave axis out, it is {own} ({d.where}, E10)"
 
 
 def spoken_of(lines: Lines) -> Problem:
-    """E5: no line cuts anything over sp, so its ranks do the same, and their gradients are summed."""
+    """E5: no line cuts anything over sp, or over cp, so its ranks do the same, and their gradients are summed."""
+    size = lines.mesh.cp.size()
+    if size > 1 and not any(d.do == "context" for d in lines.directives):
+        yield (
+            f"{_called(lines)}: no line cuts anything over cp ({size}), so its ranks compute the same, and the gradients of parameters are"
+            f" summed over them, {size} times too large: deal sequences with .context(), or give these ranks to dp (E5)"
+        )
     size = lines.mesh.sp.size()
     if size > 1 and not any(d.do in ("ulysses", "hook") or (d.do == "sync" and d.args.get("over") == "sp") for d in lines.directives):
         yield (

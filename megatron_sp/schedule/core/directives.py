@@ -18,7 +18,7 @@ class Directive:
     Attributes:
         on: glob of the modules.
         do: the action: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set,
-            annotate, hook, sequence, ulysses, zero.
+            annotate, hook, sequence, ulysses, context, zero.
         args: arguments of the action; JSON values, except what only code can provide (functions, modules).
         where: file and line of the call that added it, for messages.
         derived: names of arguments that were not given, but inferred by a dry run or implied by another line

@@ -8,7 +8,9 @@ from typing import cast
 from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
 from megatron_sp.utils.errors import ConfigError
 
-AXES = ("dp", "sp", "tp")
+AXES = ("dp", "cp", "sp", "tp")
+OF_LINES = ("dp", "sp", "tp")
+"""Axes over which a line may communicate by itself; cp is that of ``context()`` alone."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Mesh:
 
     Attributes:
         tp, sp, dp: group along one axis.
-        dp_sp: dp and sp together: all ranks that have the same parameters.
+        dp_sp: dp, cp and sp together: all ranks that have the same parameters.
         world: all ranks.
+        cp: group along that axis.
     """
 
     tp: Group = field(default=SINGLE_RANK)
@@ -40,23 +43,27 @@ class Mesh:
     dp: Group = field(default=SINGLE_RANK)
     dp_sp: Group = field(default=SINGLE_RANK)
     world: Group = field(default=SINGLE_RANK)
+    cp: Group = field(default=SINGLE_RANK)
 
     @classmethod
     def of(cls, groups: ParallelGroups) -> Mesh:
         """Create the mesh of a job from its process groups."""
-        return cls(groups.tp, groups.sp, groups.dp, groups.dp_cp_sp, groups.world)
+        return cls(groups.tp, groups.sp, groups.dp, groups.dp_cp_sp, groups.world, groups.cp)
 
     @classmethod
-    def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
+    def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, cp: int = 1, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
         """Create a mesh without a job: a schedule on it can be checked and shown, but not run unless all sizes are 1.
 
         Raises:
             ConfigError: a size is below 1.
         """
-        for name, size in (("tp", tp), ("sp", sp), ("dp", dp)):
+        for name, size in (("tp", tp), ("sp", sp), ("dp", dp), ("cp", cp)):
             if size < 1:
                 raise ConfigError(f"{name} ({size}) must be at least 1")
-        return cls(imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(dp * sp, sp_rank), imagined(dp * sp * tp))
+        replicas = dp * cp * sp
+        return cls(
+            imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(replicas, sp_rank), imagined(replicas * tp), imagined(cp)
+        )
 
     def group(self, axis: str) -> Group:
         """Return the group of an axis. Raises ConfigError if there is no such axis."""
@@ -65,7 +72,8 @@ class Mesh:
         return cast(Group, getattr(self, axis))
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis} {self.group(axis).size()}" for axis in reversed(AXES))
+        shown = [axis for axis in reversed(AXES) if axis != "cp" or self.cp.size() > 1]
+        return ", ".join(f"{axis} {self.group(axis).size()}" for axis in shown)
 
 
 def imagined(size: int, rank: int = 0) -> Group:

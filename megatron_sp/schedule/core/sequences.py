@@ -1,18 +1,21 @@
-"""Sequences shared by the ranks of the sp axis: who has which positions, how tensors are cut and gathered, how heads are exchanged.
+"""Sequences shared by the ranks of sp and cp: who has which positions, how tensors are cut and gathered, how heads are exchanged.
 
-Positions are cut contiguously; a length that the ranks cannot share evenly is padded at the end. Padding travels
-through layers and exchanges, and is removed before attention, which never sees it.
+Positions are dealt to the cp ranks in runs, and a cp rank's share is cut contiguously over sp; a length that the ranks
+cannot share evenly is padded at the end. Padding travels through layers and exchanges. With cp 1 it is removed before
+attention, which never sees it; else attention's mask hides it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import all_to_all, gather_from, overridable
+from megatron_sp.parallel.context_plan import Runs
+from megatron_sp.parallel.regions import GatherGrad, all_to_all, gather_from, overridable
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up
 
@@ -23,13 +26,17 @@ class Cut(NamedTuple):
     Attributes:
         length: positions of the whole sequence, without padding.
         padded: the same with padding at the end.
-        ranks, rank: number of ranks that share it, and the index of this one.
+        ranks, rank: number of sp ranks that share it, and the index of this one.
+        shares: runs of positions of each cp rank, with padding; all have as many. None if there is a single one.
+        cp_rank: this one.
     """
 
     length: int
     padded: int
     ranks: int
     rank: int
+    shares: tuple[Runs, ...] = ()
+    cp_rank: int = 0
 
     @classmethod
     def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str = "") -> Cut:
@@ -54,15 +61,28 @@ class Cut(NamedTuple):
     @property
     def local(self) -> int:
         """Number of positions per rank."""
-        return self.padded // self.ranks
+        return self.together // self.ranks
+
+    @property
+    def together(self) -> int:
+        """Number of positions that come together in attention, with padding: all, or those of a cp rank."""
+        return self.padded // max(1, len(self.shares))
+
+    @property
+    def attended(self) -> int:
+        """Number of positions that attention computes; the padding of a cp rank is hidden by the mask, and not removed."""
+        return self.together if self.shares else self.length
 
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
         """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or with the last position if that is None."""
         return take_share(x, self, dim, fill)
 
-    def whole(self, x: Tensor, dim: int, group: Group) -> Tensor:
-        """Gather all ranks' positions of a tensor that all of them go on to use alike. Collective."""
-        return gather_from(x, group, dim, "slice").narrow(dim, 0, self.length)
+    def whole(self, x: Tensor, dim: int, sp: Group, cp: Group, grad: GatherGrad) -> Tensor:
+        """Gather all ranks' positions of a tensor, in order and without padding; ``grad`` as for ``gather_from``. Collective."""
+        x = gather_from(x, sp, dim, grad)
+        if self.shares:
+            x = in_order(gather_from(x, cp, dim, grad), self, dim)
+        return x.narrow(dim, 0, self.length)
 
 
 @overridable
@@ -75,7 +95,19 @@ def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
         x.narrow(dim, cut.length, missing).copy_(last.expand_as(x.narrow(dim, cut.length, missing)))
     elif missing:
         x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
+    if cut.shares:
+        x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in cut.shares[cut.cp_rank]], dim)
     return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # a copy, since models may hold views of their inputs
+
+
+def in_order(x: Tensor, cut: Cut, dim: int) -> Tensor:
+    """Return the shares of all cp ranks, one after another along ``dim``, in the order of the sequence."""
+    parts: list[tuple[int, Tensor]] = []
+    at = 0
+    for start, stop in (run for runs in cut.shares for run in runs):
+        parts.append((start, x.narrow(dim, at, stop - start)))
+        at += stop - start
+    return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
 
 
 @overridable
@@ -127,17 +159,17 @@ class Heads(NamedTuple):
             ConfigError: the sequence is of another pass: a forward pass of another length began before this
                 recomputation.
         """
-        if x.shape[self.seq] != cut.padded:
+        if x.shape[self.seq] != cut.together:
             raise ConfigError(
-                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.padded}: with recomputation a"
+                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.together}: with recomputation a"
                 " batch's backward pass must come before a forward pass of another length; pad batches to one length; where nothing is"
                 " recomputed, layout= or core= is about other tensors, or the model has a second sequence, which cannot be cut (E10)"
             )
-        return x.narrow(self.seq, 0, cut.length)
+        return x.narrow(self.seq, 0, cut.attended)
 
     def leave(self, x: Tensor, cut: Cut, seq: int, head: int) -> Tensor:
         """Exchange a result with these dims back to some positions of all heads."""
-        missing = cut.padded - cut.length
+        missing = cut.together - cut.attended
         if missing:
             x = F.pad(x.movedim(seq, -1), (0, missing)).movedim(-1, seq)
         return all_to_all(x, self.group, seq, head)

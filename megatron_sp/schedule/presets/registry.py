@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_sp.schedule.core.mesh import AXES, Mesh
+from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.presets.common import Blocks, drops, write_vocabulary
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
@@ -38,24 +38,25 @@ def families() -> list[str]:
 
 
 def auto(
-    model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, seq: bool = False,
-    ulysses: bool | None = None, vocab: bool = True, recompute: str | bool = False,
+    model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, cp: int | None = None,
+    seq: bool = False, ulysses: bool | None = None, context: bool | None = None, vocab: bool = True, recompute: str | bool = False,
 ) -> Schedule:  # fmt: skip
     """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
 
     Args:
-        mesh: mesh of the job. Without one, ``tp`` and ``sp`` give the sizes of a schedule that is checked and shown
-            without a job.
-        tp, sp: sizes of these axes; if there is a mesh, they must agree with it.
+        mesh: mesh of the job. Without one, ``tp``, ``sp`` and ``cp`` give the sizes of a schedule that is checked and
+            shown without a job.
+        tp, sp, cp: sizes of these axes; if there is a mesh, they must agree with it.
         seq: split activations between the layers along the sequence over tp (arXiv:2205.05198).
         ulysses: split sequences over sp (default: if sp is above 1).
+        context: deal sequences to the ranks of cp (default: if cp is above 1).
         vocab: split the word embeddings and the output layer along the vocabulary.
         recompute: recompute blocks in backward; True, or the policy of ``.checkpoint()``.
     Raises:
         ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not
             agree with the mesh.
     """
-    s = schedule(model, _mesh(mesh, tp, sp))
+    s = schedule(model, _mesh(mesh, {"tp": tp, "sp": sp, "cp": cp}))
     blocks = _writer(model)(s, seq)
     if vocab:
         write_vocabulary(s)
@@ -63,19 +64,22 @@ def auto(
         s.sequence(blocks.first, blocks.last)
     if recompute:
         s[blocks.glob].checkpoint(None if recompute is True else recompute)
-    if ulysses or (ulysses is None and s.mesh.sp.size() > 1):
-        _write_ulysses(s, blocks)
+    ulysses = ulysses if ulysses is not None else s.mesh.sp.size() > 1
+    context = context if context is not None else s.mesh.cp.size() > 1
+    if ulysses or context:
+        _cut_sequences(s, blocks, ulysses=ulysses, context=context)
     return s
 
 
-def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
-    """Add Ulysses: from inputs to labels if there is an output layer, else in the blocks only, as other heads may use whole sequences."""
+def _cut_sequences(s: Schedule, blocks: Blocks, *, ulysses: bool, context: bool) -> None:
+    """Cut sequences from inputs to labels if there is an output layer, else in the blocks only, as other heads may use whole sequences."""
     model: Any = s.model
     cuts_inputs = model.get_output_embeddings() is not None
-    if cuts_inputs:
-        s.ulysses()
-    else:
-        s.ulysses(enter=blocks.first, leave=blocks.last)
+    region = {} if cuts_inputs else {"enter": blocks.first, "leave": blocks.last}
+    if ulysses:
+        s.ulysses(**region)
+    if context:
+        s.context(**({} if ulysses else region))
     if drops(model.config):
         _differ_over_sp(s, blocks, everywhere=cuts_inputs)
 
@@ -89,13 +93,12 @@ def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
             s[path].rng("sp")
 
 
-def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:
+def _mesh(mesh: Mesh | None, sizes: dict[str, int | None]) -> Mesh:
     if mesh is None:
-        return Mesh.sizes(tp or 1, sp or 1)
-    for axis, size in (("tp", tp), ("sp", sp)):
+        return Mesh.sizes(**{axis: size or 1 for axis, size in sizes.items()})
+    for axis, size in sizes.items():
         if size is not None and size != mesh.group(axis).size():
-            found = ", ".join(f"{a} {mesh.group(a).size()}" for a in AXES)
-            raise ConfigError(f"{axis} ({size}) is not that of the mesh ({found}): leave it out, or make another mesh")
+            raise ConfigError(f"{axis} ({size}) is not that of the mesh ({mesh}): leave it out, or make another mesh")
     return mesh
 
 

@@ -21,7 +21,7 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.mesh import AXES, Mesh
 from megatron_sp.schedule.verify.deterministic_copy import deterministic_copy, drops
 from megatron_sp.schedule.verify.float64_mode import Float64Mode
 from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
@@ -204,7 +204,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
 
 
 def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
-    """Compare input gradients, summed over dp and sp: each rank has the gradients of its positions or its part."""
+    """Compare input gradients, summed over dp, cp and sp: each rank has the gradients of its positions or its part."""
     return [
         Comparison(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()
     ]
@@ -262,7 +262,7 @@ def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> 
         error = float(difference / (reference + 1e-3 * scale + 1e-300))
     error = float("inf") if error != error else error
     worst = torch.tensor(error, dtype=torch.float64)
-    for axis in ("tp", "sp", "dp"):
+    for axis in AXES:
         all_reduce(worst, mesh.group(axis), "max")
     return float(worst)
 

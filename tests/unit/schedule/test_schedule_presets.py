@@ -87,7 +87,7 @@ def test_no_preset(config: dict[str, Any], message: str) -> None:
 
 
 def test_sizes_that_are_not_those_of_the_mesh() -> None:
-    with pytest.raises(ConfigError, match=r"tp \(4\) is not that of the mesh \(dp 1, sp 1, tp 2\): leave it out"):
+    with pytest.raises(ConfigError, match=r"tp \(4\) is not that of the mesh \(tp 2, sp 1, dp 1\): leave it out"):
         auto(Named({}, model_type="bert"), Mesh.sizes(tp=2), tp=4)
 
 

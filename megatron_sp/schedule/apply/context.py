@@ -1,0 +1,238 @@
+"""Context parallelism for transformers models: each cp rank has its positions, and attention sends keys and values as the mask needs them.
+
+transformers describes a mask by a function of two positions, from which it would make a tensor [b, 1, s, s]. Here the
+function is recognised instead: causal, causal with a window, or bidirectional; with the padding mask and the packed
+documents of the batch that gives the ``RowMask`` of the plan (``parallel/context_plan.py``). A mask of another form is
+refused. Attention itself is ``parallel/context_parallel.py``, whatever implementation the model was given.
+
+Sequences are cut before the model has said what its mask is, so they are dealt as for a causal one: two chunks for each
+rank, or eight by the areas of packed documents. Other masks are right, too, with a few more pieces than they need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.ops.piece_choice import piece_kernel
+from megatron_sp.ops.pieces import PieceKernel
+from megatron_sp.parallel.context_parallel import ContextParallel, context_attention
+from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.schedule.core.sequences import Cut
+from megatron_sp.utils.errors import ConfigError
+
+_CHUNKS, _CHUNKS_OF_DOCUMENTS = 2, 8
+_ROWS = 64  # of a mask that are looked at, and all of their keys
+_MASKS_KEPT = 256  # for recomputation; one for each kind of layer and pass
+
+Ends = tuple[tuple[int, ...], ...]
+
+
+class Context:
+    """How sequences are dealt to the cp ranks, and attention over them.
+
+    Args:
+        group: the cp ranks.
+        args: of the directive, see ``ulysses_options.ContextOptions``.
+        where: file and line that asked for it.
+    """
+
+    def __init__(self, group: Group, args: Mapping[str, Any], where: str) -> None:
+        ahead = int(args.get("stages_ahead", 1))
+        self.cp = ContextParallel(group, stages_ahead=ahead, keep_kv=bool(args.get("keep_kv", False)))
+        self._chunks, self.where = args.get("chunks"), where
+        self._documents: Ends | None = None  # of the current pass
+        self._lengths: tuple[int, ...] | None = None
+        self._masks: dict[int, RowMask] = {}
+        self._num_masks = 0
+
+    def multiple(self, packed: Tensor | None) -> int:
+        """Return what a padded length is a multiple of, so that all cp ranks have as many positions."""
+        return self.cp.size * self._num_chunks(packed)
+
+    def _num_chunks(self, packed: Tensor | None) -> int:
+        return self._chunks or (_CHUNKS if packed is None else _CHUNKS_OF_DOCUMENTS)
+
+    def deal(self, cut: Cut, packed: Tensor | None = None, mask: Tensor | None = None) -> Cut:
+        """Return the cut with the share of each cp rank, and remember what the rows of this pass are.
+
+        Args:
+            cut: of a length padded to a multiple of ``multiple``.
+            packed: document numbers [b, s], or None.
+            mask: padding mask [b, s], 0 where nothing is to be attended to, or None.
+        Raises:
+            ConfigError: real tokens of a row are not all side by side.
+        """
+        self._documents, self._lengths = None, (cut.length,)
+        if packed is not None:
+            self._documents = _ends_of(packed, cut.padded)
+        elif mask is not None:
+            self._take_padding(mask, cut.padded)
+        row = RowMask(cut.padded, documents=self._documents)
+        return cut._replace(shares=cut_row(row, self.cp.size, self._num_chunks(packed)), cp_rank=self.cp.rank)
+
+    def _take_padding(self, mask: Tensor, padded: int) -> None:
+        """Set lengths from a padding mask [b, s], or documents, if there is padding before the tokens."""
+        if mask.ndim != 2:
+            raise ConfigError(
+                f"attention_mask {list(mask.shape)} is a mask of pairs, and context() needs one [b, s] of tokens: leave it out, or give"
+                f" these ranks to sp ({self.where})"
+            )
+        real = mask.bool().cpu()
+        numbers = torch.arange(1, real.shape[1] + 1)
+        counts, stops = real.sum(1).tolist(), (real * numbers).amax(1).tolist()
+        starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
+        for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            if not bool(real[row, start:stop].all()):
+                raise ConfigError(
+                    f"attention_mask: the tokens of row {row} are not all side by side (there is padding between them), and context() knows"
+                    f" padding before and after them: give these ranks to sp ({self.where})"
+                )
+        if any(starts):
+            self._documents = tuple(tuple(sorted({start, stop, padded} - {0})) for start, stop in zip(starts, stops, strict=True))
+        else:
+            self._lengths = tuple(counts)
+
+    def _row_mask(self, length: int, causal: bool, window: int | None) -> RowMask:
+        if self._documents is not None:
+            return RowMask(length, causal, window, documents=self._documents)
+        return RowMask(length, causal, window, lengths=self._lengths)
+
+    # masks
+
+    def mask(self, cut: Cut, function: Callable[..., Any], batch: int) -> Tensor:
+        """Return what stands for a mask: a number, which a model passes on to its attention, also when it recomputes.
+
+        Args:
+            cut: of this pass.
+            function: (sequence, head, query, key) -> whether the query sees the key, of tensors of positions; padding and
+                packed documents are not its business.
+            batch: b.
+        Raises:
+            ConfigError: the mask is of a form that is not known.
+        """
+        causal, window = self._recognised(function, cut.length, batch)
+        self._num_masks += 1
+        self._masks[self._num_masks] = self._row_mask(cut.padded, causal, window)
+        self._masks.pop(self._num_masks - _MASKS_KEPT, None)
+        return torch.tensor(self._num_masks)
+
+    def _recognised(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
+        """Return (causal, window) of a mask's function."""
+        rows = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
+        keys = torch.arange(length)[None]
+        try:
+            seen = [
+                torch.as_tensor(function(torch.tensor(b), torch.tensor(0), rows, keys)).cpu().expand(len(rows), length)
+                for b in {0, batch - 1}
+            ]
+        except Exception as error:  # of a model's own, for tensors of its own
+            raise ConfigError(f"{self._not_known('cannot be looked at')}: {type(error).__name__}: {error}") from error
+        causal = not bool((seen[0] & (keys > rows)).any())
+        first = int(seen[0][-1].int().argmax())  # of the keys of the last query
+        window = length - first if causal and first > 0 else None
+        expected = (keys <= rows) & (keys > rows - (window or length)) if causal else torch.ones(len(rows), length, dtype=torch.bool)
+        if not all(bool((each == expected).all()) for each in seen):
+            raise ConfigError(self._not_known("is neither causal, nor causal with a window, nor bidirectional"))
+        return causal, window
+
+    def _not_known(self, what: str) -> str:
+        return f"a mask of the model {what}, and context() knows no others ({self.where}): give these ranks to sp"
+
+    def _mask_of(self, name: str, module: nn.Module, cut: Cut, mask: Any, more: Mapping[str, Any]) -> RowMask:
+        """Return the mask of a call of attention, from what the model was given by ``mask``, or from its flags if there is none."""
+        if isinstance(mask, Tensor) and mask.ndim == 0:
+            return self._masks[int(mask)]
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (cut.length, cut.length):
+            return self._of_dense(mask, cut)
+        causal = more.get("is_causal")
+        causal = getattr(module, "is_causal", None) if causal is None else causal
+        if mask is not None or not isinstance(causal, bool) or more.get("sliding_window") is not None:
+            raise ConfigError(f"{name}: {self._not_known('was not made by the functions of transformers')}")
+        return self._row_mask(cut.padded, causal, None)
+
+    def _of_dense(self, mask: Tensor, cut: Cut) -> RowMask:
+        """Return the mask that a tensor [b, 1, s, s] means, as modules between ``enter`` and ``leave`` are given it."""
+        seen = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0].cpu()  # else 0 and a very small number
+        rows, keys = torch.arange(cut.length)[:, None], torch.arange(cut.length)
+        causal = not bool((seen & (keys > rows)).any())
+        lengths = tuple((seen[:, -1].int() * (keys + 1)).amax(1).tolist())  # keys of the last query
+        real = keys < torch.tensor(lengths)[:, None, None]
+        if not bool((seen == (real & (keys <= rows) if causal else real.expand_as(seen))).all()):
+            raise ConfigError(self._not_known("has a window or documents, or padding before the tokens, inside of enter= and leave="))
+        return RowMask(cut.padded, causal, lengths=lengths)
+
+    # attention
+
+    def attend(
+        self, name: str, module: nn.Module, cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Mapping[str, Any]
+    ) -> Tensor:  # fmt: skip
+        """Compute the attention of this cp rank's positions over those of all.
+
+        Args:
+            name: the module, for messages.
+            module: the module.
+            cut: of this pass.
+            q: [b, n, L, d].
+            k, v: [b, g, L, d].
+            mask: what the model has passed on.
+            more: keyword arguments of the attention function.
+        Returns:
+            [b, L, n, d].
+        Raises:
+            ConfigError: attention is asked for something else that it does not compute.
+        """
+        self._require_plain(name, module, q, k, v, more)
+        b, n, length, d = q.shape
+        plan = plan_context(self._mask_of(name, module, cut, mask, more), cut.shares)
+        scaling = more.get("scaling")
+        if scaling is not None and not math.isclose(scaling, d**-0.5, rel_tol=1e-7):
+            q = q * (scaling * d**0.5)  # the kernels divide by sqrt(d)
+        groups = k.shape[1]
+        by_position = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        queries, keys, values = (x.reshape(length, b * groups, -1, d) for x in by_position)
+        kv = torch.cat((keys, values), 2)
+        found = context_attention(queries, kv, plan, self.cp, _kernel_for(queries), batch=b)
+        return found.out.view(length, b, n, d).transpose(0, 1)
+
+    def _require_plain(self, name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, more: Mapping[str, Any]) -> None:
+        if k.shape[2] != q.shape[2] or v.shape[-1] != q.shape[-1]:
+            raise ConfigError(
+                f"{name}: queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} are of two sequences, or of two widths,"
+                f" which context() does not compute: give these ranks to sp ({self.where})"
+            )
+        if module.training and more.get("dropout"):
+            raise ConfigError(
+                f"{name} drops attention ({more['dropout']}), which under context() would depend on how sequences are cut: set the"
+                f" configuration's attention dropout to 0, or give these ranks to sp ({self.where})"
+            )
+        if more.get("softcap") is not None:
+            raise ConfigError(
+                f"{name} caps its scores (softcap {more['softcap']}), which context() does not: give these ranks to sp ({self.where})"
+            )
+        if more.get("output_attentions"):
+            raise ConfigError(
+                f"{name} is asked for its attention weights, and nobody has them under context(): leave output_attentions out ({self.where})"
+            )
+
+
+def _kernel_for(x: Tensor) -> PieceKernel:
+    """Return the fastest kernel that takes a tensor."""
+    try:
+        return piece_kernel("sdpa", x)
+    except ValueError:  # a GPU without a fused kernel for the dtype
+        return piece_kernel("reference", x)
+
+
+def _ends_of(packed: Tensor, padded: int) -> Ends:
+    """Return the ends of the documents of each row from their numbers [b, s]; padding is a document of its own."""
+    found = []
+    for row in packed.cpu():
+        ends = (row.diff().nonzero().flatten() + 1).tolist()
+        found.append(tuple(dict.fromkeys((*ends, len(row), padded))))
+    return tuple(found)
