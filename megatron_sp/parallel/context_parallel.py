@@ -10,10 +10,12 @@ continued over what arrives (``ops/pieces.py``):
     backward    own pieces, first half | pieces with i-1 | pieces with i-2 | ... | own pieces, second half
                  kv 1 -----------------^  kv 2 ----------^  d kv 1 to i-1       d kv c-1 ---------------^
 
+The halves are halves of the heads, for a triangle cut in two takes longer than whole; with a single key/value head, of the
+pieces.
 Backward has the keys and values sent once more (or kept, ``keep_kv``). A rank computes what its queries add to the
 gradients of another's keys and values, sends it to their owner in the dtype of the activations, and the owner adds up in
-fp32 (fp64 for fp64): first half of its own, then by distance as they arrive, then second half and the last that arrives.
-The order is given by the plan, so results repeat bit for bit.
+fp32 (fp64 for fp64): its own if they are of the first half, then by distance as they arrive, then its own of the second half
+and the last that arrives. The order is given by plan and heads, so results repeat bit for bit.
 
 Sources: Ring Attention (arXiv:2310.01889), whose ring of equal parts this is not; DistFlashAttn (arXiv:2310.03294);
 planned exchange for packed documents: MagiAttention (arXiv:2505.13211).

@@ -76,11 +76,15 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
         if not kinds:
             raise ConfigError(f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()")
         getattr(model, f"{kinds[0]}_checkpointing_enable")(**{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}})
-    s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group))
+    s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group, cp=layout.cp.group))
     if layout.tp.size > 1:
         write(s, layout.tp.seq)
-    if not any(d.do == "ulysses" for d in s.directives):  # a plan may set more of its options
+    said = {d.do for d in s.directives}  # a plan may set more of the options
+    if "ulysses" not in said and (layout.sp.size > 1 or "context" not in said):
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
+    if "context" not in said and layout.cp.size > 1:
+        chunks = {} if layout.cp_chunks is None else {"chunks": layout.cp_chunks}
+        s.context(stages_ahead=layout.cp.stages_ahead, keep_kv=layout.cp.keep_kv, **chunks)
     s.apply()
     assert s.applied is not None
     return ExternalModel(model, s.applied)
@@ -89,10 +93,10 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
 def problems(config: Config) -> Iterator[str]:
     """Yield the problems of flags that an external model does not support."""
     kernels, parallel, model = config.kernels, config.parallel, config.model
-    if parallel.context_parallel_size > 1:
+    if parallel.measures_split:
         yield (
-            f"--context-parallel-size {parallel.context_parallel_size} needs megatron_sp's own blocks: an external model supports"
-            " --sequence-parallel-size, up to its number of heads"
+            "--cp-comm-type auto times megatron_sp's own blocks, which an external model does not have: name the sizes,"
+            " --sequence-parallel-size and --context-parallel-size"
         )
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
         yield f"--sp-overlap-mode {parallel.overlap_mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"

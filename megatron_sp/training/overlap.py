@@ -36,6 +36,7 @@ from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CollectiveT
 from megatron_sp.ops import availability
 from megatron_sp.training.overlap_picture import draw_steps, in_lanes
 from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.format import format_bytes
 
 TRACE_NAME, PICTURE_NAME = "overlap-trace.json", "overlap.png"
 AXIS_WORDS: dict[Axis, str] = {"cp": "context", "sp": "ulysses", "tp": "tensor"}
@@ -90,9 +91,12 @@ class OverlapReport:
         rows = tabulate(steps, alone)
         length = statistics.median(step.seconds for step in steps)
         shares = [float(share) for share in gather_json(sum(row.share_of_step for row in rows), self._groups.control)]
+        over_cp = gather_json(bytes_sent(steps[-1], "cp", self._groups.cp.rank()), self._groups.control)
         if self._groups.rank == 0:
             for line in table(rows, len(steps), length, shares):
                 self._say(line)
+            if self._groups.cp.size() > 1:
+                self._say(_line_about_context(over_cp))
             self._write_files(steps, rows, length)
         return rows
 
@@ -117,6 +121,25 @@ class OverlapReport:
             self._say(f"overlap: time line in {path}")
         except Exception as error:  # a full disk, or a broken library: a missing picture must not end the run
             self._say(f"warning: overlap: {path} cannot be drawn: {type(error).__name__}: {error}; training goes on")
+
+
+def bytes_sent(step: StepTimes, axis: Axis, rank: int) -> int:
+    """Return the bytes that a rank sends to others of an axis in a step's all_to_alls; ``rank``: its place there."""
+    sizes = ((sum(what.sends) - what.sends[rank], what.dtype) for what in (f.what for f in step.flights) if what.axis == axis)
+    return sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes)
+
+
+def _line_about_context(of_ranks: list[int]) -> str:
+    """Return what the cp ranks have sent; that it is nothing is said, too, though a plan without needed rows is refused in the step itself."""
+    if not any(of_ranks):
+        return (
+            "  the cp ranks sent each other no keys or values in this step: no query saw a key of another rank (documents that lie on one"
+            " rank, or a window of one token)"
+        )
+    return (
+        f"  keys, values and their gradients sent over cp: {format_bytes(sum(of_ranks))} in all, by a rank {format_bytes(min(of_ranks))} to"
+        f" {format_bytes(max(of_ranks))}"
+    )
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:

@@ -44,13 +44,17 @@ LAYOUTS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
         ("--sequence-parallel-size", 2, "--zero-stage", 3, "--split-qkv-linear", "--sp-overlap-comm"),
         ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--zero-stage", 1),
     ),
-    "bert": (("--tensor-model-parallel-size", 2), ("--sequence-parallel-size", 2, "--zero-stage", 1)),
+    "bert": (("--tensor-model-parallel-size", 2), ("--context-parallel-size", 2, "--zero-stage", 1)),
+    "llama cp": (
+        ("--context-parallel-size", 2, "--zero-stage", 1, "--recompute-granularity", "full"),
+        ("--context-parallel-size", 2, "--cp-chunks", 3, "--cp-keep-kv"),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "bert" in n else ()) for n in PROGRAMS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "bert" in n else ()) for n in LAYOUTS])
 def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None:
-    program, shape = PROGRAMS[name]
+    program, shape = PROGRAMS[name.partition(" ")[0]]
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(tmp_path, *shape, *COMMON, "--train-iters", 4, "--save", whole, program=program).expect(0)
     first, second = LAYOUTS[name]
@@ -59,7 +63,7 @@ def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None
     got, want = tensors(run), tensors(whole)
     assert got.keys() == want.keys()
     names = {n.removeprefix("optimizer.exp_avg.") for n in got if n.startswith("optimizer.exp_avg.")}
-    assert ("model.layers.0.self_attn.q_proj.weight" if name == "llama" else "bert.encoder.layer.0.attention.self.query.weight") in names
+    assert ("model.layers.0.self_attn.q_proj.weight" if name.startswith("llama") else "bert.encoder.layer.0.attention.self.query.weight") in names
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
     losses = [[r["loss"] for r in records(folder)] for folder in (run, whole)]
@@ -94,6 +98,7 @@ def test_a_folder_is_trained_from_by_the_command_and_goes_on_with_the_same_bits(
         ((*NO_DROPOUT, "--mlp-chunks", 2), "--mlp-chunks changes megatron_sp's own blocks"),
         ((*NO_DROPOUT, "--recompute-granularity", "selective"), "recomputes all of its blocks"),
         ((*NO_DROPOUT, "--model", "nowhere"), "nowhere/config.json cannot be read"),
+        ((*NO_DROPOUT, "--cp-size", 2, "--cp-comm-type", "auto"), "name the sizes"),
     ],
 )
 def test_what_a_external_model_cannot_follow_is_refused(tmp_path: Path, flags: tuple[object, ...], part: str) -> None:

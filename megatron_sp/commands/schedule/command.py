@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--class and --set are about a config.json: with --factory your function decides")
     if args.action == "verify":
         return ranks.verify(args, prepare)
-    s, batch = prepare(args, Mesh.sizes(args.tp, args.sp, args.dp), meta=True)
+    s, batch = prepare(args, Mesh.sizes(args.tp, args.sp, args.dp, cp=args.cp), meta=True)
     s.remember(batch)
     {"check": _check, "show": _show, "explain": _explain}[args.action](s, args)
     return 0

@@ -43,7 +43,8 @@ def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: 
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="change config.json: --set num_hidden_layers=2"
     )
-    for axis, what in (("tp", "ranks that share the weights"), ("sp", "that share sequences (Ulysses)"), ("dp", "that share the batch")):
+    shares = {"tp": "ranks that share the weights", "sp": "that share sequences (Ulysses)", "cp": "that share sequences (keys and values)"}
+    for axis, what in {**shares, "dp": "that share the batch"}.items():
         parser.add_argument(f"--{axis}", type=_positive, default=1, metavar="N", help=f"{what} (default: 1)")
     parser.add_argument("--seq-parallel", action="store_true", help="of `auto`: cut activations between layers over tp, too")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -31,10 +31,11 @@ def verify(args: argparse.Namespace, prepare: Prepare) -> int:
         ConfigError: the launcher has started a different number of processes than the layout needs.
         NumericsError: they differ; the message names the worst tensors and the first module that differs.
     """
-    size, launch = args.tp * args.sp * args.dp, Launch.from_env()
+    size, launch = args.tp * args.sp * args.cp * args.dp, Launch.from_env()
     if launch.world_size > 1 or size == 1:
         if launch.world_size != size:
-            raise ConfigError(f"{launch.world_size} processes were started, and tp {args.tp} * sp {args.sp} * dp {args.dp} is {size}")
+            cp = f" * cp {args.cp}" if args.cp > 1 else ""
+            raise ConfigError(f"{launch.world_size} processes were started, and tp {args.tp} * sp {args.sp}{cp} * dp {args.dp} is {size}")
         return _compare(args, prepare, launch)
     if not hasattr(os, "fork"):
         raise ConfigError(
@@ -86,7 +87,8 @@ def _compare(args: argparse.Namespace, prepare: Prepare, launch: Launch) -> int:
     try:
         if launch.world_size > 1:
             init_process_group(launch, torch.device("cpu"), "gloo", _TIMEOUT)
-            mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, timeout=_TIMEOUT))
+            groups = ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, cp_size=args.cp, timeout=_TIMEOUT)
+            mesh = Mesh.of(groups)
         s, batch = prepare(args, mesh, meta=False)
         batch = batch if batch is not None else source.example(s.model, args.batch, args.seq, args.seed)
         s.model.train()

@@ -61,7 +61,7 @@ class Writer:
 
     def __call__(self, s: Schedule, seq: bool) -> None:
         if self.plan == "auto":
-            s.directives += presets.auto(s.model, s.mesh, seq=seq, ulysses=False).directives
+            s.directives += presets.auto(s.model, s.mesh, seq=seq, ulysses=False, context=False).directives
         elif self._function is not None:
             self._function(s, seq)
         else:

@@ -25,7 +25,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-LONG = {"tp": "tensor-model-parallel-size", "sp": "sequence-parallel-size"}
+LONG = {"tp": "tensor-model-parallel-size", "sp": "sequence-parallel-size", "cp": "context-parallel-size"}
 
 
 def parse_external(

@@ -1,0 +1,269 @@
+"""Context parallelism for models that are not ours: loss, outputs and every gradient of the whole model, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.core_toys import Toy
+from support.ranks import run_ranks
+from support.sent_bytes import Wire
+from test_schedule import MODELS, SIZES, B, V
+from test_schedule_ulysses import hf_batch, with_attention
+from torch import Tensor
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.parallel import context_parallel
+from megatron_sp.schedule import Mesh, Schedule, presets, schedule
+from megatron_sp.schedule.apply.context import Context
+from megatron_sp.utils.errors import ConfigError, NumericsError
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def mesh(tp: int = 1, sp: int = 1) -> Mesh:
+    """All other ranks are cp's."""
+    return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=dist.get_world_size() // (tp * sp)))
+
+
+def check(cases: list[tuple[str, str, int, int, bool, int, bool, dict[str, Any]]]) -> None:
+    for name, kind, tp, sp, seq, length, padding, options in cases:
+        make, write = MODELS[name]
+        s = schedule(with_attention(make(), kind), mesh(tp, sp))
+        if tp > 1:
+            write(s, seq)
+        if sp > 1:
+            s.ulysses(overlap_qkv=name == "llama")
+        s.context(**options)
+        try:
+            s.verify(hf_batch(length, padding))
+        except Exception as error:
+            raise AssertionError(f"{(name, kind, tp, sp, seq, length, padding, options)}: {error}") from error
+
+
+TWO: list[Any] = [
+    # model, attention, tp, sp, tp_seq, length, padding mask, options
+    ("llama", "sdpa", 1, 1, False, 8, True, {}),
+    ("llama", "eager", 1, 1, False, 7, False, {"chunks": 1}),
+    ("llama", "sdpa", 1, 1, False, 1, False, {"chunks": 3, "keep_kv": True}),
+    ("bert", "eager", 1, 1, False, 7, True, {"stages_ahead": 2}),
+    ("bert", "sdpa", 1, 1, False, 5, False, {"chunks": 1}),
+    ("gpt2", "sdpa", 1, 1, False, 8, False, {}),
+    ("gpt2", "eager", 1, 1, False, 7, True, {}),
+]
+FOUR: list[Any] = [
+    ("llama", "sdpa", 1, 2, False, 10, True, {}),
+    ("llama", "sdpa", 2, 1, True, 7, True, {}),
+    ("llama", "sdpa", 1, 1, False, 10, True, {}),
+    ("bert", "sdpa", 1, 2, False, 7, True, {"keep_kv": True}),
+    ("bert", "eager", 2, 1, True, 7, True, {}),
+    ("gpt2", "sdpa", 2, 1, False, 7, True, {"chunks": 1}),
+]
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(check, 2, tmp_path, TWO)
+
+
+def test_around_ulysses_and_with_tensor_parallelism(tmp_path: Path) -> None:
+    run_ranks(check, 4, tmp_path, FOUR)
+
+
+@pytest.mark.long
+def test_with_all_three(tmp_path: Path) -> None:
+    run_ranks(check, 8, tmp_path, [("llama", "sdpa", 2, 2, True, 13, True, {}), ("bert", "sdpa", 2, 2, True, 9, True, {})])
+
+
+# masks and families
+
+
+def left_padded(length: int) -> dict[str, Tensor]:
+    given = hf_batch(length)
+    return {name: x.flip(1) for name, x in given.items()}
+
+
+def check_masks() -> None:
+    """Positions that count past padding, windows, packed documents, padding in front, few labels."""
+    torch.manual_seed(0)
+    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **NO_DROPOUT, vocab_size=V, pad_token_id=1))
+    given = hf_batch(7)
+    given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
+    schedule(roberta, mesh()).context().verify(given)
+    for window in (1, 3, 100):
+        mistral = transformers.MistralConfig(**SIZES, vocab_size=V, num_key_value_heads=1, sliding_window=window)
+        schedule(transformers.MistralForCausalLM(mistral), mesh()).context().verify(hf_batch(13))
+    few = hf_batch(8)
+    few["labels"][:, 1:] = -100  # one rank has none
+    schedule(MODELS["bert"][0](), mesh()).context().verify(few)
+    packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
+    packed["position_ids"][1] = torch.arange(8)
+    schedule(MODELS["llama"][0](), mesh()).context().verify(packed)
+    schedule(MODELS["llama"][0](), mesh()).context(chunks=2).verify({**packed, "use_cache": False})
+    one_row = packed["position_ids"][:1]
+    schedule(MODELS["llama"][0](), mesh()).context(chunks=1).verify({**packed, "position_ids": one_row})
+    shifted = left_padded(8)
+    real = shifted["attention_mask"].bool()
+    compared = schedule(MODELS["llama"][0](), mesh()).context().measure(shifted, loss=lambda result: result["loss"])
+    wrong = [row for row in compared.rows if not row.error < 1e-10 and row.kind != "output"]
+    assert real[:, -1].all() and not wrong, wrong  # what padding itself computes differs, and nobody asks for it
+
+
+def check_scaling_and_regions() -> None:
+    granite = transformers.GraniteConfig(**SIZES, vocab_size=V, num_key_value_heads=2, attention_multiplier=0.7)
+    torch.manual_seed(0)
+    schedule(transformers.GraniteForCausalLM(granite), mesh()).context().verify(hf_batch(9))
+    s = schedule(MODELS["llama"][0](), mesh())
+    s.context(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT, vocab_size=V, num_labels=3)
+    for kind in ("sdpa", "eager"):
+        torch.manual_seed(0)
+        s = schedule(with_attention(transformers.BertForSequenceClassification(config), kind), mesh())
+        s.context(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1")
+        s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
+
+
+def check_presets_recomputation_and_dropout() -> None:
+    s = presets.auto(MODELS["llama"][0](), mesh(), recompute=True)
+    assert [d.do for d in s.directives if d.do in ("ulysses", "context")] == ["context"]
+    s.verify(hf_batch(7))
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, vocab_size=V, attention_probs_dropout_prob=0.0))
+    s = presets.auto(model, mesh())
+    assert {d.args["axis"] for d in s.directives if d.do == "rng"} == {"sp"}
+    s.check(hf_batch(8))
+    s.apply(hf_batch(8))
+    seen: list[Tensor] = []
+    torch.manual_seed(5)
+    model.bert.embeddings.dropout.register_forward_hook(lambda _, given, made: seen.append((made == 0) & (given[0] != 0)))
+    model(**hf_batch(8))
+    masks = [torch.empty_like(seen[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(masks, seen[0])
+    assert bool(seen[0].any()) and not torch.equal(masks[0], masks[1]), "each rank has other positions, and drops others"
+
+
+def test_masks(tmp_path: Path) -> None:
+    run_ranks(check_masks, 2, tmp_path)
+
+
+def test_scaling_regions_presets_and_dropout(tmp_path: Path) -> None:
+    run_ranks(check_scaling_and_regions, 2, tmp_path)
+    run_ranks(check_presets_recomputation_and_dropout, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_masks_on_three_and_four_ranks(tmp_path: Path) -> None:
+    run_ranks(check_masks, 3, tmp_path)
+    run_ranks(check_scaling_and_regions, 4, tmp_path)
+
+
+# what is sent, and steps of training
+
+
+def check_bytes() -> None:
+    """Two layers, forward, backward and gradients: a causal row of 16 dealt as a zigzag, and 3 documents that are whole on a rank."""
+    model = MODELS["llama"][0]().double()
+    s = schedule(model, mesh())
+    s.context()
+    s.apply(guess=True)
+    ids = torch.randint(1, V, (B, 16), generator=torch.Generator().manual_seed(3))
+    row = B * 2 * 2 * (24 // 4) * 8  # k and v of 2 heads, fp64
+    for positions, sent in ((None, (4, 8)), (torch.arange(16) % 4, (0, 0))):
+        given = {} if positions is None else {"position_ids": positions.expand(B, -1)}
+        with Wire(2) as wire:
+            model(input_ids=ids, use_cache=False, **given)["logits"].sum().backward()
+        mine, other = sent[dist.get_rank()], sent[1 - dist.get_rank()]
+        assert wire.num_bytes["alltoall_base_"] == 2 * row * (2 * mine + other), (positions, wire.num_bytes)
+        assert wire.calls.keys() <= {"alltoall_base_"}
+
+
+def check_training() -> None:
+    """Steps with ZeRO over cp: the losses of the whole model in one process."""
+
+    def losses(s: Schedule) -> list[float]:
+        s.zero(stage=3, optimizer={"lr": 1e-2, "adam_eps": 1e-3})
+        s.apply(guess=True)
+        assert s.applied is not None and s.applied.zero is not None
+        found = []
+        for step in range(3):
+            given = hf_batch(7 + step)
+            loss = s.model(**given)["loss"]
+            s.applied.zero.backward(loss)
+            s.applied.zero.step()
+            found.append(float(loss))
+        return found
+
+    cut = schedule(MODELS["llama"][0]().double(), mesh())
+    cut.context()
+    assert losses(cut) == pytest.approx(losses(schedule(MODELS["llama"][0]().double(), Mesh())), rel=1e-10)
+
+
+def test_bytes_and_training(tmp_path: Path) -> None:
+    run_ranks(check_bytes, 2, tmp_path)
+    run_ranks(check_training, 2, tmp_path)
+
+
+# what is refused
+
+
+def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
+    with pytest.raises((ConfigError, NumericsError)) as caught:
+        s.verify(hf_batch(8) if batch is None else batch)
+    assert part in str(caught.value), str(caught.value)
+
+
+def llama(**more: Any) -> Any:
+    config = transformers.LlamaConfig(**SIZES, vocab_size=V, num_key_value_heads=2)
+    for name, value in more.items():
+        setattr(config, name, value)
+    return transformers.LlamaForCausalLM(config)
+
+
+def check_refused() -> None:
+    s = schedule(llama(), mesh())
+    refuse("no line cuts anything over cp (2)", s)
+    refuse("context was asked for twice", schedule(llama(), mesh()).context().context())
+    refuse("leave axis out, it is cp", schedule(llama(), mesh()).context(axis="dp"))
+    refuse("leave axis out, it is sp", schedule(llama(), mesh()).context().ulysses(axis="cp"))
+    refuse("loss of context()", schedule(llama(), mesh()).ulysses().context(loss="next_token"))
+    refuse("must be a multiple of 4", schedule(llama(), mesh()).context(pad=False), hf_batch(7))
+    for options in ({"chunks": 0}, {"stages_ahead": True}, {"chunks": 1.5}):
+        with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+            schedule(llama(), mesh()).context(**options)
+    with pytest.raises(ConfigError, match="did you mean chunks"):
+        schedule(llama(), mesh()).context(chunk=1)
+    refuse("for transformers' models alone", schedule(Toy("bshd"), mesh()).context(), {"ids": torch.ones(B, 8, dtype=torch.long)})
+    holes = hf_batch(8)
+    holes["attention_mask"][0, 3] = 0
+    refuse("the tokens of row 0 are not all side by side", schedule(llama(), mesh()).context(), holes)
+    pairs = {**hf_batch(8), "attention_mask": torch.ones(B, 1, 8, 8)}
+    refuse("is a mask of pairs", schedule(llama(), mesh()).context(), pairs)
+    modern = transformers.ModernBertConfig(**SIZES, vocab_size=V, local_attention=4, global_attn_every_n_layers=2, pad_token_id=0)
+    refuse("neither causal", schedule(transformers.ModernBertForMaskedLM(modern), mesh()).context(), hf_batch(12, padding=False))
+    gemma = transformers.Gemma2Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6, pad_token_id=0)
+    refuse("caps its scores", schedule(transformers.Gemma2ForCausalLM(gemma), mesh()).context())
+    s = schedule(llama(attention_dropout=0.5), mesh()).context()
+    s.apply(guess=True)
+    s.model.train()
+    with pytest.raises(ConfigError, match=r"drops attention \(0.5\)"):
+        s.model(**hf_batch(8))
+
+
+def check_broken() -> None:
+    """What makes the results wrong turns up."""
+    for owner, name, instead, make in (
+        (Context, "_take_padding", lambda *_: None, MODELS["bert"][0]),
+        (Context, "_recognised", lambda *_: (True, None), MODELS["bert"][0]),
+        (context_parallel, "_add_arrived", lambda pass_, d_kv, returning: returning and returning[1].wait() is None, llama),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, instead)
+            assert not schedule(make(), mesh()).context().measure(hf_batch(8)).ok, name
+
+
+def test_what_is_refused_and_what_is_noticed(tmp_path: Path) -> None:
+    run_ranks(check_refused, 2, tmp_path)
+    run_ranks(check_broken, 2, tmp_path)
