@@ -6,7 +6,8 @@ from torch import Tensor
 
 from megatron_sp.ops.attention import torch_has_varlen
 from megatron_sp.ops.gpu_pieces import TorchFlash
-from megatron_sp.ops.pieces import CPUFlash, PieceKernel, Reference
+from megatron_sp.ops.pieces import PieceKernel
+from megatron_sp.ops.tile_pieces import CPUFlash, Reference
 
 
 def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:

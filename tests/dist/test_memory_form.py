@@ -19,7 +19,7 @@ from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.ops import packed_attention, pieces
+from megatron_sp.ops import packed_attention, tile_pieces
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 
@@ -173,7 +173,7 @@ def compare(cases: list[Layout]) -> None:
 def differences(case: Layout) -> list[str]:
     """What a step holds that the plan does not say, the same on every rank."""
     packed_attention.window_mask.cache_clear()  # what another case has made is not counted
-    pieces._whole_band.cache_clear()
+    tile_pieces._whole_band.cache_clear()
     measured = memory.measure(case, SHAPE, BATCH)
     plan = memory.predict(case, SHAPE, BATCH)
     want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}
@@ -247,7 +247,7 @@ def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
 
 
 def test_small_tiles_are_batched_as_the_plan_says() -> None:
-    assert pieces._BATCHED_BYTES == memory_attention._BATCHED_BYTES
+    assert tile_pieces._BATCHED_BYTES == memory_attention._BATCHED_BYTES
 
 
 def test_the_units_are_aligned_as_the_plan_says() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_sp.ops.gpu_pieces import TorchFlash
 from megatron_sp.ops.piece_choice import piece_kernel
-from megatron_sp.ops.pieces import Columns, CPUFlash, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.pieces import Columns, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.tile_pieces import CPUFlash
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
 pytestmark = pytest.mark.gpu

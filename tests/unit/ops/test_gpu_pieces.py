@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_sp.ops import gpu_pieces
 from megatron_sp.ops.gpu_pieces import TorchFlash, calls_of
-from megatron_sp.ops.pieces import Columns, CPUFlash, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
+from megatron_sp.ops.pieces import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
+from megatron_sp.ops.tile_pieces import CPUFlash
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
 D = 8

@@ -12,31 +12,27 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import in_blocks, randn
 from torch import Tensor
 
-from megatron_sp.ops import piece_choice
-from megatron_sp.ops import pieces as pieces_module
+from megatron_sp.ops import piece_choice, tile_pieces
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.gpu_pieces import TorchFlash
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.pieces import (
     Columns,
-    CPUFlash,
     Part,
     Partial,
     Piece,
     PieceKernel,
-    Reference,
     Rows,
     Stage,
     attend,
     attend_backward,
-    batches_of,
     cut,
     each_key_once,
     halves,
     merge_,
-    tiles_of,
     wide_dtype,
 )
+from megatron_sp.ops.tile_pieces import CPUFlash, Reference, batches_of, tiles_of
 
 __all__ = ["in_blocks"]
 D = 4
@@ -47,7 +43,7 @@ KERNELS: list[PieceKernel] = [CPUFlash(), Reference()]
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles go in batches, or each is large enough for a call of its own."""
     if request.param == "alone":
-        monkeypatch.setattr(pieces_module, "_BATCHED_BYTES", 0)
+        monkeypatch.setattr(tile_pieces, "_BATCHED_BYTES", 0)
 
 
 def pairs_of(pieces: tuple[Piece, ...], s: int, window: int | None, sequences: int = 1) -> Tensor:
