@@ -146,18 +146,15 @@ def confirm(name: str, tokens: int, limit: int, pieces: int, cp: int, window: in
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__).resolve()), "--pieces", str(pieces), "--one", name, str(tokens), str(limit), str(cp)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), f"{folder}/store", str(window or 0)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-            )
-            for rank in range(cp)
-        ]  # fmt: skip
+        piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+        of_ranks = [[*command, str(rank), f"{folder}/store", str(window or 0)] for rank in range(cp)]
+        started = [subprocess.Popen(words, **piped) for words in of_ranks]
         said = [process.communicate() for process in started]
     if any(process.returncode for process in started):
         errors = [line for _, error in said for line in error.strip().splitlines()]
         return {"tokens": tokens, "peak": None, "error": (errors or ["died"])[-1][:80]}
-    of_ranks: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    return {"tokens": tokens, **{figure: max(one[figure] for one in of_ranks) for figure in ("peak", "resident_beyond_program", "seconds")}}
+    found: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return {"tokens": tokens, **{figure: max(one[figure] for one in found) for figure in ("peak", "resident_beyond_program", "seconds")}}
 
 
 def train(layout: Layout, limit: int, rank: int, store: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
     if "ulysses" not in said and (layout.sp.size > 1 or "context" not in said):
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
     if "context" not in said and layout.cp.size > 1:
-        chunks = {} if layout.cp_chunks is None else {"chunks": layout.cp_chunks}
+        chunks: dict[str, Any] = {} if layout.cp_chunks is None else {"chunks": layout.cp_chunks}
         s.context(stages_ahead=layout.cp.stages_ahead, keep_kv=layout.cp.keep_kv, **chunks)
     s.apply()
     assert s.applied is not None

@@ -130,7 +130,7 @@ def bytes_sent(step: StepTimes, axis: Axis, rank: int) -> int:
 
 
 def _line_about_context(of_ranks: list[int]) -> str:
-    """Return what the cp ranks have sent; that it is nothing is said, too, though a plan without needed rows is refused in the step itself."""
+    """Return what the cp ranks have sent, also that it is nothing; a plan that lacks rows that are needed is refused in the step itself."""
     if not any(of_ranks):
         return (
             "  the cp ranks sent each other no keys or values in this step: no query saw a key of another rank (documents that lie on one"

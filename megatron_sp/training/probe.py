@@ -76,6 +76,8 @@ def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> 
             for candidate in modes_to_try(one):
                 tried.append(((sp, cp), _Timer(one, its_groups, candidate, dtype, kernel)))
         medians = _medians([timer for _, timer in tried], groups)
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()  # the model's buffers come next
     best: dict[Split, float] = {}
     for (split, _), seconds in zip(tried, medians, strict=True):
         best[split] = min(seconds, best.get(split, seconds))

@@ -63,7 +63,8 @@ def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None
     got, want = tensors(run), tensors(whole)
     assert got.keys() == want.keys()
     names = {n.removeprefix("optimizer.exp_avg.") for n in got if n.startswith("optimizer.exp_avg.")}
-    assert ("model.layers.0.self_attn.q_proj.weight" if name.startswith("llama") else "bert.encoder.layer.0.attention.self.query.weight") in names
+    first_query = "bert.encoder.layer.0.attention.self.query.weight" if name == "bert" else "model.layers.0.self_attn.q_proj.weight"
+    assert first_query in names
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
     losses = [[r["loss"] for r in records(folder)] for folder in (run, whole)]
@@ -102,4 +103,4 @@ def test_a_folder_is_trained_from_by_the_command_and_goes_on_with_the_same_bits(
     ],
 )
 def test_what_a_external_model_cannot_follow_is_refused(tmp_path: Path, flags: tuple[object, ...], part: str) -> None:
-    train(tmp_path, *flags, "--train-iters", 1, program=llama).expect(2, part)
+    train(tmp_path, *flags, "--train-iters", 1, ranks=2 if "--cp-size" in flags else 1, program=llama).expect(2, part)

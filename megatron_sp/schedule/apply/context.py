@@ -58,7 +58,7 @@ class Context:
     def _num_chunks(self, packed: Tensor | None) -> int:
         return self._chunks or (_CHUNKS if packed is None else _CHUNKS_OF_DOCUMENTS)
 
-    def deal(self, cut: Cut, packed: Tensor | None = None, mask: Tensor | None = None) -> Cut:
+    def deal(self, cut: Cut, packed: Tensor | None = None, mask: Any = None) -> Cut:
         """Return the cut with the share of each cp rank, and remember what the rows of this pass are.
 
         Args:
@@ -66,37 +66,37 @@ class Context:
             packed: document numbers [b, s], or None.
             mask: padding mask [b, s], 0 where nothing is to be attended to, or None.
         Raises:
-            ConfigError: real tokens of a row are not all side by side.
+            ConfigError: there is padding before or between the tokens of a row.
         """
         self._documents, self._lengths = None, (cut.length,)
         if packed is not None:
             self._documents = _ends_of(packed, cut.padded)
         elif mask is not None:
-            self._take_padding(mask, cut.padded)
+            self._lengths = self._real_tokens(mask)
         row = RowMask(cut.padded, documents=self._documents)
         return cut._replace(shares=cut_row(row, self.cp.size, self._num_chunks(packed)), cp_rank=self.cp.rank)
 
-    def _take_padding(self, mask: Tensor, padded: int) -> None:
-        """Set lengths from a padding mask [b, s], or documents, if there is padding before the tokens."""
-        if mask.ndim != 2:
+    def _real_tokens(self, mask: Any) -> tuple[int, ...]:
+        """Return the number of tokens of each row from a padding mask [b, s].
+
+        Padding before the tokens is refused: its queries see nothing, what a model makes of that differs from one
+        implementation to the next, and the loss of a row's first token would be made of it.
+        """
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ConfigError(
-                f"attention_mask {list(mask.shape)} is a mask of pairs, and context() needs one [b, s] of tokens: leave it out, or give"
+                f"attention_mask {what} is a mask of pairs, and context() needs one [b, s] of tokens: leave it out, or give"
                 f" these ranks to sp ({self.where})"
             )
         real = mask.bool().cpu()
-        numbers = torch.arange(1, real.shape[1] + 1)
-        counts, stops = real.sum(1).tolist(), (real * numbers).amax(1).tolist()
-        starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
-        for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            if not bool(real[row, start:stop].all()):
-                raise ConfigError(
-                    f"attention_mask: the tokens of row {row} are not all side by side (there is padding between them), and context() knows"
-                    f" padding before and after them: give these ranks to sp ({self.where})"
-                )
-        if any(starts):
-            self._documents = tuple(tuple(sorted({start, stop, padded} - {0})) for start, stop in zip(starts, stops, strict=True))
-        else:
-            self._lengths = tuple(counts)
+        counts = real.sum(1)
+        wrong = (real != (torch.arange(real.shape[1]) < counts[:, None])).any(1).nonzero().flatten().tolist()
+        if wrong:
+            raise ConfigError(
+                f"attention_mask: row {wrong[0]} has padding before or between its tokens, and context() knows padding after them: pad at"
+                f" the end (padding_side='right'), or give these ranks to sp ({self.where})"
+            )
+        return tuple(counts.tolist())
 
     def _row_mask(self, length: int, causal: bool, window: int | None) -> RowMask:
         if self._documents is not None:
@@ -217,7 +217,7 @@ class Context:
             )
         if more.get("output_attentions"):
             raise ConfigError(
-                f"{name} is asked for its attention weights, and nobody has them under context(): leave output_attentions out ({self.where})"
+                f"{name} is asked for its attention weights, and nobody has them here: leave output_attentions out ({self.where})"
             )
 
 

@@ -388,7 +388,7 @@ class Ulysses:
 
     # both
 
-    def _begin(self, length: int, what: str, mask: Tensor | None = None, rows: int = 1) -> Cut:
+    def _begin(self, length: int, what: str, mask: Any = None, rows: int = 1) -> Cut:
         """Begin a pass over sequences of this length; ``mask``: padding mask [b, s], ``rows``: b."""
         self._attentions = 0
         multiple = self.multiple * (1 if self.context is None else self.context.multiple(self._packed))

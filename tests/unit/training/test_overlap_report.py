@@ -170,7 +170,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 class Groups:
     """A layout of one rank."""
 
-    sp = tp = control = SINGLE_RANK
+    cp = sp = tp = control = SINGLE_RANK
     rank, device = 0, torch.device("cpu")
 
 

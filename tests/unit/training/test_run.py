@@ -33,7 +33,7 @@ from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
 BUILDERS = [
-    "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "choose_attention",
+    "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "settle_split", "choose_attention",
     "choose_layout", "estimate_memory", "build_model", "load_checkpoint", "build_step", "find_evaluated", "open_metrics", "announce",
 ]  # fmt: skip
 FRESH = [name for name in BUILDERS if name != "load_checkpoint"]
