@@ -128,14 +128,14 @@ class _Copy:
 @contextmanager
 def exchanges_by(engine: CopyEngine) -> Iterator[None]:
     """Our layers' exchanges go through ``engine``."""
-    from megatron_sp.parallel import sequence_parallel
+    from megatron_sp.parallel import exchange_group
 
-    real = sequence_parallel.all_to_all_async
-    sequence_parallel.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
+    real = exchange_group.all_to_all_async
+    exchange_group.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
     try:
         yield
     finally:
-        sequence_parallel.all_to_all_async = real
+        exchange_group.all_to_all_async = real
 
 
 class Replay:

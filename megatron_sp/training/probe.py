@@ -1,4 +1,4 @@
-"""What is chosen by timing one block's attention on the actual link: the overlap mode, and how ranks are shared between sp and cp.
+"""Choice of the overlap mode, and of the sizes of sp and cp, by timing one block's attention on the actual link.
 
     --sp-overlap-mode auto    the mode of the exchanges of Ulysses
     --cp-comm-type auto       sp and cp, whose product is --context-parallel-size, each with its fastest mode and kernel
