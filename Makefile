@@ -49,4 +49,6 @@ mutants: env
 	$(PYTHON) tests/support/mutants.py --write
 	$(PYTHON) tests/support/mutants.py --suite zero --write
 	$(PYTHON) tests/support/mutants.py --suite bert --write
+	$(PYTHON) tests/support/mutants.py --suite context --write
 	$(PYTHON) tests/support/mutants.py --suite cut --write
+	$(PYTHON) tests/support/mutants.py --suite schedules --write

@@ -69,6 +69,12 @@ def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[s
     assert "the 4 cp ranks exchange no keys and values: with this mask a token sees itself alone" in alone and "(cp)" not in alone
 
 
+def test_sizes_that_a_run_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    said = says(capsys, "--cp-size", "4", "--cp-comm-type", "auto", "--attention-dropout", "0")
+    assert "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp" in said
+    assert "(cp)" in said and "4" in said
+
+
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu"))
     assert record["layout"] == {"dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}

@@ -116,6 +116,10 @@ def test_context_parallelism_is_tried_where_a_rank_has_enough_of_a_sequence() ->
     assert kept == {1: False, 2: True, 4: True}, "a flag about exchanges is for those who have some"
     base, given, _ = read_model(f"{flags} --cp-size 8".split(), 16, False)
     assert {f.cp for f in frames(base, given, 16, 16)} == {8}
+    base, given, _ = read_model(f"{flags} --cp-size 4 --cp-comm-type auto".split(), 16, False)
+    tried = list(frames(base, given, 16, 16))
+    assert {(f.sp, f.cp) for f in tried if f.tp == 1} == {(1, 4), (2, 2), (4, 1)}
+    assert not any(f.apply(base).parallel.measures_split for f in tried), "each names its sizes"
 
 
 def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow: Findings) -> None:

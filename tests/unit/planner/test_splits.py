@@ -57,6 +57,15 @@ def test_rows_of_a_window_do_not_grow_with_the_length() -> None:
     assert long == pytest.approx(short / 2, rel=0.05), "a rank sends as many rows, and computes twice as many pairs"
 
 
+def test_keys_values_and_their_gradients_take_the_time_of_the_largest_messages() -> None:
+    """Over causal chunks in order the first rank sends its rows to all, and receives no others': its gradients are those of all."""
+    config = config_of("--cp-size 8 --cp-chunks 1")
+    flows = {e.flow.kind: e for e in step_time(config, nodes()).exchanges if e.flow.group == "cp"}
+    keys, gradients = flows["keys and values, backward"], flows["gradients of keys and values"]
+    assert keys.flow.num_bytes == keys.flow.slowest and gradients.flow.num_bytes == 0 < gradients.flow.slowest
+    assert gradients.seconds == pytest.approx(keys.seconds) and gradients.hidden == gradients.seconds
+
+
 def test_what_does_not_hide_under_attention_is_exposed() -> None:
     """Short sequences wait for keys and values, long ones do not; backward's share the time of its attention."""
     for flags, hides in (("--seq-length 4096", False), ("--seq-length 524288", True)):

@@ -108,6 +108,14 @@ def with_context(step: StepTimes) -> StepTimes:
     return step
 
 
+def test_bytes_over_cp() -> None:
+    step = make_step()
+    step.flights.append(step.flights[0]._replace(what=CP))
+    assert overlap.bytes_sent(step, "cp", 0) == 4 * 4 and overlap.bytes_sent(step, "cp", 1) == 0, "not what stays"
+    assert "by a rank 16 B to 1.0 KiB" in overlap._line_about_context([1024, 16])
+    assert "no query saw a key of another rank" in overlap._line_about_context([0, 0])
+
+
 def test_exchanges_of_cp_are_counted_apart(tmp_path: Path) -> None:
     """As neither Ulysses' nor tensor parallel, in rows, trace and picture."""
     step = with_context(make_step())

@@ -1,0 +1,36 @@
+"""Mutants of context parallelism in schedules: masks, shares of positions, losses and gradients (``mutants.py --suite schedules``)."""
+
+from __future__ import annotations
+
+TESTS = ["tests/dist/test_schedule_context.py"]
+
+CONTEXT, CUT, ULYSSES, APPLY = (
+    "schedule/apply/context.py", "schedule/core/sequences.py", "schedule/apply/ulysses.py", "schedule/apply/apply.py",
+)  # fmt: skip
+
+MUTANTS = [
+    ("scores are scaled as the kernel does it", CONTEXT, "            q = q * (scaling * d**0.5)  # the kernels divide by sqrt(d)\n", "            pass\n"),
+    ("key and value change places", CONTEXT, "torch.cat((keys, values), 2)", "torch.cat((values, keys), 2)"),
+    ("sequences and heads change places", CONTEXT, "found.out.view(length, b, n, d)", "found.out.view(length, n, b, d).transpose(1, 2)"),
+    ("the window is one long", CONTEXT, "window = length - first if", "window = length - first + 1 if"),
+    ("windows are not recognised", CONTEXT, "window = length - first if causal and first > 0 else None", "window = None"),
+    ("every mask is causal", CONTEXT, "        causal = not bool((seen[0] & (keys > rows)).any())\n", "        causal = True\n"),
+    ("a mask of another form is taken", CONTEXT, "        if not all(bool((each == expected).all()) for each in seen):\n", "        if False:\n"),
+    ("a dense mask of another form is taken", CONTEXT, "        real = keys < torch.tensor(lengths)[:, None, None]\n", "        lengths = (cut.length,) * len(lengths)\n        real = seen\n"),
+    ("packed documents see each other", CONTEXT, "            self._documents = _ends_of(packed, cut.padded)\n", "            pass\n"),
+    ("ends of documents are one late", CONTEXT, "(row.diff().nonzero().flatten() + 1)", "(row.diff().nonzero().flatten() + 2)"),
+    ("padding of a batch is attended to", CONTEXT, "            self._lengths = self._real_tokens(mask)\n", "            pass\n"),
+    ("padding up to the ranks is attended to", CONTEXT, "self._documents, self._lengths = None, (cut.length,)", "self._documents, self._lengths = None, (cut.padded,)"),
+    ("padding in front is taken", CONTEXT, "        if wrong:\n", "        if False:\n"),
+    ("attention dropout is taken", CONTEXT, 'if module.training and more.get("dropout"):', "if False:"),
+    ("capped scores are taken", CONTEXT, 'if more.get("softcap") is not None:', "if False:"),
+    ("shares are put together in the order of the ranks", CUT, "for _, part in sorted(parts, key=lambda each: each[0])]", "for _, part in parts]"),
+    ("every rank takes the first one's positions", CUT, "in cut.shares[cut.cp_rank]], dim)", "in cut.shares[0]], dim)"),
+    ("the whole sequence is only that of sp", CUT, "            x = in_order(gather_from(x, cp, dim, grad), self, dim)\n", "            x = torch.cat([x] * len(self.shares), dim)\n"),
+    ("the loss is a rank's own part", ULYSSES, 'result["loss"] = loss if self.context is None else reduce_from(loss, self.cp)', 'result["loss"] = loss'),
+    ("behind a region gradients are not shared", ULYSSES, "return mine if self.context is None else share_of_gradient(mine, self.cp)", "return mine"),
+    ("gradients of a region's end are one rank's", ULYSSES, 'return cut.whole(x, dim, self.group, self.cp, "reduce_scatter")', 'return cut.whole(x, dim, self.group, self.cp, "slice")'),
+    ("jumps in positions are documents", ULYSSES, "        if cut.padded != cut.length or said or self.context is not None:\n", "        if cut.padded != cut.length or said:\n"),
+    ("dropout is alike over cp", APPLY, 'for each in ("cp", "sp") if axis == "sp" else (axis,):', "for each in (axis,):"),
+    ("options of both lines are taken", APPLY, "    if inner is not None and twice:\n", "    if False:\n"),
+]  # fmt: skip
