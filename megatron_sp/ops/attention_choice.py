@@ -12,8 +12,9 @@ other parts of the package (``sdpa-fa3``, ``sdpa-fa4``; ``torch.nn.attention.act
 torch 2.10, "FA3" from 2.11). With several candidates left, ``training/attention.py`` times them.
 
 The example is forward and backward of what the run will ask for: its heads' width, grouped queries, mask, window and
-documents. Its error is compared with the plain kernel's. Builds for another GPU or another torch fail there, with a
-reason. If no fused kernel is left, ``reference`` is taken and its cost said.
+documents; with context parallelism its keys come in two parts. Its error is compared with the plain kernel's. Builds for
+another GPU or another torch fail there, with a reason. If no fused kernel is left, ``reference`` is taken and its cost
+said.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from torch import Tensor
 from megatron_sp.ops import attention as attention_kernels
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
-from megatron_sp.ops.flash_packages import MOST_HEAD_DIM, PACKAGES
+from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, PACKAGES, lse_lack
 from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.piece_choice import example_in_pieces
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
@@ -40,8 +42,8 @@ _THROUGH_TORCH: dict[KernelName, tuple[KernelName, str]] = {"flash4": ("sdpa-fa4
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest element; fp32 may be TF32 inside
 _16_BIT = (torch.bfloat16, torch.float16)
 
-IN_PIECES: tuple[KernelName, ...] = ("sdpa",)
-"""Names of the GPU's fused kernels with which context parallelism computes: torch's own flash kernel (``ops/gpu_pieces.py``)."""
+IN_PIECES: tuple[KernelName, ...] = ("sdpa", *FLASH_NAMES, "cudnn")
+"""Names of the GPU's fused kernels with which context parallelism computes (``ops/piece_choice.py``)."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def _known_lack(name: KernelName, use: AttentionUse) -> str:
         else f"it takes heads up to {MOST_HEAD_DIM} wide, not {use.head_dim}" if use.head_dim > MOST_HEAD_DIM
         else ""
     )  # fmt: skip
-    return general or _own_lack(name, use)
+    lacks = general or _own_lack(name, use)
+    return lse_lack(name) if not lacks and use.context and name in FLASH_NAMES else lacks
 
 
 def _context_lack(name: KernelName, use: AttentionUse) -> str:
@@ -196,10 +199,12 @@ def _context_lack(name: KernelName, use: AttentionUse) -> str:
     if use.dtype not in _16_BIT:
         return f"it gives no log-sum-exp in {str(use.dtype).removeprefix('torch.')}, by which context parallelism merges parts"
     if name not in IN_PIECES:
-        return "context parallelism computes with torch's own flash kernel (sdpa)"
+        return "it takes no keys in parts, as context parallelism has them"
     if use.head_dim > MOST_HEAD_DIM or use.head_dim % 8:
-        return f"torch's flash kernel takes heads up to {MOST_HEAD_DIM} wide, in multiples of 8, not {use.head_dim}"
-    return "" if compute_capability(use.device) >= (8, 0) else "torch's flash kernel needs compute capability 8.0"
+        return f"in parts it takes heads up to {MOST_HEAD_DIM} wide, in multiples of 8, not {use.head_dim}"
+    if name == "sdpa" and compute_capability(use.device) < (8, 0):
+        return "torch's flash kernel needs compute capability 8.0"
+    return ""
 
 
 def _own_lack(name: KernelName, use: AttentionUse) -> str:
@@ -300,6 +305,10 @@ def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> f
     results: list[list[Tensor]] = []
     names: tuple[KernelName, ...] = (name, "reference")
     for kernel in names:
+        if use.context and kernel == name:
+            q, k, v = (_wave(s, m, n, d, use=use, phase=i) for i, n in enumerate((r, 1, 1)))
+            results.append(example_in_pieces(name, q, k, v, grad, mask))
+            continue
         q, k, v = (_wave(s, m, n, d, use=use, phase=i).requires_grad_() for i, n in enumerate((r, 1, 1)))
         kept = KeptTensors() if keeps and kernel == name else None
         if kept is not None:

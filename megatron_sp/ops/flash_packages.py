@@ -90,11 +90,19 @@ class Pairs(NamedTuple):
         causal: up to its own position, aligned at the last query and the last key.
         window: keys that a query attends to, itself included; None: all.
         lengths: None: there is one sequence in each row of the batch.
+        sides: keys before and behind a query's own that it attends to, aligned as ``causal`` is; -1: all. Instead of ``window``.
     """
 
     causal: bool
     window: int | None = None
     lengths: Lengths | None = None
+    sides: tuple[int, int] = (-1, -1)
+
+    def reach(self) -> tuple[int, int] | None:
+        """Return the keys before and behind a query's own, -1 for all of a side; None if there is no limit on either."""
+        if self.window is not None:
+            return self.window - 1, 0
+        return None if self.sides == (-1, -1) else self.sides
 
 
 @dataclass(frozen=True)
@@ -264,7 +272,7 @@ def _function(name: FlashName, backward: bool, pairs: Pairs) -> Callable[..., An
 
 def _arguments(name: FlashName, q: Tensor, pairs: Pairs) -> dict[str, Any]:
     none = _UNDER[name].no_window
-    left, right = (none, none) if pairs.window is None else (pairs.window - 1, 0)
+    left, right = (none if side == -1 else side for side in pairs.reach() or (-1, -1))
     found = {
         "softmax_scale": 1 / math.sqrt(q.shape[-1]), "causal": pairs.causal, "window_size": (left, right), "window_size_left": left,
         "window_size_right": right,

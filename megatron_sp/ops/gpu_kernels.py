@@ -92,7 +92,8 @@ def _lengths(q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Tensor | None, Tensor 
 
 
 def _window(pairs: Pairs) -> dict[str, int]:
-    return {} if pairs.window is None else {"window_size_left": pairs.window - 1, "window_size_right": 0}
+    reach = pairs.reach()
+    return {} if reach is None else {"window_size_left": reach[0], "window_size_right": reach[1]}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Attention in pieces on a GPU: torch's flash kernel with the lengths of queries and keys apart, one call for each kind of piece.
+"""Attention in pieces on a GPU, by the kernels of ``gpu_kernels.py``: a flash kernel for packed sequences, or cuDNN's.
+
+``FlashPieces`` takes the lengths of queries and keys apart, one call for each kind of piece. ``DensePieces`` is a call for
+each piece; it takes no bands, and is for rows of one document.
 
 Pieces of one kind are sequences of a packed batch to the kernel, whatever their number: those of a stage's own rank are a
 call for the diagonals and one for the full pieces, those of another rank one call; bands are called together if their
@@ -17,12 +20,16 @@ Sources: torch/nn/attention/varlen.py for the arguments; flash_attn_interface.py
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.flash_packages import Lengths, Pairs
+from megatron_sp.ops.gpu_kernels import CUDNN, FlashKernel
 from megatron_sp.ops.memory import to_device
 from megatron_sp.ops.pieces import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
 
@@ -61,13 +68,18 @@ class _Call:
             self._known[name] = _rounds(self._runs(kv, keys=True), kv.stride, kv.x.device)
         return self._known[name]
 
-    def lengths(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the cumulative lengths of queries and keys, int32 [n + 1], and the longest of each."""
+    def pairs(self, device: torch.device) -> Pairs:
+        """Return lengths and mask as a kernel takes them."""
+        return Pairs(self.mask.causal, None, self.lengths(device), (self.mask.left, self.mask.right))
+
+    def lengths(self, device: torch.device) -> Lengths:
+        """Return the lengths of queries and keys."""
         if device not in self._known:
             queries, keys = [p.q_stop - p.q_start for p in self.pieces], [p.k_stop - p.k_start for p in self.pieces]
             of_q, of_k = (to_device(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (queries, keys))
-            self._known[device] = of_q, of_k, max(queries), max(keys)
-        return self._known[device]
+            self._known[device] = Lengths(of_q, of_k, max(queries), max(keys))
+        found: Lengths = self._known[device]
+        return found
 
     def _runs(self, rows: Rows, keys: bool) -> list[Run]:
         """Return (first row in the tensor, number of rows) of the queries or keys of each piece."""
@@ -75,8 +87,11 @@ class _Call:
         return [(rows.starts[sequence] + start * rows.stride, stop - start) for sequence, start, stop in runs]
 
 
-class TorchFlash:
-    """torch's flash kernel for packed sequences."""
+@dataclass(frozen=True)
+class FlashPieces:
+    """A flash kernel for packed sequences: torch's, or that of a FlashAttention package."""
+
+    kernel: FlashKernel
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         """See ``pieces.PieceKernel``."""
@@ -84,9 +99,9 @@ class TorchFlash:
         for call in _calls(stage):
             queries, keys = call.where(q, keys=False), call.where(kv, keys=True)
             of_keys = _taken(kv.x, keys)
-            out, lse = _forward(
-                _taken(q.x, queries).flatten(1, 2), of_keys[:, :, 0], of_keys[:, :, 1], *call.lengths(q.x.device), call.mask
-            )
+            out, lse = self.kernel.forward(
+                _taken(q.x, queries).flatten(1, 2), of_keys[:, :, 0], of_keys[:, :, 1], call.pairs(q.x.device)
+            )  # fmt: skip
             so_far.add_rows(call.pieces, queries, out.unflatten(1, heads), lse.t().unflatten(1, heads))
 
     def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
@@ -96,35 +111,51 @@ class TorchFlash:
             queries, keys = call.where(inputs.q, keys=False), call.where(kv, keys=True)
             q, out, d_out = (_taken(rows.x, queries).flatten(1, 2) for rows in (inputs.q, inputs.out, inputs.d_out))
             lse = _taken(inputs.lse.x, queries).flatten(1).t().contiguous()
-            of_keys = _taken(kv.x, keys)
-            of_q, *of_kv = _backward(d_out, q, of_keys[:, :, 0], of_keys[:, :, 1], out, lse, *call.lengths(q.device), call.mask)
+            k, v = _taken(kv.x, keys).unbind(2)
+            of_q, *of_kv = self.kernel.backward(d_out, q, k, v, out, lse, call.pairs(q.device), partial(_empty, q, k))
             _add(d_q.x, queries, of_q.unflatten(1, heads))
             for place, gradient in enumerate(of_kv):
                 for some, rows in call.apart(kv):
                     _add(d_kv.x[:, :, place], rows, _taken(gradient, some))
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, mask: _Mask
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Call the kernel on q [rows, heads, d], k and v [rows, groups, d]; return out and lse [heads, rows]."""
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends_q, ends_k, max_q, max_k, 0.0, mask.causal, False, window_size_left=mask.left, window_size_right=mask.right
-    )
-    return found[0], found[1]
+def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the gradients of q, k and v; keys and values may lie side by side, their gradients do not."""
+    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(k.shape)
 
 
-def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int,
-    mask: _Mask,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Call the kernel's backward, with the lse [heads, rows] and out over all keys; return the gradients of q, k and v."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        d_out, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, 0.0, mask.causal, *no_dropout, window_size_left=mask.left,
-        window_size_right=mask.right,
-    )  # fmt: skip
-    return found
+@dataclass(frozen=True)
+class DensePieces:
+    """cuDNN's kernel, a call for each piece.
+
+    Attributes:
+        groups: as for ``gpu_kernels.CUDNN``.
+    """
+
+    groups: bool
+
+    def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
+        """See ``pieces.PieceKernel``."""
+        for piece in stage.pieces:
+            queries, of_keys = q.of_piece(piece, keys=False), kv.x[kv.of_piece(piece, keys=True)]
+            out, lse = self._kernel(piece).forward(q.x[queries], of_keys[:, :, :1], of_keys[:, :, 1:])
+            so_far.add_rows((piece,), queries, out, lse.permute(2, 0, 1))
+
+    def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
+        """See ``pieces.PieceKernel``."""
+        for piece in stage.pieces:
+            queries, keys = inputs.q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
+            q, out, lse, d_out = (rows.x[queries] for rows in inputs)
+            of_keys = kv.x[keys]
+            final = lse[..., 0].permute(1, 2, 0).contiguous()
+            of_q, of_k, of_v = self._kernel(piece).backward(d_out, q, of_keys[:, :, :1], of_keys[:, :, 1:], out, final)
+            d_q.x[queries].add_(of_q)
+            d_kv.x[keys].add_(torch.cat((of_k, of_v), 2))
+
+    def _kernel(self, piece: Piece) -> CUDNN:
+        if piece.kind == "band":
+            raise ValueError("cuDNN's kernel in pieces has no windows: use torch's flash kernel (sdpa)")
+        return CUDNN(piece.kind == "diagonal", self.groups)
 
 
 def _calls(stage: Stage) -> tuple[_Call, ...]:

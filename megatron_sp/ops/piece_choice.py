@@ -1,18 +1,29 @@
-"""Choice of the kernel that computes attention in pieces."""
+"""Choice of the kernel that computes attention in pieces, and an example by which it is tried."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
 from torch import Tensor
 
-from megatron_sp.ops.attention import torch_has_varlen
-from megatron_sp.ops.gpu_pieces import TorchFlash
-from megatron_sp.ops.pieces import PieceKernel
+from megatron_sp.ops import availability
+from megatron_sp.ops.attention import AttentionMask, torch_has_varlen
+from megatron_sp.ops.flash_packages import FLASH_NAMES
+from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash, takes_cudnn
+from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces
+from megatron_sp.ops.pieces import Columns, Part, Partial, PieceKernel, Rows, Stage, attend, attend_backward
 from megatron_sp.ops.tile_pieces import CPUFlash, Reference
 
 
 def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
-    """Return the kernel for pieces that computes as the attention kernel ``name`` does (``ops/attention.py``) on tensors like x.
+    """Return the kernel for pieces that computes as the attention kernel ``name`` does (``ops/attention.py``).
 
+    Args:
+        name: of that kernel.
+        x: queries, [s, m, r, d], like those that will come.
+        dropout: rate of the probabilities.
     Raises:
         ValueError: there is none.
     """
@@ -23,12 +34,62 @@ def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:
             f"attention dropout ({dropout}) in the kernel {name} under context parallelism would depend on the layout: use the reference"
             " kernel (--attention-backend unfused), whose dropout is by hash, or --attention-dropout 0"
         )
-    if x.device.type == "cpu":
+    if x.device.type != availability.GPU:
         return CPUFlash()
+    if name in FLASH_NAMES:
+        return FlashPieces(PackageFlash(name))
+    if name == "cudnn" and (found := takes_cudnn(x, x[:, :, :1], x[:, :, :1], True)) is not None:
+        return DensePieces(found.groups)
     if torch_has_varlen(x):
-        return TorchFlash()
+        return FlashPieces(TorchFlash())
     raise ValueError(
         f"no kernel for context parallelism on {x.device.type} takes {str(x.dtype).removeprefix('torch.')} and heads {x.shape[-1]} wide:"
         " torch's flash kernel takes bf16 and fp16 and widths up to 256 that are multiples of 8, from compute capability 8.0 on; or use the"
         " reference kernel (--attention-backend unfused)"
     )
+
+
+def example_in_pieces(name: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: AttentionMask) -> list[Tensor]:
+    """Compute attention, forward and backward, whose keys come in two parts.
+
+    Args:
+        name: of the attention kernel.
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        grad: gradient of the output.
+        mask: causal or not, with a window or documents, or neither.
+    Returns:
+        The output and the gradients of q, k and v.
+    """
+    kernel, columns, kv = piece_kernel(name, q), Columns(1, True), torch.cat((k, v), 2)
+    so_far = Partial(q, columns)
+    middle, s = len(q) // 2, len(q)
+    stages = [
+        (Stage(tuple(_pieces(mask, s, start, stop)), mask.window), Rows.interleaved(kv[start:stop], 1))
+        for start, stop in ((0, middle), (middle, s))
+    ]  # fmt: skip
+    for stage, rows in stages:
+        attend(kernel, stage, q, rows, so_far, columns)
+    out, d_q, d_kv = so_far.out.to(q.dtype), torch.zeros_like(so_far.out), torch.zeros_like(kv, dtype=so_far.out.dtype)
+    for (stage, rows), into in zip(stages, (d_kv[:middle], d_kv[middle:]), strict=True):
+        attend_backward(kernel, stage, (q, out, so_far.lse, grad), rows, d_q, Rows.interleaved(into, 1), columns)
+    return [out, d_q, d_kv[:, :, :1], d_kv[:, :, 1:]]
+
+
+def _pieces(mask: AttentionMask, s: int, start: int, stop: int) -> Iterator[Part]:
+    """Yield the pieces of all queries with the keys from ``start`` to ``stop``, for a row whose sequences are alike."""
+    ends = (0, *(mask.documents[0] if mask.documents else (s,)))
+    for begin, end in pairwise(ends):
+        first, last = max(begin, start), min(end, stop)
+        if first >= last:
+            continue
+        if not mask.causal:
+            yield Part(-1, begin, end, first - start, last - start, "full")
+            continue
+        yield Part(-1, first, last, first - start, last - start, "diagonal" if mask.window is None else "band")
+        if mask.window is None:
+            if last < end:
+                yield Part(-1, last, end, first - start, last - start, "full")
+        elif (reach := min(end, last + mask.window - 1)) > last:
+            seen = max(first, last - mask.window + 1)
+            yield Part(-1, last, reach, seen - start, last - start, "band", last - seen)

@@ -124,6 +124,11 @@ class Rows:
         middle = (self.x.shape[1] + 1) // 2
         return replace(self, x=self.x[:, middle:] if number else self.x[:, :middle])
 
+    def of_piece(self, piece: Piece, *, keys: bool) -> slice:
+        """Return where a piece's queries, or its keys, are."""
+        start, stop = (piece.k_start, piece.k_stop) if keys else (piece.q_start, piece.q_stop)
+        return self.slice(piece.sequence, start, stop - start)
+
     def slice(self, sequence: int, start: int, count: int) -> slice:
         """Return where ``count`` rows of a sequence are."""
         first = self.starts[sequence] + start * self.stride

@@ -7,7 +7,8 @@ import torch
 from support.op_checks import randn
 from torch import Tensor
 
-from megatron_sp.ops.gpu_pieces import TorchFlash
+from megatron_sp.ops.gpu_kernels import TorchFlash
+from megatron_sp.ops.gpu_pieces import FlashPieces
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.pieces import Columns, Partial, PieceKernel, Rows, Stage, attend, attend_backward
 from megatron_sp.ops.tile_pieces import CPUFlash
@@ -52,7 +53,7 @@ def run(kernel: PieceKernel, mask: RowMask, r: int, dtype: torch.dtype, device: 
 def test_all_stages_of_a_rank(r: int, mask: str) -> None:
     want = run(CPUFlash(), MASKS[mask], r, torch.float64, "cpu")
     kernel = piece_kernel("sdpa", torch.empty(1, 1, r, D, device="cuda", dtype=torch.bfloat16))
-    assert isinstance(kernel, TorchFlash)
+    assert isinstance(kernel, FlashPieces)
     found = run(kernel, MASKS[mask], r, torch.bfloat16, "cuda")
     for name, x in want.items():
         assert (found[name].cpu().double() - x).norm() <= 2e-2 * max(x.norm().item(), 1.0), (
@@ -62,7 +63,7 @@ def test_all_stages_of_a_rank(r: int, mask: str) -> None:
 
 def test_the_host_does_not_wait_and_results_repeat() -> None:
     """But for what the kernel adds with atomics, unless it is told not to."""
-    kernel, mask = TorchFlash(), MASKS["causal"]
+    kernel, mask = FlashPieces(TorchFlash()), MASKS["causal"]
     torch.use_deterministic_algorithms(True)
     try:
         first = run(kernel, mask, 3, torch.bfloat16, "cuda")

@@ -52,6 +52,10 @@ MUTANTS = [
     ("GPU: pieces that share queries share a call", GPU, "piece.q_start < last.q_stop:", "False:"),
     ("GPU: keys are taken as if they lay one after another", GPU, "if stride == 1 and all(start + count == following for (start, count), (following, _) in pairwise(runs)):", "if stride == 1:"),
     ("GPU: keys of two pieces get the gradient of one", GPU, "last + count * stride <= start:", "True:"),
+    ("GPU: keys behind a query's own are not limited", GPU, "(self.mask.left, self.mask.right))", "(self.mask.left, -1))"),
+    ("GPU: a dense diagonal is full", GPU, 'return CUDNN(piece.kind == "diagonal", self.groups)', "return CUDNN(False, self.groups)"),
+    ("GPU: a dense piece has the lse of its stage's first rows", GPU, "q, out, lse, d_out = (rows.x[queries] for rows in inputs)", "q, out, lse, d_out = (rows.x[queries] for rows in inputs)\n            lse = inputs.lse.x[: len(q)]"),
+    ("GPU: a dense piece adds to keys what is values'", GPU, "torch.cat((of_k, of_v), 2)", "torch.cat((of_v, of_k), 2)"),
     ("GPU: only the first piece counts as seen", GPU, "so_far.add_rows(call.pieces, queries, out", "so_far.add_rows(call.pieces[:1], queries, out"),
     ("GPU: a merge without the older part", PIECES, "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, first)\n        else:\n            if not first:", "        if isinstance(rows, slice):\n            self._continue(rows, out, lse, True)\n        else:\n            if False:"),
     # exchange

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.flash_stand_in import FLASH2, FLASH3, FLASH4, UNDER_FLASH4, Install, Registry, calls, install_flash
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, UNDER_FLASH2, UNDER_FLASH4, Install, Registry, calls, install_flash
 from support.op_checks import randn
 
 from megatron_sp.ops import attention_choice, availability
@@ -77,15 +77,19 @@ def test_what_context_parallelism_asks_of_a_kernel(install_flash: Install) -> No
     """A log-sum-exp, by which the results for parts of the keys are merged, and no dropout of its own; the plain kernel has both."""
     install_flash((9, 0), **ALL)
     use = replace(USE, context=True)
-    assert find_candidates("auto", use).names == find_candidates("fused", use).names == ("sdpa",)
-    assert lack("flash2", use) == "context parallelism computes with torch's own flash kernel (sdpa)"
+    found = find_candidates("auto", use)
+    assert found.names == ("flash4", "flash3", "flash2"), "each has computed an example in two parts"
+    assert "sdpa: it fails here: ValueError: no kernel for context parallelism" in found.reason, "torch's is not there on a CPU"
+    assert lack("sdpa-fa3", use) == "it takes no keys in parts, as context parallelism has them"
     assert lack("sdpa", replace(use, dropout=0.1)) == "its dropout would depend on how context parallelism cuts the sequence"
-    assert lack("sdpa", replace(use, head_dim=12)) == "torch's flash kernel takes heads up to 256 wide, in multiples of 8, not 12"
+    assert lack("sdpa", replace(use, head_dim=12)) == "in parts it takes heads up to 256 wide, in multiples of 8, not 12"
     plain = find_candidates("auto", replace(use, dtype=torch.float32))
     assert plain.names == ("reference",)
     assert "sdpa: it gives no log-sum-exp in float32, by which context parallelism merges parts" in plain.reason
-    with pytest.raises(RuntimeError, match=r"--attention-backend flash3 cannot be used: .*context parallelism computes with torch's own"):
-        find_candidates("flash3", use)
+    for more in ({"window": 5}, {"documents": True}, {"causal": False}):
+        assert find_candidates("flash", replace(use, **more)).names == ("flash4", "flash3", "flash2")
+    install_flash((9, 0), **ALL, under_flash2=UNDER_FLASH2.replace("as _flash_attn_varlen_backward", "as bwd"))
+    assert "lacks a function that gives or takes the log of the sums" in lack("flash2", use)
     install_flash((7, 5), **ALL)
     assert lack("sdpa", use) == "torch's flash kernel needs compute capability 8.0"
 

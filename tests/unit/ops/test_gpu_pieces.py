@@ -10,22 +10,29 @@ from typing import Any
 import pytest
 import torch
 from support.errors import FP64, assert_law
+from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, install_flash
 from support.op_checks import randn
+from test_lse_kernels import UNDER_FLASH2, UNDER_FLASH4, torchs
 from torch import Tensor
 
-from megatron_sp.ops import gpu_pieces
-from megatron_sp.ops.gpu_pieces import TorchFlash, calls_of
+from megatron_sp.ops.attention import AttentionMask, core_attention
+from megatron_sp.ops.flash_packages import FLASH_NAMES, Lengths, Pairs
+from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash
+from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces, calls_of
+from megatron_sp.ops.piece_choice import example_in_pieces
 from megatron_sp.ops.pieces import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
 from megatron_sp.ops.tile_pieces import CPUFlash
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
+__all__ = ["install_flash", "torchs"]
 D = 8
 
 
-def _scores(q: Tensor, k: Tensor, a: int, b: int, call: Any, max_k: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, a: int, b: int, pairs: Pairs) -> Tensor:
     """Scores [heads, queries, keys] of one sequence; the masks are aligned at the last query and key."""
-    left, right = call.left, 0 if call.causal else call.right
-    left, right = (-1 if x >= max_k else x for x in (left, right))
+    assert pairs.lengths is not None and pairs.window is None
+    left, right = pairs.sides[0], 0 if pairs.causal else pairs.sides[1]
+    left, right = (-1 if x >= pairs.lengths.longest_k else x for x in (left, right))
     distance = torch.arange(b) - (torch.arange(a)[:, None] + b - a)
     hidden = torch.zeros(a, b, dtype=torch.bool)
     if left >= 0:
@@ -37,7 +44,9 @@ def _scores(q: Tensor, k: Tensor, a: int, b: int, call: Any, max_k: int) -> Tens
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _segments(ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+def _segments(lengths: Lengths | None) -> list[tuple[slice, slice]]:
+    assert lengths is not None
+    ends_q, ends_k, max_q, max_k = lengths
     assert ends_q.dtype == ends_k.dtype == torch.int32 and len(ends_q) == len(ends_k) and ends_q[0] == ends_k[0] == 0
     assert max_q == ends_q.diff().max() and max_k == ends_k.diff().max()
     of_q, of_k = ends_q.tolist(), ends_k.tolist()
@@ -45,48 +54,48 @@ def _segments(ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> list[tu
 
 
 class StandIn:
-    """The kernel, by plain formulas; counts its calls."""
+    """A flash kernel by plain formulas; counts its calls."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.calls: list[Pairs] = []
         self.storages: set[int] = set()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, call: Any) -> Any:
-        self.calls.append(call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        self.calls.append(pairs)
         self.storages |= {x.untyped_storage().data_ptr() for x in (q, k, v)}
-        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v)
+        segments = _segments(pairs.lengths)
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        assert segments[-1][0].stop == len(q) and segments[-1][1].stop == len(k) == len(v)
         out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
-        for a, b in _segments(ends_q, ends_k, max_q, max_k):
-            scores = _scores(q[a], k[b], a.stop - a.start, b.stop - b.start, call, max_k)
+        for a, b in segments:
+            scores = _scores(q[a], k[b], a.stop - a.start, b.stop - b.start, pairs)
             values = v[b].repeat_interleave(q.shape[1] // v.shape[1], 1)
             out[a], lse[:, a] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values), scores.logsumexp(-1)
         return out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int,
-        max_k: int, call: Any,
-    ) -> Any:  # fmt: skip
-        self.calls.append(call)
-        assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and all(x.stride(-1) == 1 for x in (d_out, q, k, v, out))
-        r = q.shape[1] // k.shape[1]
-        grads = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        for a, b in _segments(ends_q, ends_k, max_q, max_k):
-            probs = torch.exp(_scores(q[a], k[b], a.stop - a.start, b.stop - b.start, call, max_k) - lse[:, a, None])
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self.calls.append(pairs)
+        assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q)) and all(x.stride(-1) == 1 for x in (grad, q, k, v, out))
+        r, grads = q.shape[1] // k.shape[1], allocate()
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape] and all(x.is_contiguous() for x in grads[1:])
+        for x in grads:
+            x.zero_()
+        for a, b in _segments(pairs.lengths):
+            probs = torch.exp(_scores(q[a], k[b], a.stop - a.start, b.stop - b.start, pairs) - lse[:, a, None])
             keys, values = k[b].repeat_interleave(r, 1), v[b].repeat_interleave(r, 1)
-            delta = (d_out[a] * out[a]).sum(-1).t()[..., None]
-            d_scores = probs * (torch.einsum("ihd,jhd->hij", d_out[a], values) - delta) / math.sqrt(q.shape[-1])
+            delta = (grad[a] * out[a]).sum(-1).t()[..., None]
+            d_scores = probs * (torch.einsum("ihd,jhd->hij", grad[a], values) - delta) / math.sqrt(q.shape[-1])
             grads[0][a] = torch.einsum("hij,jhd->ihd", d_scores, keys)
-            of_k, of_v = torch.einsum("hij,ihd->jhd", d_scores, q[a]), torch.einsum("hij,ihd->jhd", probs, d_out[a])
+            of_k, of_v = torch.einsum("hij,ihd->jhd", d_scores, q[a]), torch.einsum("hij,ihd->jhd", probs, grad[a])
             grads[1][b], grads[2][b] = (x.unflatten(1, (-1, r)).sum(2) for x in (of_k, of_v))
         return grads
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
-    monkeypatch.setattr(gpu_pieces, "_forward", stand_in.forward)
-    monkeypatch.setattr(gpu_pieces, "_backward", stand_in.backward)
-    return stand_in
+def kernel() -> StandIn:
+    return StandIn()
 
 
 def results(kernel: Any, stages: list[tuple[Stage, Rows]], tensors: tuple[Tensor, ...], columns: Columns) -> dict[str, Tensor]:
@@ -136,8 +145,59 @@ def test_the_pieces_of_real_plans(kernel: StandIn, b: int, heads: tuple[int, int
                     keys = Rows.interleaved(own, columns.sequences) if source == rank else message(kv, b, plan.alike)
                     stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
                 want = results(CPUFlash(), stages, tensors, columns)
-                assert_law(results(TorchFlash(), stages, tensors, columns), want, FP64)
+                assert_law(results(FlashPieces(kernel), stages, tensors, columns), want, FP64)
     assert kernel.calls
+
+
+def of_a_rank(kernel: Any, mask: RowMask, r: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of one of three ranks, of two sequences."""
+    plan, rank = plan_context(mask, cut_row(mask, 3, 2)), 1
+    columns, length = Columns(2, plan.alike), plan.lengths[rank]
+    tensors = tuple(randn(length, 4, r, D, seed=seed).bfloat16().to(dtype) for seed in (0, 1))
+    stages = []
+    for source in range(3):
+        rows = [sum(y - x for x, y in runs) for runs in plan.rows(rank, source)]
+        kv = randn(length if source == rank else max([1, *rows]), 4, 2, D, seed=2 + source).bfloat16().to(dtype)
+        keys = Rows.interleaved(kv, columns.sequences) if source == rank else message(kv, 2, plan.alike)
+        stages.append((Stage(plan.pieces(rank, source), plan.mask.window), keys))
+    return {name: x.double() for name, x in results(kernel, stages, tensors, columns).items()}
+
+
+OF_16_BITS = {
+    "causal": RowMask(60), "all": RowMask(60, causal=False), "padding": RowMask(60, causal=False, lengths=(41, 60)),
+    "window": RowMask(60, window=9), "documents": RowMask(60, documents=((7, 8, 60), (33, 60))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", OF_16_BITS)
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("name", [*FLASH_NAMES, "torch", "cudnn"])
+def test_the_kernels_of_gpus(install_flash: Install, torchs: None, name: str, r: int, mask: str) -> None:
+    """Those of the packages, torch's and cuDNN's, all of them stand-ins with the real ones' arguments."""
+    install_flash((9, 0), flash2=FLASH2 + UNDER_FLASH2, flash3=FLASH3, flash4=FLASH4 + UNDER_FLASH4)
+    kernel: Any = FlashPieces(TorchFlash()) if name == "torch" else FlashPieces(PackageFlash(name))  # type: ignore[arg-type]
+    kernel = DensePieces(groups=r > 1) if name == "cudnn" else kernel
+    if name == "cudnn" and mask == "window":
+        with pytest.raises(ValueError, match="has no windows"):
+            of_a_rank(kernel, OF_16_BITS[mask], r, torch.bfloat16)
+        return
+    found, want = (of_a_rank(k, OF_16_BITS[mask], r, dtype) for k, dtype in ((kernel, torch.bfloat16), (CPUFlash(), torch.float64)))
+    for name_of, x in want.items():
+        assert float((found[name_of] - x).norm()) <= 2e-2 * max(float(x.norm()), 1.0), name_of
+
+
+@pytest.mark.parametrize("mask", [
+    AttentionMask(), AttentionMask(False), AttentionMask(window=5), AttentionMask(window=1), AttentionMask(documents=((3, 4, 20),)),
+    AttentionMask(documents=((3, 12, 20),), window=4), AttentionMask(False, documents=((3, 12, 20),)),
+])  # fmt: skip
+def test_the_example_by_which_kernels_are_tried(mask: AttentionMask) -> None:
+    q, k, v = (randn(20, 2, n, D, seed=i).requires_grad_() for i, n in enumerate((3, 1, 1)))
+    grad = randn(20, 2, 3, D, seed=5)
+    out = core_attention(q, k, v, mask, kernel="reference")
+    want = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    for name in ("sdpa", "reference"):
+        got = example_in_pieces(name, q.detach(), k.detach(), v.detach(), grad, mask)
+        assert_law(dict(zip("oqkv", got, strict=True)), dict(zip("oqkv", want, strict=True)), FP64)
 
 
 def test_a_stage_is_one_call_and_the_own_one_two_whatever_the_number_of_documents(kernel: StandIn) -> None:
@@ -154,7 +214,7 @@ def test_a_stage_is_one_call_and_the_own_one_two_whatever_the_number_of_document
 def test_a_share_of_one_run_reaches_the_kernel_without_a_copy(kernel: StandIn) -> None:
     q, kv = randn(12, 2, 3, D), randn(12, 2, 2, D)
     pieces: tuple[Piece, ...] = (Part(-1, 0, 5, 0, 5, "diagonal"), Part(-1, 5, 12, 5, 12, "diagonal"), Part(-1, 5, 12, 0, 5, "full"))
-    attend(TorchFlash(), Stage(pieces), q, Rows.interleaved(kv, 1), Partial(q, Columns(1, True)), Columns(1, True))
+    attend(FlashPieces(kernel), Stage(pieces), q, Rows.interleaved(kv, 1), Partial(q, Columns(1, True)), Columns(1, True))
     assert kernel.storages == {q.untyped_storage().data_ptr(), kv.untyped_storage().data_ptr()} and len(kernel.calls) == 2
 
 
@@ -174,7 +234,7 @@ def test_keys_of_several_pieces_get_the_sum_of_their_gradients(kernel: StandIn) 
         for mine, of_tensor in rounds:
             assert len(every[of_tensor].unique()) == len(every[of_tensor]) == len(torch.arange(32)[mine])
         stages = [(Stage(pieces), rows)]
-        assert_law(results(TorchFlash(), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
+        assert_law(results(FlashPieces(kernel), stages, tensors, columns), results(CPUFlash(), stages, tensors, columns), FP64)
 
 
 def test_pieces_that_share_queries_share_no_call() -> None:
@@ -195,10 +255,10 @@ def test_torchs_kernel_takes_what_it_is_called_with(kind: Any, left: int, right:
     q, kv = torch.empty(9, 2, 3, D, dtype=torch.bfloat16, device="meta"), torch.empty(9, 2, 2, D, dtype=torch.bfloat16, device="meta")
     (call,) = calls_of((Part(-1, 0, 4, 0, 4, kind), Part(-1, 4, 9, 4, 9, kind)), 4)
     assert call.mask == (kind == "diagonal", left, right)
-    lengths = call.lengths(q.device)
-    out, lse = gpu_pieces._forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], *lengths, call.mask)
+    pairs, torchs = call.pairs(q.device), TorchFlash()
+    out, lse = torchs.forward(q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], pairs)
     assert out.shape == (9, 6, D) and lse.shape == (6, 9) and lse.dtype == torch.float32
-    found = gpu_pieces._backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, *lengths, call.mask)
+    found = torchs.backward(out, q.flatten(1, 2), kv[:, :, 0], kv[:, :, 1], out, lse, pairs, lambda: pytest.fail("it makes its own"))
     assert [x.shape for x in found] == [(9, 6, D), (9, 2, D), (9, 2, D)]
 
 

@@ -51,6 +51,9 @@ TOLERANCE = 0.03  # bf16, of the largest element
 def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's flash kernel and cuDNN's, which a build for the CPU lacks; by their schemas."""
 
+    def sides(*of_window: int | None) -> list[int | None]:
+        return [None if side == -1 else side for side in of_window]
+
     def flash_forward(
         q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
         return_debug_mask: bool, *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
@@ -58,7 +61,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dropout_p == 0.0 and return_debug_mask is False
         calls.append(("torch forward" if cum_seq_q is None else "torch packed forward", False))
         spans = _spans(cum_seq_q, cum_seq_k, max_q, max_k, q, k)
-        found = lse_forward(q, k, v, spans, is_causal, window_size_left, window_size_right, scale, torch.inf)
+        found = lse_forward(q, k, v, spans, is_causal, *sides(window_size_left, window_size_right), scale, torch.inf)
         return *found, torch.empty(2), torch.empty(0), torch.empty(0)
 
     def flash_backward(
@@ -69,7 +72,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dropout_p == 0.0 and rng_state.shape == (2,) and rng_state.dtype == unused.dtype == torch.uint64
         calls.append(("torch backward" if cum_seq_q is None else "torch packed backward", torch.are_deterministic_algorithms_enabled()))
         spans = _spans(cum_seq_q, cum_seq_k, max_q, max_k, q, k)
-        return lse_backward(grad_out, q, k, v, out, logsumexp, spans, is_causal, window_size_left, window_size_right, scale)
+        return lse_backward(grad_out, q, k, v, out, logsumexp, spans, is_causal, *sides(window_size_left, window_size_right), scale)
 
     def cudnn_forward(
         q: Tensor, k: Tensor, v: Tensor, attn_bias: None, compute_log_sumexp: bool, dropout_p: float, is_causal: bool,

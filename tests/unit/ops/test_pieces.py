@@ -12,9 +12,10 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import in_blocks, randn
 from torch import Tensor
 
-from megatron_sp.ops import piece_choice, tile_pieces
+from megatron_sp.ops import availability, piece_choice, tile_pieces
 from megatron_sp.ops.attention import AttentionMask, core_attention
-from megatron_sp.ops.gpu_pieces import TorchFlash
+from megatron_sp.ops.gpu_kernels import CUDNN, PackageFlash, TorchFlash
+from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.pieces import (
     Columns,
@@ -372,10 +373,19 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(piece_kernel("sdpa", x), CPUFlash) and piece_kernel("reference", x, 0.25) == Reference(0.25)
     with pytest.raises(ValueError, match=r"attention dropout \(0.25\) in the kernel sdpa under context parallelism would depend on"):
         piece_kernel("sdpa", x, 0.25)
+    monkeypatch.setattr(availability, "GPU", "meta")
     with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
     monkeypatch.setattr(piece_choice, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
-    assert isinstance(piece_kernel("cudnn", x.to("meta", torch.bfloat16)), TorchFlash)
+    x = x.to("meta", torch.bfloat16)
+    assert piece_kernel("flash3", x) == FlashPieces(PackageFlash("flash3"))
+    for takes in (CUDNN(True, True), CUDNN(True, False)):
+        monkeypatch.setattr(piece_choice, "takes_cudnn", lambda *_, takes=takes: takes)
+        assert piece_kernel("cudnn", x) == DensePieces(takes.groups)
+    monkeypatch.setattr(piece_choice, "takes_cudnn", lambda *_: None)
+    for name in ("sdpa", "cudnn"):
+        kernel = piece_kernel(name, x)
+        assert isinstance(kernel, FlashPieces) and isinstance(kernel.kernel, TorchFlash)
 
 
 def test_fp32_is_as_exact_as_one_call() -> None:
