@@ -66,10 +66,6 @@ FOUR: list[Any] = [
 ]
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(check, 2, tmp_path, TWO)
-
-
 def test_around_ulysses_and_with_tensor_parallelism(tmp_path: Path) -> None:
     run_ranks(check, 4, tmp_path, FOUR)
 
@@ -135,15 +131,6 @@ def check_presets_recomputation_and_dropout() -> None:
     assert bool(seen[0].any()) and not torch.equal(masks[0], masks[1]), "each rank has other positions, and drops others"
 
 
-def test_masks(tmp_path: Path) -> None:
-    run_ranks(check_masks, 2, tmp_path)
-
-
-def test_scaling_regions_presets_and_dropout(tmp_path: Path) -> None:
-    run_ranks(check_scaling_and_regions, 2, tmp_path)
-    run_ranks(check_presets_recomputation_and_dropout, 2, tmp_path)
-
-
 @pytest.mark.long
 def test_masks_on_three_and_four_ranks(tmp_path: Path) -> None:
     run_ranks(check_masks, 3, tmp_path)
@@ -191,11 +178,6 @@ def check_training() -> None:
     assert losses(cut) == pytest.approx(losses(schedule(MODELS["llama"][0]().double(), Mesh())), rel=1e-6), (
         "of fp32, in which transformers computes it"
     )
-
-
-def test_bytes_and_training(tmp_path: Path) -> None:
-    run_ranks(check_bytes, 2, tmp_path)
-    run_ranks(check_training, 2, tmp_path)
 
 
 # what is refused
@@ -258,6 +240,26 @@ def check_broken() -> None:
             assert not schedule(make(), mesh()).context().measure(hf_batch(8)).ok, name
 
 
-def test_what_is_refused_and_what_is_noticed(tmp_path: Path) -> None:
-    run_ranks(check_refused, 2, tmp_path)
-    run_ranks(check_broken, 2, tmp_path)
+# transformers takes seconds to import: each group of ranks does several things
+
+
+def of_two_ranks() -> None:
+    check(TWO)
+    check_masks()
+    check_scaling_and_regions()
+
+
+def more_of_two_ranks() -> None:
+    check_presets_recomputation_and_dropout()
+    check_bytes()
+    check_training()
+    check_refused()
+    check_broken()
+
+
+def test_models_masks_and_regions_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(of_two_ranks, 2, tmp_path)
+
+
+def test_presets_bytes_training_and_what_is_refused(tmp_path: Path) -> None:
+    run_ranks(more_of_two_ranks, 2, tmp_path)

@@ -10,6 +10,8 @@ CONTEXT, CUT, ULYSSES, APPLY = (
 
 MUTANTS = [
     ("scores are scaled as the kernel does it", CONTEXT, "            q = q * (scaling * d**0.5)  # the kernels divide by sqrt(d)\n", "            pass\n"),
+    ("a rank has one chunk", CONTEXT, "_CHUNKS, _CHUNKS_OF_DOCUMENTS = 2, 8", "_CHUNKS, _CHUNKS_OF_DOCUMENTS = 1, 8"),
+    ("lengths are padded for the ranks alone", CONTEXT, "return self.cp.size * self._num_chunks(packed)", "return self.cp.size"),
     ("key and value change places", CONTEXT, "torch.cat((keys, values), 2)", "torch.cat((values, keys), 2)"),
     ("sequences and heads change places", CONTEXT, "found.out.view(length, b, n, d)", "found.out.view(length, n, b, d).transpose(1, 2)"),
     ("the window is one long", CONTEXT, "window = length - first if", "window = length - first + 1 if"),

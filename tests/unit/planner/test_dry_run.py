@@ -70,9 +70,9 @@ def test_what_context_parallelism_sends_is_shown(capsys: pytest.CaptureFixture[s
 
 
 def test_sizes_that_a_run_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    said = says(capsys, "--cp-size", "4", "--cp-comm-type", "auto", "--attention-dropout", "0")
+    said = says(capsys, "--dry-run", "--world-size", "16", "--bf16", "--cp-size", "4", "--cp-comm-type", "auto")
     assert "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp" in said
-    assert "(cp)" in said and "4" in said
+    assert "dp 4, cp 4," in said and "between 4 (cp)" in said
 
 
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

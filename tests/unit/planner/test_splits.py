@@ -63,7 +63,7 @@ def test_keys_values_and_their_gradients_take_the_time_of_the_largest_messages()
     flows = {e.flow.kind: e for e in step_time(config, nodes()).exchanges if e.flow.group == "cp"}
     keys, gradients = flows["keys and values, backward"], flows["gradients of keys and values"]
     assert keys.flow.num_bytes == keys.flow.slowest and gradients.flow.num_bytes == 0 < gradients.flow.slowest
-    assert gradients.seconds == pytest.approx(keys.seconds) and gradients.hidden == gradients.seconds
+    assert gradients.seconds == pytest.approx(keys.seconds) and gradients.hidden > 0.9 * gradients.seconds
 
 
 def test_what_does_not_hide_under_attention_is_exposed() -> None:
