@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -120,6 +120,7 @@ class RunContext:
         signals: report that a signal asks for a stop.
         faults: injected faults.
         started: ``time.monotonic()`` of the start.
+        sizes: how those of sp and cp came about.
     """
 
     config: Config
@@ -134,6 +135,7 @@ class RunContext:
     signals: StopSignals
     faults: FaultPlan
     started: float = field(default_factory=time.monotonic)
+    sizes: Literal["given", "timed"] = "given"
 
 
 @dataclass(frozen=True)
@@ -431,11 +433,10 @@ def settle_split(context: RunContext, origin: Origin | None) -> RunContext:
         sp, cp, report = choose_split(config, groups, dtype_of(config))
         context.console.line(report)
     config.parallel = with_split(config, sp, cp).parallel
-    if (sp, cp) == (1, ranks):
-        return context
-    groups.destroy()
-    made = layout_groups(config, groups.device, check=config.parallel.check_collectives, control=groups.control)
-    return replace(context, groups=made)
+    if (sp, cp) != (1, ranks):
+        groups.destroy()
+        groups = layout_groups(config, groups.device, check=config.parallel.check_collectives, control=groups.control)
+    return replace(context, groups=groups, sizes="timed")
 
 
 def choose_attention(context: RunContext, origin: Origin | None) -> AttentionChoice:
@@ -460,7 +461,7 @@ def _layout_record(context: RunContext) -> dict[str, Any]:
 
 
 def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
-    known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention")}
+    known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention", "sizes")}
     return {"cp": 1, **known} == record  # older checkpoints do not name cp
 
 
@@ -487,7 +488,8 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
         cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
-    return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap, "attention": attention.kernel.name})
+    found = {**record, "sp_overlap": overlap, "attention": attention.kernel.name, "sizes": context.sizes}
+    return RunLayout(layers, overlap, overlap_report, found)
 
 
 def estimate_memory(context: RunContext, layout: RunLayout, attention: AttentionChoice) -> MemoryEstimate:

@@ -50,7 +50,6 @@ MUTANTS = [
     ("cp ranks may choose different tokens", GATHER, "(layout.tp.group, layout.sp.group, layout.cp.group)", "(layout.tp.group, layout.sp.group)"),
     # no rows at all
     ("heads of no rows", TRANSFORMER, "q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)", "q.reshape(q.shape[0], -1, each, self.d)"),
-    ("keys of no rows for uneven heads", TRANSFORMER, "x.view(x.shape[0], x.shape[1] // len(share.uses), len(share.uses), self.d)", "x.view(x.shape[0], -1, len(share.uses), self.d)"),
     ("padding of no rows", ULYSSES, "x.shape[1:].numel()", "x[0].numel()"),
     ("rotation of no rows", "ops/rotary.py", "x.shape[1:].numel()", "x[0].numel()"),
     # who counts

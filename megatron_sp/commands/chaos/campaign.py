@@ -264,7 +264,7 @@ def require_settled(start: dict[str, Any]) -> None:
     """Check in the ``start`` record of a training that no setting was chosen by timing, which may differ after a restart.
 
     Raises:
-        ConfigError: --sp-overlap-mode or --attention-backend was chosen by timing.
+        ConfigError: --sp-overlap-mode, --attention-backend or the sizes of --cp-comm-type auto were chosen by timing.
     """
     attention = start.get("attention", {})
     if attention.get("ms"):
@@ -274,6 +274,12 @@ def require_settled(start: dict[str, Any]) -> None:
             f" differently: add --attention-backend {names.get(attention['kernel'], attention['kernel'])}, which it has chosen now"
         )
     parallel = Config.from_dict(start["config"])[0].parallel
+    if start["environment"]["layout"].get("sizes") == "timed":
+        raise ConfigError(
+            "the training settles --cp-comm-type auto by timing; killed before its first save it may choose other sizes, whose sums differ"
+            f" in the last bits: in its place give --sequence-parallel-size {parallel.sequence_parallel_size} --context-parallel-size"
+            f" {parallel.context_parallel_size}, which it has chosen now"
+        )
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode == "auto":
         chosen = start["environment"]["layout"]["sp_overlap"]
         chunks = f" --sp-head-chunks {chosen['chunks']}" if chosen["mode"] == "chunked" else ""

@@ -170,6 +170,20 @@ def test_what_timing_settles_is_refused(flags: dict[str, Any], mode: dict[str, A
         require_settled(record)
 
 
+def test_sizes_that_timing_settles_are_refused() -> None:
+    config = Config()
+    config.parallel.sequence_parallel_size, config.parallel.context_parallel_size = 2, 4
+    for sizes in ("given", "timed"):
+        record = {"config": config.to_dict(), "environment": {"layout": {"sp_overlap": {"mode": "none", "chunks": 1}, "sizes": sizes}}}
+        if sizes == "given":
+            require_settled(record)
+            continue
+        with pytest.raises(
+            ConfigError, match="give --sequence-parallel-size 2 --context-parallel-size 4, which it has chosen"
+        ):
+            require_settled(record)
+
+
 @pytest.mark.parametrize("kernel, flag", [("flash3", "flash3"), ("sdpa", "fused"), ("sdpa-fa4", "flash4")])
 def test_a_timed_attention_kernel_is_refused_too(kernel: str, flag: str) -> None:
     record = {
