@@ -62,7 +62,7 @@ def _chooses(fastest: tuple[int, int], tp: int) -> None:
     assert (sp, cp) == fastest
     assert line.startswith(f"--cp-comm-type auto: sp {sp} x cp {cp} (attention of one block: sp 1 x cp 4 ")
     assert f"sp {sp} x cp {cp} 1000.0 ms" in line and line.count("2000.0 ms") == len({t[:2] for t in timed}) - 1
-    assert {t[2] for t in timed if t[0] == 1} == {"none"} and {t[2] for t in timed if t[0] == 2} > {"none", "split-qkv"}
+    assert {t[2] for t in timed if t[0] == 1} == {"none"} and {t[2] for t in timed if t[0] == 2} >= {"none", "split-qkv"}
     assert config.parallel.measures_split, "nothing is settled yet"
     total = torch.ones(1)
     torch.distributed.all_reduce(total, group=groups.cp)  # the groups of the run are as they were
