@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TESTS = ["tests/dist/test_schedule_context.py"]
+TESTS = ["tests/unit/schedule/test_context_masks.py", "tests/dist/test_schedule_context.py"]
 
 CONTEXT, CUT, ULYSSES, APPLY = (
     "schedule/apply/context.py", "schedule/core/sequences.py", "schedule/apply/ulysses.py", "schedule/apply/apply.py",
@@ -16,8 +16,10 @@ MUTANTS = [
     ("sequences and heads change places", CONTEXT, "found.out.view(length, b, n, d)", "found.out.view(length, n, b, d).transpose(1, 2)"),
     ("the window is one long", CONTEXT, "window = length - first if", "window = length - first + 1 if"),
     ("windows are not recognised", CONTEXT, "window = length - first if causal and first > 0 else None", "window = None"),
-    ("every mask is causal", CONTEXT, "        causal = not bool((seen[0] & (keys > rows)).any())\n", "        causal = True\n"),
-    ("a mask of another form is taken", CONTEXT, "        if not all(bool((each == expected).all()) for each in seen):\n", "        if False:\n"),
+    ("every mask is causal", CONTEXT, "        causal = not bool((seen & (keys > some)).any())\n", "        causal = True\n"),
+    ("a mask of another form is taken", CONTEXT, "        if not bool((seen == expected(some, keys)).all()) or not bool((of_all == expected(every, looked_at)).all()):\n", "        if False:\n"),
+    ("only some rows of a mask are looked at", CONTEXT, " or not bool((of_all == expected(every, looked_at)).all()):", ":"),
+    ("only the first sequence's mask is looked at", CONTEXT, "of_all = self._looked_at(function, torch.arange(batch)[:, None, None]", "of_all = self._looked_at(function, torch.zeros(batch, 1, 1, dtype=torch.long)"),
     ("a dense mask of another form is taken", CONTEXT, "        real = keys < torch.tensor(lengths)[:, None, None]\n", "        lengths = (cut.length,) * len(lengths)\n        real = seen\n"),
     ("packed documents see each other", CONTEXT, "            self._documents = _ends_of(packed, cut.padded)\n", "            pass\n"),
     ("ends of documents are one late", CONTEXT, "(row.diff().nonzero().flatten() + 1)", "(row.diff().nonzero().flatten() + 2)"),

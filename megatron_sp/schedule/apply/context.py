@@ -27,7 +27,7 @@ from megatron_sp.schedule.core.sequences import Cut
 from megatron_sp.utils.errors import ConfigError
 
 _CHUNKS, _CHUNKS_OF_DOCUMENTS = 2, 8
-_ROWS = 64  # of a mask that are looked at, and all of their keys
+_ROWS = 64  # of a mask of which all keys are looked at
 _MASKS_KEPT = 256  # for recomputation; one for each kind of layer and pass
 
 Ends = tuple[tuple[int, ...], ...]
@@ -123,23 +123,39 @@ class Context:
         return torch.tensor(self._num_masks)
 
     def _recognised(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
-        """Return (causal, window) of a mask's function."""
-        rows = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
-        keys = torch.arange(length)[None]
-        try:
-            seen = [
-                torch.as_tensor(function(torch.tensor(b), torch.tensor(0), rows, keys)).cpu().expand(len(rows), length)
-                for b in {0, batch - 1}
-            ]
-        except Exception as error:  # of a model's own, for tensors of its own
-            raise ConfigError(f"{self._not_known('cannot be looked at')}: {type(error).__name__}: {error}") from error
-        causal = not bool((seen[0] & (keys > rows)).any())
-        first = int(seen[0][-1].int().argmax())  # of the keys of the last query
+        """Return (causal, window) of a mask's function.
+
+        Looked at are some rows of the first sequence with all of their keys, which say what the mask is, and of all rows of
+        all sequences the keys next to where that mask begins and ends, the first, the last and one in between.
+        """
+        some = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
+        every, keys = torch.arange(length)[:, None], torch.arange(length)
+        seen = self._looked_at(function, torch.zeros(1, 1, 1, dtype=torch.long), some, keys[None])[0]
+        causal = not bool((seen & (keys > some)).any())
+        first = int(seen[-1].int().argmax())  # of the keys of the last query
         window = length - first if causal and first > 0 else None
-        expected = (keys <= rows) & (keys > rows - (window or length)) if causal else torch.ones(len(rows), length, dtype=torch.bool)
-        if not all(bool((each == expected).all()) for each in seen):
+
+        def expected(rows: Tensor, keys: Tensor) -> Tensor:
+            return (keys <= rows) & (keys > rows - (window or length)) if causal else torch.ones_like(keys + rows, dtype=torch.bool)
+
+        back = window or 1
+        beside = (0, 1, -1, -back + 1, -back, -back - 1)
+        looked_at = torch.cat(
+            [every + distance for distance in beside] + [torch.zeros_like(every), every * 0 + length - 1, every * 7919], 1
+        )
+        looked_at = torch.where(looked_at < 0, 0, looked_at % length)
+        of_all = self._looked_at(function, torch.arange(batch)[:, None, None], every, looked_at)
+        if not bool((seen == expected(some, keys)).all()) or not bool((of_all == expected(every, looked_at)).all()):
             raise ConfigError(self._not_known("is neither causal, nor causal with a window, nor bidirectional"))
         return causal, window
+
+    def _looked_at(self, function: Callable[..., Any], sequences: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+        """Return whether queries see keys, [sequences, rows, keys]."""
+        try:
+            seen = torch.as_tensor(function(sequences, torch.zeros_like(sequences), rows, keys)).cpu()
+        except Exception as error:  # of a model's own, for tensors of its own
+            raise ConfigError(f"{self._not_known('cannot be looked at')}: {type(error).__name__}: {error}") from error
+        return seen.bool().expand(len(sequences), len(rows), keys.shape[-1])
 
     def _not_known(self, what: str) -> str:
         return f"a mask of the model {what}, and context() knows no others ({self.where}): give these ranks to sp"

@@ -178,9 +178,7 @@ def test_sizes_that_timing_settles_are_refused() -> None:
         if sizes == "given":
             require_settled(record)
             continue
-        with pytest.raises(
-            ConfigError, match="give --sequence-parallel-size 2 --context-parallel-size 4, which it has chosen"
-        ):
+        with pytest.raises(ConfigError, match="give --sequence-parallel-size 2 --context-parallel-size 4, which it has chosen"):
             require_settled(record)
 
 
