@@ -199,6 +199,8 @@ class AttentionForm:
         packed = "qkv" in widths and keys and is_uniform(chunk.shares[0], self.queries_per_group) and not self.model.qk_layernorm
         turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
         copied = 0 if packed else sum(widths.values()) * e
+        if "kv" in widths:  # while the keys are turned there are also the gradient as it came and the one that joins keys and values
+            copied, turned = max(widths["q"], 2 * widths["kv"]) * e, max(widths["q"], keys)
         if self.shape.fused:
             return channels * copied
         # four products in fp32 by promotion, or the first half of the heads as they were
