@@ -82,8 +82,8 @@ class ContextForm:
         return sum(map(max, zip(*self.sent, strict=True)))
 
     @lru_cache(maxsize=256)  # noqa: B019 - as few as there are masks and sizes
-    def forward_rows(self, ahead: int, *, keeps: bool) -> int:
-        """Return the largest number of rows that a rank holds of others in forward, with those copied for a message that is under way.
+    def forward_rows(self, ahead: int, *, keeps: bool) -> tuple[int, ...]:
+        """Return for each rank the most rows that it holds of others in forward, with those copied for a message that is under way.
 
         Args:
             ahead: exchanges under way at a time (--cp-stages-ahead).
@@ -94,7 +94,7 @@ class ContextForm:
             here = 0 if stage < 0 or keeps else self.received[rank][stage]
             return here + self._under_way(rank, stage, ahead, received=not keeps)
 
-        return max(held(rank, stage) for rank in range(len(self.lengths)) for stage in range(-1, len(self.shifts)))
+        return tuple(max(held(rank, stage) for stage in range(-1, len(self.shifts))) for rank in range(len(self.lengths)))
 
     def _under_way(self, rank: int, stage: int, ahead: int, *, received: bool = True) -> int:
         """Return the rows that are received while a rank computes a stage, its own being -1, and those copied to be sent."""
@@ -102,8 +102,10 @@ class ContextForm:
         return sum(self.packed[rank][coming]) + (sum(self.received[rank][coming]) if received else 0)
 
     @lru_cache(maxsize=256)  # noqa: B019
-    def backward_rows(self, ahead: int, *, keeps: bool, width: float, kernel: Callable[[int, int], float] | None = None) -> float:
-        """Return the most that a rank holds in backward beside its own queries, keys and gradients, in rows of the activations' dtype.
+    def backward_rows(
+        self, ahead: int, *, keeps: bool, width: float, kernel: Callable[[int, int], float] | None = None
+    ) -> tuple[float, ...]:
+        """Return the most that each rank holds in backward beside its own queries, keys and gradients, in rows of the activations' dtype.
 
         In a stage these are the keys and values that have arrived and those under way, the gradient that the stage makes,
         that of the stage before on its way to its owner, and what others have found for this rank's rows.
@@ -116,18 +118,19 @@ class ContextForm:
                 counted elsewhere.
         """
         kernel = kernel or _nothing
-        most, last = 0.0, len(self.shifts) - 1
+        found, last = list[float](), len(self.shifts) - 1
         for rank in range(len(self.lengths)):
             received, sent = self.received[rank], self.sent[rank]
             coming = [0 if keeps else self._under_way(rank, stage, ahead) for stage in range(-1, last + 1)]
             back = [0, *(a + b for a, b in zip(received, sent, strict=True))]  # both ways of a gradient: of their rows, of mine
-            most = max(most, coming[0] + kernel(rank, -1), back[-1] + kernel(rank, -1))
+            most = max(coming[0], back[-1]) + kernel(rank, -1)
             for stage in range(last + 1):
                 here = 0 if keeps else received[stage]
                 inside = here + received[stage] * width + kernel(rank, stage)
                 rest = coming[stage + 1] + back[stage]
                 most = max(most, rest + inside, rest + back[stage + 1])
-        return most
+            found.append(most)
+        return tuple(found)
 
     @property
     def balance(self) -> float:

@@ -97,6 +97,16 @@ class ActivationForm:
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
         ]  # fmt: skip
 
+    def blocks_with_attention(self, layer: int) -> int:
+        """Return the blocks up to one that keep results of their attention on the device while a pass is in that block."""
+        if self.offloads:
+            return 1
+        recomputed = {i: first for first, last in self.shape.recomputed for i in range(first, last)}
+        if self.attention.keeps_results or layer not in recomputed:
+            gone = 0 if self.attention.keeps_results else sum(i in recomputed for i in range(layer))
+            return layer + 1 - gone
+        return sum(i not in recomputed or recomputed[i] == recomputed[layer] for i in range(layer + 1))
+
     def _results(self, blocks: int) -> Line:
         """Return what recomputed blocks keep of their attention."""
         return Line("attention of recomputed blocks", blocks * self.attention.results)

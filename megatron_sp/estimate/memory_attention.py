@@ -36,6 +36,18 @@ class RemadeChunk(NamedTuple):
     behind: int
 
 
+class _OfRank(NamedTuple):
+    """A chunk's attention on one cp rank.
+
+    Attributes:
+        taken: bytes that it takes.
+        fewer: bytes of other ranks' keys that a block of this rank keeps less than one of the rank with most of them.
+    """
+
+    taken: int
+    fewer: int
+
+
 class AttentionForm:
     """Attention of one block on sp rank 0; tensors in bytes.
 
@@ -54,9 +66,8 @@ class AttentionForm:
         attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; on a GPU what
             the fused kernels allocate inside.
         rotary_makes: what the backward of the rotary embedding allocates.
-        across_forward, across_backward: with cp, what a chunk takes forward and backward beside its q, k, v and output:
-            of other ranks, on the way, sums, and the kernel's temporaries.
-        received: with --cp-keep-kv, keys and values of other ranks, which are kept for backward.
+        received: with --cp-keep-kv, keys and values of other ranks, which are kept for backward by the rank that receives
+            most.
     """
 
     def __init__(self, workload: Workload, shape: RankShape) -> None:
@@ -93,7 +104,7 @@ class AttentionForm:
         self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
         self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
-        self.received, self.across_forward, self.across_backward = 0, 0, 0
+        self.received, self._across_forward, self._across_backward = 0, list[_OfRank](), list[_OfRank]()
         if shape.context is not None:
             self._count_across(shape.context, [len(share.uses) for share in shares], [len(share.queries) for share in shares], parallel)
 
@@ -103,7 +114,8 @@ class AttentionForm:
         widest = max(range(len(pairs)), key=lambda index: (queries[index], pairs[index]))
         head = shape.micro_batch * shape.d * shape.e  # bytes of a head at a position
         row, wide = pairs[widest] * 2 * head, shape.wide // shape.e  # bytes of a row of a message; sums are so many times as wide
-        self.received = context.most_received * sum(pairs) * 2 * head if keeps else 0
+        kept = [sum(of_rank) * sum(pairs) * 2 * head * keeps for of_rank in context.received]
+        self.received = max(kept)
         columns = queries[widest]
 
         each, taken = columns * head, 2 * pairs[widest] * head  # of a query; of a key and value
@@ -111,40 +123,68 @@ class AttentionForm:
 
         pairs_of_all = shape.micro_batch * pairs[widest]
 
+        drops = self.model.attention_dropout > 0
+        score_bytes = (4 * shape.wide + drops if drops else 3 * shape.wide, 4 * shape.wide + drops)  # forward, backward
+
         def calls(rank: int, stage: int, backward: bool) -> float:
-            """Bytes that the CPU's kernel takes: results of a call and of the one before; several small tiles are copied together."""
+            """Bytes that a kernel takes that goes tile by tile: results of the call before, and what a call makes.
+
+            That is its results, or with plain operations a few tensors of scores. Several small tiles are copied together.
+            """
             own = backward and stage < 0  # computed in two halves, of the heads if there are two
             part = (pairs_of_all + 1) // 2 / pairs_of_all if own and pairs_of_all > 1 else 1.0
             mine = each * part
             results = 2 * mine if backward else 0  # of a key and value, for each query
-            sizes, half = [0.0], 2 if own and part == 1 else 1
+            sizes, half = [(0.0, 0.0)], 2 if own and part == 1 else 1  # of the results of each call, and of all that it makes
             for (n, keys, _), count in self._tiles_of(context, rank, stage).items():
-                together = min(count // half, max(1, int(BLOCK_BYTES // (n * mine))))
-                if together > 1 and n * mine <= _BATCHED_BYTES:
+                together = count // half if shape.cuda else min(count // half, max(1, int(BLOCK_BYTES // (n * mine))))
+                is_batch = together > 1 and n * mine <= _BATCHED_BYTES
+                if is_batch:
+                    at_once, repeats = mine, 1
                     of_tile = n * mine * (5 if backward else 3) + keys * (taken * part + results * (1.5 if backward else 1))
-                    sizes.append(of_tile * together)
                 else:
-                    at_once = min(mine, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
-                    sizes += [(n * at_once + keys * results * at_once / mine)] * (2 if at_once < mine or count > 1 else 1)
-            return max((a + b for a, b in pairwise(sizes)), default=0.0)
+                    at_once = mine if shape.cuda else min(mine, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
+                    together, repeats = 1, 2 if at_once < mine or count > 1 else 1
+                    of_tile = n * at_once + keys * results * at_once / mine
+                made = of_tile
+                if self.uses_reference:  # the first gradient it makes is that of the values
+                    scores = n * keys * at_once / (shape.d * shape.e) * score_bytes[backward]
+                    copied = n * mine * (3 if backward else 1) + keys * taken * part if is_batch else 0
+                    made = max(made, copied + scores + keys * results / 2 * at_once / mine)
+                sizes += [(of_tile * together, made * together)] * repeats
+            return max((before[0] + now[1] for before, now in pairwise(sizes)), default=0.0)
 
-        ranks, stages = range(len(context.lengths)), range(-1, len(context.shifts))
         sums = shape.all_tokens * columns * shape.d * shape.wide if shape.is_16_bit else 0  # else they are the output
-        if shape.cuda:
-            makes = 2.0 * shape.all_tokens * columns * shape.d * shape.wide  # results of a stage, and as they are added
-        else:
-            makes = max(calls(rank, stage, False) for rank in ranks for stage in stages)
-        self.across_forward = context.forward_rows(parallel.num_stages_ahead, keeps=keeps) * row + sums + int(makes)
+        for rank, held in enumerate(context.forward_rows(parallel.num_stages_ahead, keeps=keeps)):
+            if shape.cuda and not self.uses_reference:
+                makes = 2.0 * shape.all_tokens * columns * shape.d * shape.wide  # results of a stage, and as they are added
+            else:
+                makes = max(calls(rank, stage, False) for stage in range(-1, len(context.shifts)))
+            self._across_forward.append(_OfRank(held * row + sums + int(makes), self.received - kept[rank]))
         gradients = (columns + 2 * pairs[widest]) * shape.all_tokens * shape.d
         of_band = self.model.window_size is not None and shape.is_16_bit
-        inside = self._inside_gpu_kernel(columns) if shape.cuda else 0
-        if self.uses_reference:
-            makes, inside = makes + 2 * self.scores, inside + 4 * self.scores
+        inside = self._inside_gpu_kernel(columns) if shape.cuda and not self.uses_reference else 0
         rows = context.backward_rows(
             parallel.num_stages_ahead, keeps=keeps, width=wide if of_band else 1.0,
-            kernel=None if shape.cuda else lambda rank, stage: calls(rank, stage, True) / row,
+            kernel=None if shape.cuda and not self.uses_reference else lambda rank, stage: calls(rank, stage, True) / row,
         )  # fmt: skip
-        self.across_backward = int(rows * row) + inside + gradients * (shape.wide - shape.e)
+        inside += gradients * (shape.wide - shape.e)
+        self._across_backward = [_OfRank(int(held * row) + inside, self.received - kept[rank]) for rank, held in enumerate(rows)]
+
+    def across_forward(self, blocks: int) -> int:
+        """Return what a chunk takes in forward with cp, beside q, k, v and output: of other ranks, on the way, sums, and the kernel's own.
+
+        A rank that keeps fewer keys of others than ``received`` takes so much less in all blocks; the rank that holds
+        most in all is the one that counts.
+
+        Args:
+            blocks: blocks that keep their keys of other ranks at this moment.
+        """
+        return max(of_rank.taken - blocks * of_rank.fewer for of_rank in self._across_forward)
+
+    def across_backward(self, blocks: int) -> int:
+        """Return what a chunk takes in backward with cp; everything else as for ``across_forward``."""
+        return max(of_rank.taken - blocks * of_rank.fewer for of_rank in self._across_backward)
 
     def _tiles_of(self, context: ContextForm, rank: int, stage: int) -> Counter[tuple[int, int, str]]:
         """Return (queries, keys, kind) of the tiles of a stage, and how many there are of each; of a band without its ends."""

@@ -62,7 +62,7 @@ class BlockMoments:
             keeps += max(chunk.heads for chunk in attention.remade)
         makes = attention.attention_blocks
         if shape.context is not None:
-            makes = attention.across_forward
+            makes = attention.across_forward(self.activations.blocks_with_attention(shape.layers - 1))
         elif attention.uses_reference:
             # without gradients the mask is freed before the last product
             dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
@@ -192,7 +192,7 @@ class BlockMoments:
         selective = self.kernels.recompute_granularity == "selective" and shape.context is None
         kernel = attention.scores if attention.uses_reference else attention.attention_grad_blocks
         if shape.context is not None:
-            kernel = attention.across_backward
+            kernel = attention.across_backward(self.activations.blocks_with_attention(layer))
         if selective:  # recomputed
             log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
             kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)

@@ -148,6 +148,9 @@ CASES = [
     pytest.param([Layout(cp=4, model=NARROW, zero={"cp_stages_ahead": "all"}), Layout(cp=4, model=NARROW | {"window_size": 20}),
                   Layout(cp=4, model=NARROW, zero={"cp_keep_kv": True}), Layout(cp=2, tp=2, tp_seq=True, model=NARROW)],
                  marks=pytest.mark.long),
+    [Layout(cp=2, model=NARROW | {"attention_dropout": 0.1}, zero={"cp_keep_kv": keep}) for keep in (False, True)],
+    pytest.param([Layout(cp=4, model=NARROW | {"attention_dropout": 0.1}, kernels=kernels) for kernels in ({}, OFFLOAD)],
+                 marks=pytest.mark.long),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
 ]  # fmt: skip
 
