@@ -1,7 +1,7 @@
 """Process groups of one parallel layout, built once and passed around as an object.
 
-Axes from slowest to fastest varying: dp, cp, sp, tp (pp will go before them). Neighbouring ranks, which share a host, get
-the axis that communicates most: tp and Ulysses stay within a node, context parallelism crosses nodes.
+Axes from slowest to fastest varying: pp, dp, cp, sp, tp. Neighbouring ranks, which share a host, get the axis that
+communicates most: tp and Ulysses stay within a node, context parallelism and pipelines cross nodes.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class NcclOptions:
     cta_policy: str = "default"
 
     def of(self, axis: str) -> dict[str, int]:
-        """Return the fields of NCCL's configuration to set for an axis; none for tp.
+        """Return the fields of NCCL's configuration to set for an axis; none for tp and pp.
 
         Raises:
             ConfigError: this torch or its NCCL does not know the policy.
         """
-        if axis == "tp":
+        if axis in ("tp", "pp"):
             return {}
         name, most = ("dp", self.dp_ctas) if axis == "dp" else ("sp", self.sp_ctas)
         fields = {} if most is None else {"max_ctas": most}
@@ -121,9 +121,12 @@ class ParallelGroups:
     """The process groups of a layout, with this rank's place in each.
 
     Attributes:
-        mesh: device mesh with axes (dp, cp, sp, tp).
-        dp, cp, sp, tp: groups along one axis.
+        mesh: device mesh with axes (pp, dp, cp, sp, tp).
+        pp, dp, cp, sp, tp: groups along one axis.
         dp_cp_sp: group over dp, cp and sp together, over which parameters are replicated.
+        pp_tp: group over pp and tp together, which has all parameters of the model once.
+        ends: group of this rank's dp_cp_sp ranks on the first and the last pipeline rank, which share a tied table; None in
+            between, and without a pipeline.
         world: group of all ranks.
         control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the
             default group.
@@ -131,41 +134,44 @@ class ParallelGroups:
     """
 
     mesh: DeviceMesh
+    pp: Group
     dp: Group
     cp: Group
     sp: Group
     tp: Group
     dp_cp_sp: Group
+    pp_tp: Group
+    ends: Group | None
     world: Group
     control: Group
     device: torch.device
 
     @classmethod
     def create(
-        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, cp_size: int = 1, timeout: timedelta | None = None,
-        check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES, control: Group | None = None,
+        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, cp_size: int = 1, pp_size: int = 1,
+        timeout: timedelta | None = None, check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES, control: Group | None = None,
     ) -> ParallelGroups:  # fmt: skip
         """Build the groups; the default process group must be initialised.
 
         Args:
             device: device of this rank's tensors.
-            tp_size, sp_size, cp_size: sizes of these axes; dp_size = world_size / (cp_size * sp_size * tp_size).
+            tp_size, sp_size, cp_size, pp_size: sizes of these axes; dp_size = world_size / their product.
             timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
             nccl: settings of communicators.
             control: the control group of another layout of the same ranks; None: one is made.
         Raises:
             ConfigError: NCCL here does not know a setting.
-            ValueError: cp_size * sp_size * tp_size does not divide the world size.
+            ValueError: pp_size * cp_size * sp_size * tp_size does not divide the world size.
         """
         world_size = dist.get_world_size()
-        of_replica = cp_size * sp_size * tp_size
+        of_replica = pp_size * cp_size * sp_size * tp_size
         if world_size % of_replica:
             raise ValueError(
-                f"world_size ({world_size}) must be a multiple of cp_size * sp_size * tp_size"
-                f" ({cp_size} * {sp_size} * {tp_size} = {of_replica})"
+                f"world_size ({world_size}) must be a multiple of pp_size * cp_size * sp_size * tp_size"
+                f" ({pp_size} * {cp_size} * {sp_size} * {tp_size} = {of_replica})"
             )
-        shape = {"dp": world_size // of_replica, "cp": cp_size, "sp": sp_size, "tp": tp_size}
+        shape = {"pp": pp_size, "dp": world_size // of_replica, "cp": cp_size, "sp": sp_size, "tp": tp_size}
         options: dict[int | str, Any] = {
             axis: o for axis, size in shape.items() if (o := _options(size, device, axis != "dp", nccl.of(axis))) is not None
         }
@@ -177,19 +183,22 @@ class ParallelGroups:
         assert dist.group.WORLD is not None and control is not None
         dp_cp_sp = mesh.get_group("dp")
         if cp_size * sp_size > 1:
-            over_all = _options(world_size // tp_size, device, False, nccl.of("dp"))
+            over_all = _options(world_size // tp_size // pp_size, device, False, nccl.of("dp"))
             dp_cp_sp = mesh["dp", "cp", "sp"]._flatten("dp_cp_sp", over_all).get_group()
         groups = {
             "world": dist.group.WORLD, "control": control, "tp": mesh.get_group("tp"), "sp": mesh.get_group("sp"),
-            "cp": mesh.get_group("cp"), "dp": mesh.get_group("dp"), "dp_cp_sp": dp_cp_sp,
+            "cp": mesh.get_group("cp"), "dp": mesh.get_group("dp"), "pp": mesh.get_group("pp"), "dp_cp_sp": dp_cp_sp,
+            "pp_tp": _over(mesh, ("pp", "tp"), device), **_ends(mesh, device, nccl),
         }  # fmt: skip
         if check:
             groups = check_groups(groups, timeout or _DEFAULT_TIMEOUT)
-        return cls(mesh=mesh, device=device, **groups)
+        ends = groups.pop("ends", None)
+        return cls(mesh=mesh, device=device, ends=ends, **groups)
 
     def destroy(self) -> None:
         """Destroy the groups along the axes, but not those of all ranks. Collective."""
-        axes = {id(group): group for group in map(unchecked, (self.tp, self.sp, self.cp, self.dp, self.dp_cp_sp))}
+        mine = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp, *([] if self.ends is None else [self.ends])]
+        axes = {id(group): group for group in map(unchecked, mine)}
         for group in axes.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -220,6 +229,11 @@ class ParallelGroups:
         return self.cp.rank()
 
     @property
+    def pp_rank(self) -> int:
+        """This rank in its pp group."""
+        return self.pp.rank()
+
+    @property
     def dp_rank(self) -> int:
         """This rank in its dp group."""
         return self.dp.rank()
@@ -227,12 +241,55 @@ class ParallelGroups:
     @property
     def is_first_of_replica(self) -> bool:
         """True on one rank of each data-parallel replica: the one that reports what all its ranks would report alike."""
-        return self.tp.rank() == 0 and self.sp.rank() == 0 and self.cp.rank() == 0
+        return self.tp.rank() == 0 and self.sp.rank() == 0 and self.cp.rank() == 0 and self.pp.rank() == 0
 
     @property
     def dp_size(self) -> int:
         """Number of ranks in the dp group."""
         return self.dp.size()
+
+
+def _over(mesh: DeviceMesh, axes: tuple[str, str], device: torch.device) -> Group:
+    """Return the group over two axes together; that of one of them if the other has one rank. Collective."""
+    sizes = {axis: mesh[axis].size() for axis in axes}
+    longer = [axis for axis in axes if sizes[axis] > 1]
+    if len(longer) < 2:
+        return mesh.get_group(longer[0] if longer else axes[0])
+    return mesh[axes]._flatten("_".join(axes), _options(sizes[axes[0]] * sizes[axes[1]], device, False)).get_group()
+
+
+def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str, Group]:
+    """Return the group ``ends``, under its name; nothing without a pipeline, and between its ends. Collective."""
+    ranks, found = mesh.mesh, dict[str, Group]()  # [pp, dp, cp, sp, tp]
+    if ranks.shape[0] == 1:
+        return found
+    for tp_rank in range(ranks.shape[-1]):
+        members = ranks[[0, -1]][..., tp_rank].flatten().tolist()
+        group = dist.group.WORLD if len(members) == dist.get_world_size() else _new_group(members, device, nccl.of("dp"))
+        if dist.get_rank() in members:
+            assert group is not None
+            found["ends"] = group
+    return found
+
+
+def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, alone: bool = False) -> Group | None:
+    """Make a group with the job's timeout. Collective over all ranks; with ``alone`` over its own."""
+    options = _options(len(ranks), device, alone, fields)
+    made = dist.new_group(
+        ranks, timeout=options._timeout if options is not None else None, use_local_synchronization=alone,
+        pg_options=options if dist.get_backend() == "nccl" else None,
+    )  # fmt: skip
+    return cast("Group | None", made)
+
+
+def channel(source: int, target: int, device: torch.device) -> Group:
+    """Return a group of two ranks of the world for what the first sends to the second. Collective over the two.
+
+    Each direction has a group of its own: on NCCL a group is a stream, and a send in it waits until it is received.
+    """
+    made = _new_group([source, target], device, {}, alone=True)
+    assert made is not None
+    return made
 
 
 def _options(size: int, device: torch.device, urgent: bool, fields: dict[str, int] | None = None) -> Any:

@@ -181,8 +181,7 @@ class BertModel(LanguageModel):
             places = loss_mask.reshape(-1).nonzero()[:, 0]
             x, labels, loss_mask = rows_of(x)[places, None], labels.reshape(-1)[places, None], loss_mask.reshape(-1)[places, None]
         x = self.lm_head(x)
-        if events is not None:
-            events.before_use(0)
+        self.use_table(events)
         made = self.head.loss(x, labels, loss_mask)
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 

@@ -81,7 +81,7 @@ class BertClassifier(LanguageModel):
             return ClassifierLoss(x[:0].sum().to(wide), torch.zeros((), dtype=wide, device=x.device), None)
         pooled = self.pooler(x[row].clone())  # a view would keep all positions until backward
         if ctx.dropout is not None:
-            keys = DropoutKeys(ctx.dropout.token_keys[:1]).row_keys(len(self.stack.layers), SITE_EMBEDDING)[0]
+            keys = DropoutKeys(ctx.dropout.token_keys[:1]).row_keys(self.stages[-1].num_layers, SITE_EMBEDDING)[0]
             pooled = hash_dropout(pooled, self.config.hidden_dropout, keys)
         logits = self.classification_head(pooled).to(wide)
         losses = F.cross_entropy(logits, label, reduction="none")

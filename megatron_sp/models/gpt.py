@@ -24,8 +24,9 @@ class GPTModel(LanguageModel):
     output_layer: VocabParallelEmbedding | None
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:
-        config, self.output_layer = self.config, None
+        config = self.config
         assert config.vocab_size and config.hidden_size
+        self.output_layer = None
         if config.untie_embeddings_and_output_weights:
             init = WeightInit("output_layer", config.init_method_std, seed, dtype)
             self.output_layer = VocabParallelEmbedding(
@@ -42,7 +43,7 @@ class GPTModel(LanguageModel):
 
     @property
     def is_tied(self) -> bool:
-        return self.output_layer is None
+        return not self.config.untie_embeddings_and_output_weights
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
@@ -78,8 +79,7 @@ class GPTModel(LanguageModel):
 
     def _head_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> HeadLoss:
         x = self.hidden(tokens, ctx, events)
-        if events is not None and self.output_layer is None:
-            events.before_use(0)
+        self.use_table(events)
         cut = self.cut(tokens, ctx)
         labels, loss_mask = (cut.take(t.t())[cut.sp_slice] for t in (labels, loss_mask))
         return self.head.loss(x, labels, loss_mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,20 +18,28 @@ from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import RowMask, plan_context
-from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, row_mask, unit_boundary
+from megatron_sp.parallel.forward_context import ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
+from megatron_sp.parallel.pipeline_stages import whole_model
 from megatron_sp.parallel.recompute import recompute
 
+TABLE = "table"  # unit of a table that two pipeline ranks share
 OnUnit = Callable[["LanguageModel", Unit], None]
 
 
 class Embedding(nn.Module):
-    """Sum of word and position embeddings (in BERT also segment embeddings), followed by a norm if the blocks are post-norm."""
+    """Sum of word and position embeddings (in BERT also segment embeddings), followed by a norm if the blocks are post-norm.
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
+    Args:
+        table_only: only the table of the words, for the head of a stage without an embedding.
+    """
+
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext, *, table_only: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.vocab_size and config.hidden_size
         self.hidden_dropout = config.hidden_dropout
@@ -41,14 +49,15 @@ class Embedding(nn.Module):
             divisible_by=config.make_vocab_size_divisible_by,
         )  # fmt: skip
         self.position_embeddings: Table | None = None
-        if config.position_embedding_type == "learned_absolute":
+        if config.position_embedding_type == "learned_absolute" and not table_only:
             init = WeightInit("embedding.position_embeddings", std, seed, dtype)
             self.position_embeddings = Table(config.max_positions, width, init, layout)
         self.tokentype_embeddings: Table | None = None
-        if config.token_types:
+        if config.token_types and not table_only:
             init = WeightInit("embedding.tokentype_embeddings", std, seed, dtype)
             self.tokentype_embeddings = Table(config.token_types, width, init, layout)
-        self.layernorm = Norm(config, config.hidden_size, dtype, layout) if config.norm_placement == "post" else None
+        has_norm = config.norm_placement == "post" and not table_only
+        self.layernorm = Norm(config, config.hidden_size, dtype, layout) if has_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext, types: Tensor | None = None) -> Tensor:
         """Embed this rank's positions.
@@ -73,18 +82,45 @@ class Embedding(nn.Module):
         return hash_dropout(x, self.hidden_dropout, ctx.local_dropout.row_keys(-1, SITE_EMBEDDING))
 
 
-class Stack(nn.Module):
-    """The blocks, which ``LanguageModel`` adds, and the final norm, if the blocks are pre-norm."""
+class Blocks(nn.Module):
+    """Blocks by their number in the whole model, of which a pipeline rank has some."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_number: dict[int, TransformerBlock] = {}
+
+    def add(self, number: int, block: TransformerBlock) -> None:
+        """Add a block under its number."""
+        self._by_number[number] = block
+        self.add_module(str(number), block)
+
+    def __getitem__(self, number: int) -> TransformerBlock:
+        return self._by_number[number]
+
+    def __iter__(self) -> Iterator[TransformerBlock]:
+        return iter(self._by_number.values())
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+
+class Stack(nn.Module):
+    """The blocks, which ``LanguageModel`` adds, and the final norm, if the blocks are pre-norm and the head is on this rank."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext, *, has_head: bool) -> None:
         super().__init__()
         assert config.hidden_size
-        self.layers = nn.ModuleList()
-        self.final_layernorm = Norm(config, config.hidden_size, dtype, layout) if config.norm_placement == "pre" else None
+        self.layers = Blocks()
+        has_norm = has_head and config.norm_placement == "pre"
+        self.final_layernorm = Norm(config, config.hidden_size, dtype, layout) if has_norm else None
 
 
 class LanguageModel(nn.Module):
     """Embedding, blocks and final norm; the subclass adds a head.
+
+    With ``layout.stages`` only these stages are built, under the names that they have in the whole model. A head that uses
+    the embedding's table is then on another rank than the embedding, or in another stage: the table is a unit of its own,
+    of which both have a replica.
 
     Args:
         config: shape; ``vocab_size`` must be set.
@@ -99,23 +135,43 @@ class LanguageModel(nn.Module):
     stack_name = "decoder"
     """The blocks' first name in a checkpoint."""
 
+    embedding: Embedding
+    """Absent on pipeline ranks that neither embed tokens nor share the table."""
+
     def __init__(
         self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: ParallelContext | None = None,
         on_unit: OnUnit | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         assert config.num_layers and config.vocab_size and config.hidden_size
-        self.config, self.kernels, self.layout = config, kernels, layout or ParallelContext()
+        self.config, self.kernels, self.layout, self.params_dtype = config, kernels, layout or ParallelContext(), dtype
+        self.stages = self.layout.stages or (whole_model(config.num_layers),)
         self._offload: ActivationOffload | None = None
+        self._units: list[Unit] = []
         tell = on_unit or (lambda model, unit: None)
-        self.embedding = Embedding(config, seed, dtype, self.layout)
-        tell(self, Unit("embedding", self.embedding))
-        self.add_module(self.stack_name, Stack(config, dtype, self.layout))
-        for layer in range(config.num_layers):
-            self.stack.layers.append(TransformerBlock(config, layer, f"{self.stack_name}.layers.{layer}", seed, dtype, self.layout))
-            tell(self, self._block(layer))
-        self._build_head(seed, dtype)
-        tell(self, self._head())
+
+        def built(unit: Unit) -> None:
+            self._units.append(unit)
+            tell(self, unit)
+
+        if self.has_embedding or self.shares_table:
+            self.embedding = Embedding(config, seed, dtype, self.layout, table_only=not self.has_embedding)
+        if self.has_embedding and any(True for _ in self._own_part_of_embedding().parameters()):
+            built(Unit("embedding", self._own_part_of_embedding()))
+        self.add_module(self.stack_name, Stack(config, dtype, self.layout, has_head=self.has_head))
+        for stage in self.stages:
+            for layer in range(stage.start, stage.stop):
+                name = f"{self.stack_name}.layers.{layer}"
+                block = TransformerBlock(config, layer, name, seed, dtype, self.layout)
+                self.stack.layers.add(layer, block)
+                built(Unit(name, block, alike=True))
+        if self.has_head:
+            self._build_head(seed, dtype)
+            norm = self.stack.final_layernorm
+            built(Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules())))
+        if self.shares_table:
+            built(Unit(TABLE, self.embedding.word_embeddings))
+        self._index = {unit.name: index for index, unit in enumerate(self._units)}
 
     @property
     def stack(self) -> Stack:
@@ -135,19 +191,33 @@ class LanguageModel(nn.Module):
         """True if the head uses the embedding's table."""
         raise NotImplementedError
 
-    def _block(self, layer: int) -> Unit:
-        return Unit(f"{self.stack_name}.layers.{layer}", self.stack.layers[layer], alike=True)
+    @property
+    def has_embedding(self) -> bool:
+        """True if this rank embeds tokens."""
+        return self.stages[0].is_first
 
-    def _head(self) -> Unit:
-        norm = self.stack.final_layernorm
-        return Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules()))
+    @property
+    def has_head(self) -> bool:
+        """True if this rank computes losses."""
+        return self.stages[-1].is_last
+
+    @property
+    def shares_table(self) -> bool:
+        """True if this rank has a replica of a table that the embedding on one pipeline rank and the head on another use."""
+        return self.is_tied and self.has_embedding != self.has_head
+
+    def _own_part_of_embedding(self) -> nn.Module:
+        """Return what of the embedding is in its unit: all of it, or what is not shared."""
+        if not self.shares_table:
+            return self.embedding
+        return nn.ModuleDict({name: child for name, child in self.embedding.named_children() if name != "word_embeddings"})
 
     def units(self) -> list[Unit]:
-        """Return the model's units in the order of the forward pass; every parameter is in exactly one."""
-        return [Unit("embedding", self.embedding), *(self._block(i) for i in range(len(self.stack.layers))), self._head()]
+        """Return the units of this rank's stages in the order of the forward pass; every parameter is in exactly one."""
+        return list(self._units)
 
     def unit_order(self, *, backward: bool) -> list[int]:
-        """Return the unit indices in the order in which a pass reads their parameters, as it reports them to ``UnitEvents``.
+        """Return the unit indices in the order in which a pass of a whole model reads parameters, as it reports to ``UnitEvents``.
 
         Args:
             backward: include the backward pass; else the forward pass only.
@@ -158,40 +228,57 @@ class LanguageModel(nn.Module):
     @property
     def _reads_embedding_again(self) -> bool:
         """True if backward must fetch the embedding again for its norm's weight; with a tied head the embedding is still whole then."""
-        return self.embedding.layernorm is not None and not self.is_tied
+        return self.config.norm_placement == "post" and not (self.is_tied and len(self.stages) == 1 and self.stages[0].num_stages == 1)
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
-        """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s]."""
+        """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s].
+
+        With ``ctx.stage`` that stage alone is computed, from what the one before has returned.
+        """
+        stage, x = ctx.stage or StageInput(self.stages[0])
         cut = self.cut(tokens, ctx)
         positions = self._positions(tokens, ctx)
         ctx = self._prepare(ctx, positions, cut)
-        if events is not None:
-            events.before_use(0)
-        mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
-        x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
-        layers = cast("list[TransformerBlock]", list(self.stack.layers))
+        if x is None:
+            assert stage.is_first, f"stage {stage.number} needs the output of the stage before"
+            self.use(events, "embedding")
+            self.use(events, TABLE)
+            mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
+            x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
+        layers = [self.stack.layers[layer] for layer in range(stage.start, stage.stop)]
+        first_unit = self._index[f"{self.stack_name}.layers.{stage.start}"] if layers else 0
         offload = self._offload_pass(x, ctx)
         # the unit whose parameters backward reads after those of the layers run next
-        below: int | None = 0 if self._reads_embedding_again else None
+        below: int | None = self._index["embedding"] if stage.is_first and self._reads_embedding_again else None
         for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()
             if first == last:
                 continue
-            x = unit_boundary(x, events, first + 1, below)
+            x = unit_boundary(x, events, first_unit + first, below)
             if again:
-                run = partial(_recomputed, layers, range(first, last), self._with_kept_attention(ctx, x), events)
+                run = partial(_recomputed, layers, range(first, last), first_unit, self._with_kept_attention(ctx, x), events)
                 x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
             else:
-                x = _run_layers(layers, range(first, last), x, ctx, events, offload)
-            below = None if again else last
-        x = unit_boundary(x, events, len(layers) + 1, below)
-        if events is not None:
-            events.before_use(len(layers) + 1)
-        if self.stack.final_layernorm is not None:
-            x = self.stack.final_layernorm(x)
+                x = _run_layers(layers, range(first, last), first_unit, x, ctx, events, offload)
+            below = None if again else first_unit + last - 1
+        if stage.is_last:
+            x = unit_boundary(x, events, self._index["head"], below)
+            self.use(events, "head")
+            if self.stack.final_layernorm is not None:
+                x = self.stack.final_layernorm(x)
         if ctx.cache is not None:
             ctx.cache.advance(tokens.shape[1])
         return x
+
+    def use(self, events: UnitEvents | None, name: str) -> None:
+        """Report that the parameters of a unit are about to be read, if this rank has it."""
+        if events is not None and name in self._index:
+            events.before_use(self._index[name])
+
+    def use_table(self, events: UnitEvents | None) -> None:
+        """Report that a tied head is about to read the table."""
+        if self.is_tied:
+            self.use(events, TABLE if self.shares_table else "embedding")
 
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
         """Return the context of recomputed blocks, which keep attention's results where the kernel has them (--recompute-attention)."""
@@ -221,7 +308,6 @@ class LanguageModel(nn.Module):
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
-        dtype = self.embedding.word_embeddings.weight.dtype
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole)
         if self.layout.cp.size > 1:
             if ctx.cache is not None:
@@ -231,27 +317,29 @@ class LanguageModel(nn.Module):
             keys = ctx.dropout.token_keys
             ctx = replace(ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice]))
         if ctx.rotary is None:
-            ctx = replace(ctx, rotary=rotary_of(self.config, cut.share(positions), dtype))
+            ctx = replace(ctx, rotary=rotary_of(self.config, cut.share(positions), self.params_dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
         remakes = self.kernels.recompute_qkv and torch.is_grad_enabled()
         return replace(ctx, recompute_core=again, remakes_heads=remakes, mlp_chunks=self.kernels.mlp_chunks)
 
 
-def _recomputed(layers: list[TransformerBlock], which: range, ctx: ForwardContext, events: UnitEvents | None, x: Tensor) -> Tensor:
+def _recomputed(
+    layers: list[TransformerBlock], which: range, first_unit: int, ctx: ForwardContext, events: UnitEvents | None, x: Tensor
+) -> Tensor:  # fmt: skip
     draws_random = layers[which.start].self_attention.draws_random(ctx)
-    return recompute(_run_layers, layers, which, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
+    return recompute(_run_layers, layers, which, first_unit, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
 
 
 def _run_layers(
-    layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
+    layers: list[TransformerBlock], which: range, first_unit: int, x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
     offload: OffloadPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run the blocks ``which``, whose units are numbered from 1; the caller sets the unit boundary before the first."""
+    """Run the blocks ``which``, whose units are numbered from ``first_unit``; the caller sets the unit boundary before the first."""
     for layer in which:
         if layer > which.start:
-            x = unit_boundary(x, events, layer + 1, layer)
+            x = unit_boundary(x, events, first_unit + layer, first_unit + layer - 1)
         if events is not None:
-            events.before_use(layer + 1)
+            events.before_use(first_unit + layer)
         block = layers[layer]
         x = block(x, ctx) if offload is None else offload.run(partial(block, ctx=ctx), x, block.parameters, last=layer + 1 == len(layers))
     return x

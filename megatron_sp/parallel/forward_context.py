@@ -17,8 +17,20 @@ from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
+from megatron_sp.parallel.pipeline_stages import Stage
 
 MicroBatch = dict[str, Tensor]
+
+
+class StageInput(NamedTuple):
+    """A stage of a pipeline, and what the one before has computed for it.
+
+    Attributes:
+        x: [s/parts, b, h]; None for the first stage.
+    """
+
+    stage: Stage
+    x: Tensor | None = None
 
 
 class Unit(NamedTuple):
@@ -71,6 +83,7 @@ class ForwardContext:
         remakes_heads: blocks that are not recomputed keep attention's results, and make q, k and v again in backward.
         recompute_core: recompute the core attention in backward instead of saving its intermediates.
         mlp_chunks: number of chunks of positions in which the MLP is computed.
+        stage: the stage that is computed, of a model that is cut into several; None: all of it.
     """
 
     mask: AttentionMask
@@ -89,6 +102,7 @@ class ForwardContext:
     remakes_heads: bool = False
     recompute_core: bool = False
     mlp_chunks: int = 1
+    stage: StageInput | None = None
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:

@@ -18,6 +18,7 @@ from megatron_sp.comm.recorder import Recorder
 from megatron_sp.parallel.context_parallel import NO_CP, ContextParallel
 from megatron_sp.parallel.context_plan import RowMask, Runs, cut_row
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
+from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
@@ -128,6 +129,7 @@ class ParallelContext:
         mode, num_chunks: how the Ulysses exchanges are split (``parallel/heads.py``).
         recorder: recorder of collectives and computation (--report-overlap).
         cp_chunks: chunks of a sequence that each cp rank is dealt; None: as many as the mask needs.
+        stages: this pipeline rank's stages of the model, in order; empty: the model is not cut.
     """
 
     tp: TensorParallel = NO_TP
@@ -137,16 +139,18 @@ class ParallelContext:
     recorder: Recorder | None = None
     cp: ContextParallel = NO_CP
     cp_chunks: int | None = None
+    stages: tuple[Stage, ...] = ()
 
     @classmethod
     def of(
         cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
         recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1, cp_keep_kv: bool = False,
+        stages: tuple[Stage, ...] = (),
     ) -> ParallelContext:  # fmt: skip
         """Context of a rank's groups, for a model outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
-        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks).in_layer(None)
+        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
         """Return the context for a block, whose collectives and computation are recorded under its number."""

@@ -22,56 +22,71 @@ def _members(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(getattr(group, "process_group", group))
 
 
-def _layout(tp: int, sp: int, cp: int, check: bool) -> None:
+def _layout(tp: int, sp: int, cp: int, pp: int, check: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=cp, check=check)
-    places = torch.arange(world).view(-1, cp, sp, tp)
-    dp_rank, cp_rank, sp_rank, tp_rank = (int(at) for at in (places == rank).nonzero()[0])
-    assert _members(groups.tp) == places[dp_rank, cp_rank, sp_rank].tolist()
-    assert _members(groups.sp) == places[dp_rank, cp_rank, :, tp_rank].tolist()
-    assert _members(groups.cp) == places[dp_rank, :, sp_rank, tp_rank].tolist()
-    assert _members(groups.dp) == places[:, cp_rank, sp_rank, tp_rank].tolist()
-    assert _members(groups.dp_cp_sp) == places[..., tp_rank].flatten().tolist()
+    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp, check=check)
+    places = torch.arange(world).view(pp, -1, cp, sp, tp)
+    pp_rank, dp_rank, cp_rank, sp_rank, tp_rank = (int(at) for at in (places == rank).nonzero()[0])
+    assert _members(groups.tp) == places[pp_rank, dp_rank, cp_rank, sp_rank].tolist()
+    assert _members(groups.sp) == places[pp_rank, dp_rank, cp_rank, :, tp_rank].tolist()
+    assert _members(groups.cp) == places[pp_rank, dp_rank, :, sp_rank, tp_rank].tolist()
+    assert _members(groups.dp) == places[pp_rank, :, cp_rank, sp_rank, tp_rank].tolist()
+    assert _members(groups.pp) == places[:, dp_rank, cp_rank, sp_rank, tp_rank].tolist()
+    assert _members(groups.dp_cp_sp) == places[pp_rank, ..., tp_rank].flatten().tolist()
+    assert _members(groups.pp_tp) == places[:, dp_rank, cp_rank, sp_rank].flatten().tolist()
+    if pp == 1 or pp_rank not in (0, pp - 1):
+        assert groups.ends is None
+    else:
+        assert groups.ends is not None and _members(groups.ends) == places[[0, -1]][..., tp_rank].flatten().tolist()
     assert _members(groups.world) == _members(groups.control) == list(range(world))
     assert (groups.rank, groups.world_size) == (rank, world)
-    assert (groups.dp_rank, groups.dp_size) == (dp_rank, world // (tp * sp * cp))
-    assert (groups.cp_rank, groups.sp_rank, groups.tp_rank) == (cp_rank, sp_rank, tp_rank)
-    assert groups.is_first_of_replica == (cp_rank == sp_rank == tp_rank == 0)
-    assert groups.mesh.mesh_dim_names == ("dp", "cp", "sp", "tp")
-    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.dp_cp_sp):
-        assert float(all_reduce(torch.tensor([float(rank)]), group)) == sum(_members(group))
+    assert (groups.dp_rank, groups.dp_size) == (dp_rank, world // (tp * sp * cp * pp))
+    assert (groups.pp_rank, groups.cp_rank, groups.sp_rank, groups.tp_rank) == (pp_rank, cp_rank, sp_rank, tp_rank)
+    assert groups.is_first_of_replica == (pp_rank == cp_rank == sp_rank == tp_rank == 0)
+    assert groups.mesh.mesh_dim_names == ("pp", "dp", "cp", "sp", "tp")
+    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.pp, groups.dp_cp_sp, groups.pp_tp, groups.ends):
+        if group is not None:
+            assert float(all_reduce(torch.tensor([float(rank)]), group)) == sum(_members(group))
+    groups.destroy()
 
 
 @pytest.mark.parametrize(
-    "world, tp, sp, cp", [
-        (1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 2, 2, 1), (2, 2, 1, 1), (2, 1, 2, 1),
-        (3, 1, 1, 3), (4, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (8, 2, 2, 2), (6, 1, 1, 3),
+    "world, tp, sp, cp, pp", [
+        (1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (4, 1, 1, 1, 1), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1), (4, 2, 2, 1, 1),
+        (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (3, 1, 1, 3, 1), (4, 1, 1, 2, 1), (4, 2, 1, 2, 1), (4, 1, 2, 2, 1), (8, 2, 2, 2, 1),
+        (6, 1, 1, 3, 1), (2, 1, 1, 1, 2), (4, 1, 1, 1, 2), (4, 2, 1, 1, 2), (6, 1, 1, 1, 3), (6, 2, 1, 1, 3), (8, 1, 2, 2, 2),
+        (8, 2, 1, 1, 2),
     ]
 )  # fmt: skip
-def test_members(tmp_path: Path, world: int, tp: int, sp: int, cp: int) -> None:
-    run_ranks(_layout, world, tmp_path, tp, sp, cp, False)
+def test_members(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
+    run_ranks(_layout, world, tmp_path, tp, sp, cp, pp, False)
 
 
-def test_members_of_checked_groups(tmp_path: Path) -> None:
-    run_ranks(_layout, 4, tmp_path, 1, 2, 2, True)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_members_of_checked_groups(tmp_path: Path, pp: int) -> None:
+    run_ranks(_layout, 4 * pp, tmp_path, 1, 2, 2, pp, True)
 
 
-def _timeouts(tp: int, sp: int, cp: int) -> None:
-    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp, cp_size=cp)
-    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.dp_cp_sp):
-        if group.size() > 1:
+def _timeouts(tp: int, sp: int, cp: int, pp: int) -> None:
+    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp)
+    for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.pp, groups.dp_cp_sp, groups.pp_tp, groups.ends):
+        if group is not None and group.size() > 1:
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=PATIENCE_S)  # what run_ranks gave the world
 
 
 @pytest.mark.parametrize(
-    "world, tp, sp, cp", [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 1, 1, 2), (4, 1, 1, 2)]
-)
-def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int, cp: int) -> None:
-    run_ranks(_timeouts, world, tmp_path, tp, sp, cp)
+    "world, tp, sp, cp, pp", [
+        (2, 2, 1, 1, 1), (2, 1, 2, 1, 1), (4, 2, 2, 1, 1), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1), (2, 1, 1, 2, 1), (4, 1, 1, 2, 1),
+        (3, 1, 1, 1, 3), (4, 2, 1, 1, 2), (4, 1, 1, 1, 2),
+    ]
+)  # fmt: skip
+def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
+    run_ranks(_timeouts, world, tmp_path, tp, sp, cp, pp)
 
 
 def _indivisible() -> None:
-    with pytest.raises(ValueError, match=r"world_size \(3\) must be a multiple of cp_size \* sp_size \* tp_size \(2 \* 1 \* 2 = 4\)"):
+    words = r"world_size \(3\) must be a multiple of pp_size \* cp_size \* sp_size \* tp_size \(1 \* 2 \* 1 \* 2 = 4\)"
+    with pytest.raises(ValueError, match=words):
         ParallelGroups.create(torch.device("cpu"), tp_size=2, cp_size=2)
 
 

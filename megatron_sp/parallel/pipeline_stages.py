@@ -1,0 +1,83 @@
+"""Stages of a model: runs of its layers, of which a pipeline rank has one or several. Plain numbers, no torch.
+
+The first stage has the embedding, too, and the last one the head. These cost time like a layer, or several: layers are dealt so
+that the slowest stage is as fast as it can be (``deal_layers``), unless the first and the last stage are given their numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of a model's layers.
+
+    Attributes:
+        number: of the stage, from 0.
+        start, stop: its layers.
+        num_layers: of the whole model.
+        num_stages: of the whole model.
+    """
+
+    number: int
+    start: int
+    stop: int
+    num_layers: int
+    num_stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage with the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage with the head."""
+        return self.number == self.num_stages - 1
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def whole_model(num_layers: int) -> Stage:
+    """Return the stage of a model that is not cut."""
+    return Stage(0, 0, num_layers, num_layers)
+
+
+def cut_model(counts: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return the stages with so many layers each."""
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return tuple(Stage(i, start, stop, ends[-1], len(counts)) for i, (start, stop) in enumerate(pairwise(ends)))
+
+
+def deal_layers(
+    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, embedding: float = 0.0, head: float = 0.0
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Args:
+        num_layers: of the model.
+        num_stages: each of them gets a layer at least.
+        first, last: layers of the first and the last stage; None: as balances them.
+        embedding, head: their time, in that of a layer.
+    Raises:
+        ValueError: there are too few layers.
+    """
+    given = {0: first, num_stages - 1: last} if num_stages > 1 else {}
+    if num_stages == 1:
+        return (num_layers,)
+    counts = [given.get(stage) or 1 for stage in range(num_stages)]
+    free = [stage for stage in range(num_stages) if given.get(stage) is None]
+    left = num_layers - sum(counts)
+    if left < 0 or (left > 0 and not free):
+        fixed = " + ".join(str(count) for count in (first, last) if count is not None)
+        of_these = f", with {fixed} given" if fixed else ""
+        raise ValueError(f"{num_layers} layers cannot be dealt to {num_stages} stages of at least one{of_these}")
+    extra = {0: embedding, num_stages - 1: head}
+    # one after another to the stage that is fastest then; among equals to one in the middle, whose neighbours have ends
+    middle = sorted(free, key=lambda stage: (stage in (0, num_stages - 1), stage))
+    for _ in range(left):
+        counts[min(middle, key=lambda stage: counts[stage] + 1 + extra.get(stage, 0.0))] += 1
+    return tuple(counts)
