@@ -4,10 +4,16 @@ Every op of ours with a weight takes an optional ``MainGrad``. With a main_grad 
 gradient into the main_grad's view and returns None for it, so that a gradient is produced once, in its final place and
 its final dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket
 afterwards. Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
+
+A main_grad may keep gradients for later (``later``): nothing waits for a weight's gradient but the optimizer, so a backward pass can
+hand on the gradient of its input first (zero-bubble pipelines, arXiv:2401.10241). Then an op hands over what writes the
+gradient, with the operands, in place of writing it; the order of a parameter's gradients stays the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -36,6 +42,12 @@ class MainGrad(Protocol):
     def finish(self, param: Tensor) -> None:
         """Mark a gradient reserved by ``reserve_ahead`` as complete."""
 
+    def later(self, param: Tensor, write: Callable[[], object]) -> bool:
+        """Keep ``write``, which computes and stores a gradient of ``param``, if its gradients are put off now; return whether they are.
+
+        It is called without autograd, with its operands as they are: they must not be changed in place any more.
+        """
+
 
 def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
     """Compute the weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
@@ -47,6 +59,13 @@ def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor
     Returns:
         None if it was written to the main_grad, else the gradient [out, in].
     """
+    if main_grad is not None and main_grad.later(weight, partial(put_weight_grad_now, main_grad, weight, grad_out, x)):
+        return None
+    return put_weight_grad_now(main_grad, weight, grad_out, x)
+
+
+def put_weight_grad_now(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
+    """Do what ``put_weight_grad`` does, also where gradients are put off."""
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     if reserved is None:
         return grad_out.t() @ x
@@ -81,6 +100,12 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
     """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter."""
+    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):
+        return None
+    return _put_now(main_grad, param, grad)
+
+
+def _put_now(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
     reserved = main_grad.reserve(param) if main_grad is not None else None
     if reserved is None:
         return grad.to(param.dtype)

@@ -7,11 +7,18 @@ unit's collective, which overlaps with the rest of backward; ``finish_step`` wai
     stage 1   reduce_scatter in the last micro-batch; micro-batches accumulate in the full buffers
     stage 2,3 reduce_scatter in every micro-batch; micro-batches accumulate in the shards
 
+With several stages of a pipeline on a rank, the units of a stage have their micro-batches at other times than those of
+another one: ``last_micro_batch`` and ``finish_micro_batch`` say which units they are about. A backward pass may put off
+the gradients of some units (``put_off``): what writes them is kept until ``catch_up``.
+
 Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that
 several tp ranks hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +28,7 @@ from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.optim.flat import FlatUnit, Slot
 from megatron_sp.optim.offload import HostCopies
 
+_NONE: Mapping[int, Group] = MappingProxyType({})
 _IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ranges: one is on its way, one is complete
 
 
@@ -34,6 +42,9 @@ class FlatGradients:
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
         reduce_dtype: dtype in which gradients are reduced; None: that of the buffers.
         host: receives reduced gradients at once (``--offload-optimizer``); None: they stay on the device.
+        own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
+        reserves_ahead: the LM head may write its table's gradient in the forward pass (``reserve_ahead``), since nothing else
+            writes to it before the head's backward pass.
 
     Raises:
         ValueError: a parameter is in two units.
@@ -41,11 +52,12 @@ class FlatGradients:
 
     def __init__(
         self, units: list[FlatUnit], group: Group, *, tp: Group = SINGLE_RANK, overlap: bool = True,
-        reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None,
+        reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None, own_groups: Mapping[int, Group] = _NONE,
+        reserves_ahead: bool = True,
     ) -> None:  # fmt: skip
-        self.host = host
+        self.host, self._own_groups, self._reserves_ahead = host, own_groups, reserves_ahead
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
-        self.reduce_dtype = reduce_dtype if group.size() > 1 else None
+        self.reduce_dtype = reduce_dtype
         self.stage = units[0].zero.stage if units else 0
         self._slots: dict[int, tuple[int, Slot]] = {}
         for index, unit in enumerate(units):
@@ -60,8 +72,10 @@ class FlatGradients:
         self._ahead: set[int] = set()
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
         self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
-        self._last_micro_batch = False
+        self._completing: set[int] = set()  # units whose next reduction is the step's last
         self._last: set[int] = set()  # units whose reduction under way is the step's last
+        self._put_off: tuple[Hashable, Collection[int]] = None, ()
+        self._kept: dict[Hashable, list[tuple[int, Callable[[], object]]]] = {}
 
     def start_step(self) -> None:
         """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
@@ -69,8 +83,9 @@ class FlatGradients:
         self._written.clear()
         self._ahead.clear()
         self._reduced.clear()
-        self._last_micro_batch = False
+        self._completing.clear()
         self._last.clear()
+        self._kept.clear()
         if self.host is not None:
             self.host.start_step()
         for unit in self.units:
@@ -78,9 +93,50 @@ class FlatGradients:
             for slot in unit.slots:
                 slot.param.grad = None
 
-    def last_micro_batch(self) -> None:
-        """Announce that the next backward pass is the step's last, so that units may be reduced as they complete."""
-        self._last_micro_batch = True
+    def last_micro_batch(self, units: Collection[int] | None = None) -> None:
+        """Announce that the next gradients are the step's last, so that units may be reduced as they complete.
+
+        Args:
+            units: of these units; None: of all.
+        """
+        self._completing.update(range(len(self.units)) if units is None else units)
+
+    def put_off(self, key: Hashable = None, units: Collection[int] = ()) -> None:
+        """Keep what writes the gradients of ``units`` for later, from now on.
+
+        Args:
+            key: by which ``catch_up`` finds it; None: nothing is kept any more.
+            units: indices.
+        """
+        self._put_off = key, units
+        if key is not None:
+            self._kept[key] = []
+
+    def later(self, param: Tensor, write: Callable[[], object]) -> bool:
+        key, units = self._put_off
+        if key is None or id(param) not in self._slots:
+            return False
+        index, _ = self._slots[id(param)]
+        if index not in units:
+            return False
+        self._kept[key].append((index, write))
+        return True
+
+    @torch.no_grad()
+    def catch_up(self, key: Hashable) -> None:
+        """Write the gradients that were put off under ``key``, in the order in which they came, and complete their units."""
+        before: int | None = None
+        kept = self._kept.pop(key)
+        kept.reverse()
+        while kept:
+            index, write = kept.pop()
+            if before not in (None, index):
+                self.unit_done(before)
+            write()
+            del write  # with its operands
+            before = index
+        if before is not None:
+            self.unit_done(before)
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self._slots:
@@ -91,7 +147,7 @@ class FlatGradients:
         return view, fresh
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        if id(param) not in self._slots or id(param) in self._written:
+        if not self._reserves_ahead or id(param) not in self._slots or id(param) in self._written:
             return None
         view = self._view(param)
         self._written.add(id(param))
@@ -110,18 +166,25 @@ class FlatGradients:
 
     def unit_done(self, index: int) -> None:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
-        if self.overlap and (self._last_micro_batch or self.stage >= 2):
+        key, put_off = self._put_off
+        if key is not None and index in put_off:
+            return  # ``catch_up`` completes it
+        if self.overlap and (index in self._completing or self.stage >= 2):
             self._reduce(index)
 
-    def finish_micro_batch(self) -> None:
-        """Start the reduction of the units not reduced yet (stages 2 and 3); to be called after each backward pass."""
+    def finish_micro_batch(self, units: Collection[int] | None = None) -> None:
+        """Start the reduction of the units not reduced yet (stages 2 and 3); to be called after each backward pass.
+
+        Args:
+            units: those whose backward pass it was; None: all.
+        """
         if self.stage < 2:
             return
-        for index in reversed(range(len(self.units))):
+        for index in sorted(range(len(self.units)) if units is None else units, reverse=True):
             if index not in self._reduced:
                 self._reduce(index)
-        self._reduced.clear()
-        self._written.clear()
+            self._reduced.discard(index)
+            self._written.difference_update(id(slot.param) for slot in self.units[index].slots)
 
     def finish_step(self) -> None:
         """Reduce what has not been reduced yet and wait for everything."""
@@ -151,13 +214,15 @@ class FlatGradients:
             self._collect(slot)
         self._sum_over_tp(unit)
         self._reduced.add(index)
-        if self._last_micro_batch or self.stage < 2:
+        if index in self._completing or self.stage < 2:
             self._last.add(index)
-        travels = unit.grads if self.reduce_dtype in (None, unit.grad_dtype) else unit.grads.to(self.reduce_dtype)
+        group = self._own_groups.get(index, self.group)
+        as_it_is = self.reduce_dtype in (None, unit.grad_dtype) or group.size() == 1
+        travels = unit.grads if as_it_is else unit.grads.to(self.reduce_dtype)
         if self.stage == 0:
-            self._handles[index] = all_reduce_async(travels, self.group)
+            self._handles[index] = all_reduce_async(travels, group)
         else:
-            self._handles[index] = reduce_scatter_async(travels, self.group)
+            self._handles[index] = reduce_scatter_async(travels, group)
         # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the
         # backward pass
         if self.stage >= 1 or self.host is not None:

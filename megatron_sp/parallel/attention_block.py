@@ -21,7 +21,7 @@ from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import column_sum, norm_gradients, norm_in_front, normed_by, rows_of
-from megatron_sp.parallel.split_projection import RowWiseGrad, project_pieces, put_grad_of_columns, take
+from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
 from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
 
 
@@ -215,11 +215,11 @@ class _Backward:
         a = plan.tp.enter_async(normed)
         a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
         grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if needs.normed else None
-        weight_grad = RowWiseGrad(self.main_grad, self.params.w_qkv, self.run.whole_weight) if needs.w_qkv else None
+        weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.run.whole_weight) if needs.w_qkv else None
         bias_grad = None
         if needs.b_qkv:
             assert self.params.b_qkv is not None
-            bias_grad = RowWiseGrad(self.main_grad, self.params.b_qkv, self.run.whole_weight)
+            bias_grad = row_wise_grad(self.main_grad, self.params.b_qkv, self.run.whole_weight)
         reduced: Handle | None = None
         first = True
         for index, (message, handle) in enumerate(arriving):

@@ -220,8 +220,8 @@ class _Backward:
         self.need_normed = self.need.x or self.need.norm_weight or self.need.norm_bias
         self.passed = None if ctx.has_onto else grad  # to x, beside what comes through the branch
         self.sums: dict[str, Tensor] = {}  # over the chunks: gradients of the biases and of the norm's parameters, by name
-        self.w1_grad = _WeightGrad(self.main_grad, self.params.w1) if self.need.w1 else None
-        self.w2_grad = _WeightGrad(self.main_grad, self.params.w2) if self.need.w2 else None
+        self.w1_grad = _weight_grad(self.main_grad, self.params.w1) if self.need.w1 else None
+        self.w2_grad = _weight_grad(self.main_grad, self.params.w2) if self.need.w2 else None
         self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need.x else None
 
     def run(self) -> _Grads:
@@ -331,3 +331,33 @@ class _WeightGrad:
     def result(self) -> Tensor | None:
         """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view.to(self._param.dtype)
+
+
+class _PutOffWeightGrad:
+    """Operands of a ``_WeightGrad``, until the main_grad asks for the gradient."""
+
+    def __init__(self, main_grad: MainGrad, param: Tensor) -> None:
+        self._main_grad, self._param = main_grad, param
+        self._operands: list[tuple[Tensor, Tensor]] = []
+
+    def add_product(self, grad_out: Tensor, x: Tensor) -> None:
+        """As of ``_WeightGrad``."""
+        self._operands.append((grad_out, x))
+
+    def result(self) -> None:
+        """Return None: the main_grad has it, or will have it."""
+
+    def write(self) -> None:
+        """Compute the gradient and store it."""
+        made = _WeightGrad(self._main_grad, self._param)
+        for operands in self._operands:
+            made.add_product(*operands)
+
+
+def _weight_grad(main_grad: MainGrad | None, param: Tensor) -> _WeightGrad | _PutOffWeightGrad:
+    """Return what adds up the gradient of a parameter over the chunks, now or when the main_grad asks for it."""
+    if main_grad is not None:
+        put_off = _PutOffWeightGrad(main_grad, param)
+        if main_grad.later(param, put_off.write):
+            return put_off
+    return _WeightGrad(main_grad, param)

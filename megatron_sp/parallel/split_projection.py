@@ -9,7 +9,8 @@ Weight gradients are computed for the same rows and columns, message by message 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -86,6 +87,12 @@ def put_grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor
     """Compute the weight gradient of ``project_pieces``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
+    if main_grad is not None and main_grad.later(weight, partial(_put_grad_of_columns_now, main_grad, weight, grad, pieces)):
+        return None
+    return _put_grad_of_columns_now(main_grad, weight, grad, pieces)
+
+
+def _put_grad_of_columns_now(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
     for columns, piece in pieces:
@@ -94,7 +101,10 @@ def put_grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor
 
 
 class RowWiseGrad:
-    """Gradient of a parameter computed message by message, each for some of its rows."""
+    """Gradient of a parameter computed message by message, each for some of its rows.
+
+    ``PutOffRowWiseGrad`` is the same where gradients are put off: ``row_wise_grad`` chooses.
+    """
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
         reserved = main_grad.reserve(param) if main_grad is not None else None
@@ -122,3 +132,43 @@ class RowWiseGrad:
     def result(self) -> Tensor | None:
         """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view
+
+
+class PutOffRowWiseGrad:
+    """Operands of a ``RowWiseGrad``, until the main_grad asks for the gradient."""
+
+    def __init__(self, main_grad: MainGrad, param: Tensor, rows_differ: bool) -> None:
+        self._new = partial(RowWiseGrad, main_grad, param, rows_differ)
+        self._calls: list[Callable[[RowWiseGrad], None]] = []
+
+    def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
+        """As of ``RowWiseGrad``."""
+        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))
+
+    def put(self, grad: Tensor, rows: list[slice]) -> None:
+        """As of ``RowWiseGrad``."""
+        self._calls.append(lambda made: made.put(grad, rows))
+
+    def result(self) -> None:
+        """Return None: the main_grad has it, or will have it."""
+
+    def write(self) -> None:
+        """Compute the gradient and store it."""
+        made = self._new()
+        for call in self._calls:
+            call(made)
+
+
+def row_wise_grad(main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> RowWiseGrad | PutOffRowWiseGrad:
+    """Return what collects the gradient of a parameter message by message.
+
+    Args:
+        main_grad: receives the gradient.
+        param: as the main_grad knows it.
+        rows_differ: every row comes exactly once.
+    """
+    if main_grad is not None:
+        put_off = PutOffRowWiseGrad(main_grad, param, rows_differ)
+        if main_grad.later(param, put_off.write):
+            return put_off
+    return RowWiseGrad(main_grad, param, rows_differ)

@@ -57,6 +57,19 @@ class PoisonedSink:
         self.claims: list[bool] = []
         self._written: set[int] = set()
         self.ahead: set[int] = set()
+        self.kept: list[Callable[[], object]] | None = None  # a list: gradients are put off
+
+    def later(self, param: Tensor, write: Callable[[], object]) -> bool:
+        if self.kept is None or id(param) not in self.views:
+            return False
+        self.kept.append(write)
+        return True
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        kept, self.kept = self.kept or [], None
+        for write in kept:
+            write()
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self.views:
