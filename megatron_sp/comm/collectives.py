@@ -72,6 +72,11 @@ class Handle:
         warnings.warn(f"wait() was never called on {what}: its result may be read before it is complete", RuntimeWarning, stacklevel=1)
 
     @property
+    def is_completed(self) -> bool:
+        """True if ``wait()`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    @property
     def waited(self) -> bool:
         """True if ``wait()`` has been called."""
         return self._waited
@@ -170,6 +175,16 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
     group = announced(group, "all_to_all", send, send=send_counts, receive=receive_counts)
     work = dist.all_to_all_single(receive, send, list(receive_counts), list(send_counts), group=group, async_op=True)
     return Handle(work, receive, "all_to_all", operand=send)
+
+
+def send_async(x: Tensor, group: Group, target: int) -> Handle:
+    """Start sending ``x``, contiguous, to a rank of the world that is in the group."""
+    return Handle(dist.isend(x, dst=target, group=group), x, "send")
+
+
+def receive_async(into: Tensor, group: Group, source: int) -> Handle:
+    """Start receiving into a contiguous tensor, from a rank of the world that is in the group."""
+    return Handle(dist.irecv(into, src=source, group=group), into, "receive")
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:

@@ -7,6 +7,7 @@ communicates most: tp and Ulysses stay within a node, context parallelism and pi
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -272,24 +273,35 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
     return found
 
 
-def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, alone: bool = False) -> Group | None:
-    """Make a group with the job's timeout. Collective over all ranks; with ``alone`` over its own."""
-    options = _options(len(ranks), device, alone, fields)
+def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, urgent: bool = False) -> Group | None:
+    """Make a group with the job's timeout. Collective over all ranks."""
+    options = _options(len(ranks), device, urgent, fields)
     made = dist.new_group(
-        ranks, timeout=options._timeout if options is not None else None, use_local_synchronization=alone,
-        pg_options=options if dist.get_backend() == "nccl" else None,
-    )  # fmt: skip
+        ranks, timeout=options._timeout if options is not None else None, pg_options=options if dist.get_backend() == "nccl" else None
+    )
     return cast("Group | None", made)
 
 
-def channel(source: int, target: int, device: torch.device) -> Group:
-    """Return a group of two ranks of the world for what the first sends to the second. Collective over the two.
+def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Group]:
+    """Return a group for each pair of pipeline ranks (source, target) that this rank is one of. Collective over all ranks.
 
-    Each direction has a group of its own: on NCCL a group is a stream, and a send in it waits until it is received.
+    In each group a rank has one neighbour and one direction: on NCCL a group can be a single stream, in which a receive that
+    waits would hold up a send behind it. All pairs that have no rank in common share groups, which are of the whole pipeline.
     """
-    made = _new_group([source, target], device, {}, alone=True)
-    assert made is not None
-    return made
+    colours: dict[tuple[int, int], int] = {}
+    for pair in sorted(pairs):
+        taken = {colour for other, colour in colours.items() if set(other) & set(pair)}
+        colours[pair] = next(colour for colour in range(len(colours) + 1) if colour not in taken)
+    lines = mesh.mesh.flatten(1).t().tolist()  # ranks of each pipeline
+    me, groups = dist.get_rank(), dict[int, Group]()
+    for colour in range(max(colours.values(), default=-1) + 1):
+        for line in lines:
+            made = _new_group(line, device, {}, urgent=True)
+            if me in line:
+                assert made is not None
+                groups[colour] = made
+    rank = mesh["pp"].get_local_rank()
+    return {pair: groups[colour] for pair, colour in colours.items() if rank in pair}
 
 
 def _options(size: int, device: torch.device, urgent: bool, fields: dict[str, int] | None = None) -> Any:

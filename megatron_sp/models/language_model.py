@@ -18,15 +18,14 @@ from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import RowMask, plan_context
-from megatron_sp.parallel.forward_context import ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
+from megatron_sp.parallel.forward_context import TABLE, ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
-from megatron_sp.parallel.pipeline_stages import whole_model
+from megatron_sp.parallel.pipeline_stages import Stage, whole_model
 from megatron_sp.parallel.recompute import recompute
 
-TABLE = "table"  # unit of a table that two pipeline ranks share
 OnUnit = Callable[["LanguageModel", Unit], None]
 
 
@@ -246,7 +245,7 @@ class LanguageModel(nn.Module):
             mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
             x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
         layers = [self.stack.layers[layer] for layer in range(stage.start, stage.stop)]
-        first_unit = self._index[f"{self.stack_name}.layers.{stage.start}"] if layers else 0
+        first_unit = self._first_unit(stage)
         offload = self._offload_pass(x, ctx)
         # the unit whose parameters backward reads after those of the layers run next
         below: int | None = self._index["embedding"] if stage.is_first and self._reads_embedding_again else None
@@ -269,6 +268,31 @@ class LanguageModel(nn.Module):
         if ctx.cache is not None:
             ctx.cache.advance(tokens.shape[1])
         return x
+
+    def stage_order(self, stage: Stage, *, backward: bool) -> list[int]:
+        """Return the unit indices in the order in which the forward or the backward pass of a stage reads their parameters."""
+        layers = range(self._first_unit(stage), self._first_unit(stage) + len(stage))
+        if not backward:
+            first = [self._index[name] for name in ("embedding", TABLE) if stage.is_first and name in self._index]
+            if not stage.is_last:
+                return [*first, *layers]
+            table = [self._index[TABLE if self.shares_table else "embedding"]] if self.is_tied else []
+            return [*first, *layers, self._index["head"], *table]
+        again = stage.is_first and self._reads_embedding_again
+        back = unit_order(self.kernels, len(stage), tied=False, backward=True)[len(stage) + 2 :]
+        head = [self._index["head"]] if stage.is_last else []
+        return [*head, *(layers[unit - 1] for unit in back), *([self._index["embedding"]] if again else [])]
+
+    def before_backward(self, stage: Stage, events: UnitEvents) -> None:
+        """Report which unit's parameters the backward pass of a stage reads first."""
+        if stage.is_last:
+            self.use(events, "head")
+        elif stage and not recompute_plan(self.kernels, len(stage))[-1][2]:
+            events.before_use(self._first_unit(stage) + len(stage) - 1)
+
+    def _first_unit(self, stage: Stage) -> int:
+        """Return the index of a stage's first block."""
+        return self._index[f"{self.stack_name}.layers.{stage.start}"] if len(stage) else 0
 
     def use(self, events: UnitEvents | None, name: str) -> None:
         """Report that the parameters of a unit are about to be read, if this rank has it."""

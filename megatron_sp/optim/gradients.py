@@ -36,7 +36,7 @@ class FlatGradients:
     """Main gradients of one model (implements ``ops.main_grad.MainGrad``).
 
     Args:
-        units: the flat units, all of the same ZeRO stage.
+        units: the flat units.
         group: the group over which gradients are summed, and sharded from stage 1 on.
         tp: ranks that hold other parts of the same parameters.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
@@ -58,7 +58,6 @@ class FlatGradients:
         self.host, self._own_groups, self._reserves_ahead = host, own_groups, reserves_ahead
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype
-        self.stage = units[0].zero.stage if units else 0
         self._slots: dict[int, tuple[int, Slot]] = {}
         for index, unit in enumerate(units):
             for slot in unit.slots:
@@ -169,7 +168,7 @@ class FlatGradients:
         key, put_off = self._put_off
         if key is not None and index in put_off:
             return  # ``catch_up`` completes it
-        if self.overlap and (index in self._completing or self.stage >= 2):
+        if self.overlap and (index in self._completing or self._stage(index) >= 2):
             self._reduce(index)
 
     def finish_micro_batch(self, units: Collection[int] | None = None) -> None:
@@ -178,9 +177,9 @@ class FlatGradients:
         Args:
             units: those whose backward pass it was; None: all.
         """
-        if self.stage < 2:
-            return
         for index in sorted(range(len(self.units)) if units is None else units, reverse=True):
+            if self._stage(index) < 2:
+                continue
             if index not in self._reduced:
                 self._reduce(index)
             self._reduced.discard(index)
@@ -189,7 +188,7 @@ class FlatGradients:
     def finish_step(self) -> None:
         """Reduce what has not been reduced yet and wait for everything."""
         for index in range(len(self.units)):
-            if self.stage < 2 and index not in self._reduced:
+            if self._stage(index) < 2 and index not in self._reduced:
                 self._reduce(index)
         for index in list(self._handles):
             self._wait(index)
@@ -200,10 +199,14 @@ class FlatGradients:
         if index in self._handles:
             self._wait(index)
         unit = self.units[index]
-        if self.stage < 2 and index not in self._reduced:
+        if self._stage(index) < 2 and index not in self._reduced:
             unit.grads[0] = float("nan")
         else:
             unit.grad_shard.fill_(float("nan"))  # its beginning may be rows that pad a vocabulary
+
+    def _stage(self, index: int) -> int:
+        """Return the ZeRO stage of a unit."""
+        return self.units[index].zero.stage
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]
@@ -214,24 +217,24 @@ class FlatGradients:
             self._collect(slot)
         self._sum_over_tp(unit)
         self._reduced.add(index)
-        if index in self._completing or self.stage < 2:
+        if index in self._completing or self._stage(index) < 2:
             self._last.add(index)
         group = self._own_groups.get(index, self.group)
         as_it_is = self.reduce_dtype in (None, unit.grad_dtype) or group.size() == 1
         travels = unit.grads if as_it_is else unit.grads.to(self.reduce_dtype)
-        if self.stage == 0:
+        if self._stage(index) == 0:
             self._handles[index] = all_reduce_async(travels, group)
         else:
             self._handles[index] = reduce_scatter_async(travels, group)
         # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the
         # backward pass
-        if self.stage >= 1 or self.host is not None:
+        if self._stage(index) >= 1 or self.host is not None:
             while len(self._handles) > _IN_FLIGHT - 1:
                 self._wait(next(iter(self._handles)))
 
     def _wait(self, index: int) -> None:
         unit, result = self.units[index], self._handles.pop(index).wait()
-        if self.stage > 0:
+        if self._stage(index) > 0:
             unit.add_to_shard(result.to(unit.grad_dtype))
         elif result is not unit.grads:
             unit.grads.copy_(result)

@@ -11,7 +11,7 @@ finite, before the host knows. Where the update is the host's own, or apex's, th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +42,9 @@ class FlatOptimizer:
         config: hyperparameters; learning rate and weight decay are arguments of each step.
         tp: ranks that hold other parts of the same parameters.
         everybody: all ranks over which units are split, by tp or into ranges.
+        whole: ranks that have the whole model once, if units are not split into ranges: over tp and the stages of a pipeline;
+            None: those of tp.
+        counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
         host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on
             the model's device.
         kernel: whose kernel updates with AdamW; the state is the same.
@@ -55,9 +58,13 @@ class FlatOptimizer:
         everybody: Group = SINGLE_RANK,
         host: HostCopies | None = None,
         kernel: Literal["torch", "apex"] = "torch",
+        whole: Group | None = None,
+        counted_elsewhere: Collection[int] = (),
     ) -> None:
         self.units, self.config, self.tp, self.host, self.kernel = units, config, tp, host, kernel
-        self.holders = everybody if units and units[0].zero.stage > 0 else tp
+        is_sharded = bool(units) and units[0].zero.stage > 0
+        self.holders = everybody if is_sharded else whole or tp
+        self._counted = [i for i in range(len(units)) if is_sharded or i not in counted_elsewhere]
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -65,10 +72,11 @@ class FlatOptimizer:
 
     def grad_norm(self) -> Tensor:
         """Compute the L2 norm of all (reduced, still scaled) gradients: an fp64 scalar tensor, bitwise equal on all ranks. Collective."""
+        units = [self.units[index] for index in self._counted]
         if self.tp.size() == 1:
-            squares = [squared_norm(u.grad_shard) for u in self.units if u.slots]
+            squares = [squared_norm(u.grad_shard) for u in units if u.slots]
         else:
-            squares = [squared_norm(part) for u in self.units for _, part in u.counted(u.grad_shard)]
+            squares = [squared_norm(part) for u in units for _, part in u.counted(u.grad_shard)]
         mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.units[0].device)
         return all_reduce(mine, self.holders).sqrt()
 

@@ -23,14 +23,15 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.residency import LOOK_AHEAD, Pool, Residency
 
 Fetch = Literal["all_gather", "all_reduce"]
+_USES_AHEAD = 16  # of each unit; a micro-batch has at most three, and in a pipeline's step there are those of many
 
 
 class WholeWeights:
     """Parameters of a model, gathered when needed.
 
     Args:
-        units: the flat units, all of the same ZeRO stage.
-        pools: units that share buffers (stage 3).
+        units: the flat units. Beside units of stage 3 there may be others that are always whole.
+        pools: units of stage 3, those that share buffers together.
         order: the uses of units in one micro-batch, forward and backward (stage 3).
         overlap: overlap gathers with computation; else wait for each when it is started, and prefetch nothing.
         fetch: the collective to use at stage 3.
@@ -41,10 +42,9 @@ class WholeWeights:
         fetch: Fetch = "all_gather",
     ) -> None:  # fmt: skip
         self.units, self.overlap, self.fetch = units, overlap, fetch
-        self.zero = units[0].zero if units else None
-        self.stage = self.zero.stage if self.zero is not None else 0
+        self.stage = max((unit.zero.stage for unit in units), default=0)
         self.num_fetches = 0
-        self._order, self._uses, self._at = list(order), list(order), 0
+        self._order, self._uses, self._at, self._ahead = list(order), list(order), 0, LOOK_AHEAD * len(order)
         self._handles: dict[int, list[Handle]] = {}
         if self.stage == 3:
             self._residency = Residency(pools)
@@ -55,7 +55,7 @@ class WholeWeights:
         """Allocate a buffer for the trainable and one for the frozen parameters of a pool's units."""
         units = [self.units[index] for index in pool.units]
         like = units[0].local_params
-        alone = self.zero is not None and self.zero.group.size() == 1  # then a unit's range is the unit
+        alone = units[0].zero.group.size() == 1  # then a unit's range is the unit
         size = 0 if alone else max(unit.numel for unit in units)
         frozen = 0 if alone else max(unit.frozen.numel if unit.frozen is not None else 0 for unit in units)
         return like.new_empty(size), like.new_empty(frozen) if frozen else None
@@ -68,11 +68,14 @@ class WholeWeights:
             order: the uses in one micro-batch; None: those of a training step.
         """
         if self.stage == 3:
-            self._uses, self._at = list(self._order if order is None else order) * num_micro_batches, 0
+            uses = [index for index in (self._order if order is None else order) if self.units[index].zero.stage == 3]
+            self._uses, self._at = uses * num_micro_batches, 0
+            # not all of a step's: they may be a hundred thousand
+            self._ahead = min(LOOK_AHEAD * len(uses), _USES_AHEAD * len(set(uses)))
 
     def need(self, index: int) -> None:
         """Gather unit ``index``, which is used next, and start prefetching the one after it."""
-        if self.stage == 3:
+        if self.units[index].zero.stage == 3:
             self._need_fetched(index)
         for handle in self._handles.pop(index, ()):
             handle.wait()
@@ -80,7 +83,7 @@ class WholeWeights:
     def refresh(self, index: int) -> None:
         """Start gathering unit ``index`` after this rank's range of it has changed (stages 1 and 2)."""
         unit = self.units[index]
-        if self.stage in (1, 2) and unit.params is not None:
+        if unit.zero.stage in (1, 2) and unit.params is not None:
             self._handles[index] = [all_gather_async(unit.local_params, unit.zero.group, out=unit.params)]
             if not self.overlap:
                 self.need(index)
@@ -112,7 +115,7 @@ class WholeWeights:
             rest = self._uses[self._at :]
             self._at = self._at + rest.index(index) if index in rest else len(self._uses)
         self._at = min(self._at + 1, len(self._uses))
-        upcoming = self._uses[self._at : self._at + LOOK_AHEAD * len(self._order)]  # not all of a step's: they may be a hundred thousand
+        upcoming = self._uses[self._at : self._at + self._ahead]
         for other in self._residency.passing(index, upcoming):
             self._release(other)
         held = list(self._residency.holds)

@@ -20,6 +20,7 @@ from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 from megatron_sp.parallel.pipeline_stages import Stage
 
 MicroBatch = dict[str, Tensor]
+TABLE = "table"  # unit of an embedding's table that the first and the last rank of a pipeline share
 
 
 class StageInput(NamedTuple):

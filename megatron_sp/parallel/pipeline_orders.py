@@ -218,3 +218,13 @@ def _first_of_each_stage(parts: Sequence[_Part]) -> Iterator[_Part]:
         if part.stage not in seen:
             seen.add(part.stage)
             yield part
+
+
+def forward_plan(rank_of: tuple[int, ...], num_ranks: int, num_micro_batches: int) -> PipelinePlan:
+    """Return the order of forward passes alone, for validation: groups of micro-batches through each of a rank's stages in turn."""
+    actions = []
+    for rank in range(num_ranks):
+        stages = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+        parts = [(stage, i) for group in _groups(num_ranks, num_micro_batches) for stage in stages for i in group]
+        actions.append(tuple(Action("F", stage, i) for stage, i in parts))
+    return PipelinePlan("forward", rank_of, num_micro_batches, 1, tuple(actions))

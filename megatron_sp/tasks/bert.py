@@ -57,6 +57,11 @@ def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, even
     return terms if torch.is_grad_enabled() else terms + hits
 
 
+def stage_output(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> Tensor:
+    """Return what a stage of a pipeline hands on."""
+    return cast("BertModel", model).hidden(batch["tokens"], context, events, batch["types"])
+
+
 def bert_task(config: Config) -> Task:
     """Return the task of BERT pretraining: masked tokens, and sentence order unless --bert-no-binary-head is given."""
     names = ("lm loss", "order loss") if config.model.has_order_head else ("lm loss",)
@@ -66,5 +71,5 @@ def bert_task(config: Config) -> Task:
         build_tokenizer=tokenizer_provider,
         build_datasets=dataset_provider,
         build_model=model_provider,
-        loss=Loss(names=names, counts=loss_counts, sums=loss_sums, causal=False, metrics=metrics),
+        loss=Loss(names=names, counts=loss_counts, sums=loss_sums, causal=False, metrics=metrics, hidden=stage_output),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
@@ -50,10 +50,15 @@ def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, even
     return [loss_sum]
 
 
+def stage_output(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> Tensor:
+    """Return what a stage of a pipeline hands on."""
+    return cast("GPTModel", model).hidden(batch["tokens"], context, events)
+
+
 GPT = Task(
     name="pretrain_gpt",
     build_tokenizer=tokenizer_provider,
     build_datasets=dataset_provider,
     build_model=model_provider,
-    loss=Loss(names=("lm loss",), counts=loss_counts, sums=loss_sums),
+    loss=Loss(names=("lm loss",), counts=loss_counts, sums=loss_sums, hidden=stage_output),
 )

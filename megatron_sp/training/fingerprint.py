@@ -29,16 +29,16 @@ class Fingerprint:
         return hashlib.sha256("\n".join(f"{n} {v}" for n, v in self.of.items()).encode()).hexdigest()[:16]
 
     def require_equal(self, groups: ParallelGroups) -> None:
-        """Check that ranks with the same tp rank have the same parameters. Collective.
+        """Check that ranks with the same tp and pp rank have the same parameters. Collective.
 
         Raises:
             ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
         """
-        digests = gather_json([groups.tp_rank, self.digest()], groups.control)
-        of_tp: dict[int, tuple[int, str]] = {}
+        digests = gather_json([f"{groups.pp_rank}/{groups.tp_rank}", self.digest()], groups.control)
+        of_part: dict[str, tuple[int, str]] = {}
         odd: tuple[int, int] | None = None
-        for rank, (tp_rank, digest) in enumerate(digests):
-            first, known = of_tp.setdefault(tp_rank, (rank, digest))
+        for rank, (part, digest) in enumerate(digests):
+            first, known = of_part.setdefault(part, (rank, digest))
             if known != digest and odd is None:
                 odd = first, rank
         if odd is None:

@@ -45,7 +45,7 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
-from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+from megatron_sp.optim.optimizer import LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.row_dealing import RowDealer
@@ -514,10 +514,7 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
     sharded = build_sharded(context.task.build_model, config, layout.parallel, groups, groups.device)
     sharded.fingerprint.require_equal(groups)
     fused = use_fused_kernels(config, sharded.model, groups)
-    optimizer = FlatOptimizer(
-        sharded.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=sharded.host,
-        kernel="apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch",
-    )  # fmt: skip
+    optimizer = sharded.optimizer(config, groups, "apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch")
     scaler = LossScaler(
         enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
         window=precision.loss_scale_window, hysteresis=precision.hysteresis,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,12 +14,18 @@ from megatron_sp.config.schema import Config, ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies
+from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
-from megatron_sp.parallel.forward_context import Unit
+from megatron_sp.parallel.forward_context import TABLE, Unit
 from megatron_sp.parallel.layers import attach_main_grad, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.training.fingerprint import Fingerprint
+
+# ZeRO stage of a table that the ends of a pipeline share: they use it at different times, so that a gather or a reduction
+# in every micro-batch would have one of them wait for the other
+TABLE_STAGE = 1
 
 
 @dataclass
@@ -29,6 +35,7 @@ class ShardedModel:
     Attributes:
         fingerprint: fingerprint of the initial parameters, before sharding.
         host: copies for master weights in host memory (--offload-optimizer), else None.
+        table: index of the unit that the first and the last rank of a pipeline share, if this is one of them.
     """
 
     model: nn.Module
@@ -37,6 +44,17 @@ class ShardedModel:
     gradients: FlatGradients
     fingerprint: Fingerprint
     host: HostCopies | None
+    table: int | None = None
+
+    def optimizer(self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch") -> FlatOptimizer:
+        """Return the optimizer of the model; without groups for this process alone."""
+        if groups is None:
+            return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel)
+        elsewhere = () if self.table is None or groups.pp_rank == 0 else (self.table,)
+        return FlatOptimizer(
+            self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=groups.pp_tp,
+            counted_elsewhere=elsewhere,
+        )  # fmt: skip
 
 
 def build_sharded(
@@ -56,6 +74,7 @@ def build_sharded(
     parallel = config.parallel
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
     units: list[FlatUnit] = []
+    shared: list[int] = []
     fingerprint = Fingerprint()
 
     def take(model: nn.Module, unit: Unit) -> None:
@@ -64,11 +83,17 @@ def build_sharded(
             prepare(model, unit)
         named = named_parameters(model, unit)
         fingerprint.add(named)
-        units.append(FlatUnit(unit.name, named, shard_specs(model), zero, offload=parallel.offload_optimizer))
+        is_shared = unit.name == TABLE and groups is not None and groups.ends is not None
+        of_unit = zero
+        if is_shared and groups is not None and groups.ends is not None:
+            of_unit = Zero(min(parallel.zero_stage, TABLE_STAGE), groups.ends)
+        if is_shared:
+            shared.append(len(units))
+        units.append(FlatUnit(unit.name, named, shard_specs(model), of_unit, offload=parallel.offload_optimizer))
 
     model = build_model(config, layout, take)
     model.to(device)  # buffers
-    order = model.unit_order(backward=True)  # type: ignore[operator]
+    order = [] if layout.stages else model.unit_order(backward=True)  # type: ignore[operator]
     weights = WholeWeights(
         units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,
         fetch=parallel.zero3_fetch,
@@ -77,18 +102,29 @@ def build_sharded(
     gradients = FlatGradients(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
+        own_groups={index: units[index].zero.group for index in shared}, reserves_ahead=not embeds_and_predicts(layout),
     )  # fmt: skip
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
-    return ShardedModel(model, units, weights, gradients, fingerprint, host)
+    return ShardedModel(model, units, weights, gradients, fingerprint, host, shared[0] if shared else None)
+
+
+def embeds_and_predicts(layout: ParallelContext) -> bool:
+    """Return whether this rank has the first and the last of several stages: then it embeds one micro-batch while it predicts another."""
+    return len(layout.stages) > 1 and layout.stages[0].is_first and layout.stages[-1].is_last
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
     """Return the buffer pools of a model at ZeRO stage 3: the units that share buffers."""
     units: list[Unit] = model.units()  # type: ignore[operator]
-    tied = model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
-    return pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
+    stages: tuple[Stage, ...] = getattr(model, "stages", ())
+    cut = bool(stages) and stages[0].num_stages > 1
+    # in a pipeline passes of several micro-batches come in turn: what shared a buffer would be fetched anew for each
+    tied = cut or model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
+    pools = pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
+    whole = {index for index, unit in enumerate(units) if unit.name == TABLE}
+    return [pool for pool in pools if not whole.issuperset(pool.units)]
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:

@@ -60,6 +60,7 @@ class Loss:
         metrics: names of the values that ``sums`` and ``counts`` append to the loss terms when gradients are off, for
             validation only.
         of_tokens: True if the first term is a mean over tokens, so that its exponential is a perplexity.
+        hidden: returns what a stage of a pipeline hands on, with that stage in the context; None: the task has no pipeline.
     """
 
     names: tuple[str, ...]
@@ -68,6 +69,7 @@ class Loss:
     causal: bool = True
     metrics: tuple[str, ...] = ()
     of_tokens: bool = True
+    hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor] | None = None
 
 
 @dataclass

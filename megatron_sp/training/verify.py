@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, broadcast
-from megatron_sp.comm.groups import SINGLE_RANK, Launch, ParallelGroups
+from megatron_sp.comm.groups import Launch, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.ops.attention_choice import choose_kernel
-from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
 from megatron_sp.parallel.init import name_generator
@@ -167,8 +166,7 @@ class _Step:
         gradients.finish_step()
         if groups is not None:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
-        everybody = SINGLE_RANK if groups is None else groups.world
-        norm = FlatOptimizer(units, self.config.optimizer, tp=layout.tp.group, everybody=everybody).grad_norm()
+        norm = sharded.optimizer(self.config, groups).grad_norm()
         grads: dict[str, tuple[ShardSpec, Tensor]] = {}
         for unit in units:
             whole = unit.gathered(unit.grad_shard)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
@@ -29,10 +30,13 @@ from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
-from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.forward_context import TABLE, ForwardContext
 from megatron_sp.parallel.layers import attach_main_grad, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.training.sharding import pools_of_model
+from megatron_sp.parallel.pipeline_plan import PipelineKind
+from megatron_sp.parallel.pipeline_stages import deal_layers
+from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
+from megatron_sp.training.sharding import TABLE_STAGE, embeds_and_predicts, pools_of_model
 from support import reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
@@ -49,6 +53,9 @@ class Case:
     dp: int = 1
     cp: int = 1
     cp_chunks: int | None = None
+    pp: int = 1
+    schedule: PipelineKind = "1f1b"
+    layers: tuple[int, ...] = ()  # of each stage; empty: as balances them, with two stages on a rank if the schedule needs them
     tp_seq: bool = False
     mode: Any = "none"
     chunks: int = 2
@@ -72,7 +79,17 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.sp * self.cp * self.dp
+        return self.tp * self.sp * self.cp * self.dp * self.pp
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        per_rank = 2 if self.schedule in ("interleaved", "zbv") else 1
+        return self.layers or deal_layers(self.model.get("num_layers", tiny.LAYERS), self.pp * per_rank)
+
+    @property
+    def _pipeline(self) -> str:
+        return "" if self.pp == 1 else f"-pp{self.pp} {self.schedule} {'+'.join(map(str, self.stages))}"
 
     @property
     def _context(self) -> str:
@@ -81,7 +98,7 @@ class Case:
     def __str__(self) -> str:
         parts = [
             f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}{self._context}-dp{self.dp}-{self.mode}"
-            f"{self.chunks if self.mode == 'chunked' else ''}"
+            f"{self.chunks if self.mode == 'chunked' else ''}{self._pipeline}"
         ]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
@@ -264,9 +281,14 @@ def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str
 
 
 @cache
-def _groups(device: torch.device, tp: int, sp: int, cp: int) -> ParallelGroups:
+def _groups(device: torch.device, tp: int, sp: int, cp: int, pp: int = 1) -> ParallelGroups:
     """Built once in a rank's process: with eight ranks on two cores they take longer than a case."""
-    return ParallelGroups.create(device, tp_size=tp, sp_size=sp, cp_size=cp)
+    return ParallelGroups.create(device, tp_size=tp, sp_size=sp, cp_size=cp, pp_size=pp)
+
+
+@cache
+def _pipeline(groups: ParallelGroups, kind: PipelineKind, layers: tuple[int, ...]) -> Pipeline:
+    return Pipeline(groups, kind, layers)
 
 
 class Sharded:
@@ -274,10 +296,11 @@ class Sharded:
 
     def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
-        self.groups = _groups(device, case.tp, case.sp, case.cp)
+        self.groups = _groups(device, case.tp, case.sp, case.cp, case.pp)
+        self.pipeline = _pipeline(self.groups, case.schedule, case.stages) if case.pp > 1 else None
         self.layout = ParallelContext.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder,
-            cp_chunks=case.cp_chunks,
+            cp_chunks=case.cp_chunks, stages=() if self.pipeline is None else self.pipeline.own_stages,
         )  # fmt: skip
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
@@ -291,9 +314,17 @@ class Sharded:
         names = {id(p): n for n, p in self.model.named_parameters()}
         zero = Zero(case.zero, self.groups.dp_cp_sp)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zero) for u in self.model.units()]
-        self.gradients = FlatGradients(self.units, self.groups.dp_cp_sp, tp=self.groups.tp)
-        order = self.model.unit_order(backward=True)
+        zeros = {TABLE: Zero(min(case.zero, TABLE_STAGE), self.groups.ends or self.groups.dp_cp_sp)}
+        self.units = [
+            FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zeros.get(u.name, zero))
+            for u in self.model.units()
+        ]
+        self.tables = [i for i, u in enumerate(self.units) if u.name == TABLE]
+        self.gradients = FlatGradients(
+            self.units, self.groups.dp_cp_sp, tp=self.groups.tp, own_groups={i: self.units[i].zero.group for i in self.tables},
+            reserves_ahead=not embeds_and_predicts(self.layout),
+        )  # fmt: skip
+        order = [] if self.pipeline is not None else self.model.unit_order(backward=True)
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
         self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
         self.events = UnitWork(self.weights, self.gradients)
@@ -303,6 +334,8 @@ class Sharded:
         """All micro-batches; the loss summed over the ranks."""
         case, total = self.case, torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.gradients.start_step()
+        if self.pipeline is not None:
+            return self._pipelined(self.pipeline, total)
         self.weights.start_step(case.micro_batches)
         for i in range(case.micro_batches):
             batch = self.batch(i)
@@ -318,6 +351,31 @@ class Sharded:
         self._enter("update")
         self.gradients.finish_step()
         return all_reduce(total, self.groups.dp_cp_sp).cpu()
+
+    def optimizer(self, config: OptimizerConfig) -> FlatOptimizer:
+        """Of these units."""
+        elsewhere = self.tables if self.groups.pp_rank else ()
+        return FlatOptimizer(
+            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=self.groups.pp_tp, counted_elsewhere=elsewhere
+        )
+
+    def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
+        batches = [self.batch(i) for i in range(self.case.micro_batches)]
+
+        def loss(i: int, ctx: ForwardContext) -> Tensor:
+            made = loss_of(self.model, batches[i], ctx, self.events)
+            total.add_(made.detach())
+            return made
+
+        def hidden(model: torch.nn.Module, batch: tiny.Batch, ctx: ForwardContext, events: Any) -> Tensor:
+            return cast("LanguageModel", model).hidden(batch["tokens"], ctx, events, batch.get("types"))
+
+        PipelinedPasses(
+            pipeline, self.model, batches, context_of=lambda i: context(self.model.config, batches[i]), hidden=hidden, loss=loss,
+            events=self.events, weights=self.weights, gradients=self.gradients,
+        ).run()  # fmt: skip
+        self.gradients.finish_step()
+        return all_reduce(all_reduce(total, self.groups.dp_cp_sp), self.groups.pp).cpu()
 
     def _enter(self, direction: Direction) -> None:
         if self.recorder is not None:
@@ -388,6 +446,7 @@ def alone(case: Case) -> OneProcess:
     """
     of_the_layout = (
         "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
+        "pp", "schedule", "layers",
     )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:
@@ -402,10 +461,13 @@ def check(case: Case, device: torch.device = CPU) -> None:
     tolerance = FP64 if case.dtype == torch.float64 else FP32
     loss = sharded.step()
     got = {"loss": loss, **sharded.grads()}
-    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in known.want.items()}
+    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in known.want.items() if n == "loss" or n in sharded.shapes}
+    names: list[set[str]] = [set()] * case.world
+    dist.all_gather_object(names, set(sharded.shapes))
+    assert set.union(*names) == known.want.keys() - {"loss"}, "parameters that no rank has"
     assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the main_grad"
     assert_law(got, parts, tolerance)
-    optimizer = FlatOptimizer(sharded.units, UPDATE, tp=sharded.groups.tp, everybody=sharded.groups.world)
+    optimizer = sharded.optimizer(UPDATE)
     norm = torch.stack([g.square().sum() for n, g in known.want.items() if n != "loss"]).sum().sqrt()
     assert_law({"grad norm": optimizer.grad_norm().cpu()}, {"grad norm": norm}, tolerance)
     for number in range(case.steps):
@@ -414,7 +476,7 @@ def check(case: Case, device: torch.device = CPU) -> None:
         optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
         sharded.weights.forget()
     if case.steps:
-        weights = {n: sharded.part(n, t) for n, t in known.weights.items()}
+        weights = {n: sharded.part(n, t) for n, t in known.weights.items() if n in sharded.shapes}
         sharded.weights.settle()
         assert_law(sharded.params(), weights, tolerance)
         if case.zero < 3:
@@ -438,7 +500,10 @@ def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
     """
     together: dict[str, list[Case]] = {}
     for case in cases:
-        together.setdefault(f"tp{case.tp}-sp{case.sp}{f'-cp{case.cp}' if case.cp > 1 else ''}-dp{case.dp}", []).append(case)
+        together.setdefault(
+            f"tp{case.tp}-sp{case.sp}{f'-cp{case.cp}' if case.cp > 1 else ''}-dp{case.dp}" + (f"-pp{case.pp}" if case.pp > 1 else ""),
+            [],
+        ).append(case)
     return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
 
 

@@ -1,0 +1,191 @@
+"""Execution of a pipeline schedule on one rank: the actions of its list, with their messages.
+
+    F   x from the rank above (received one action ahead)  ->  y = stage(x)  ->  y to the rank below, without waiting
+    B   dy from the rank below                             ->  dx            ->  dx to the rank above, without waiting
+    W   the gradients of the weights, which B has put off (``PipelinePlan.splits``); else B has computed them
+
+Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which both
+do nothing else. A receive is posted one action before it is needed, or earlier if one behind it is; what has been
+received early waits in its buffer. The output of a stage is not kept: backward needs its graph, not its values.
+
+What is computed is not known here (``StageWork``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, receive_async, send_async
+from megatron_sp.comm.groups import Group
+from megatron_sp.ops.memory import empty
+from megatron_sp.parallel.pipeline_plan import Action, Message, PipelinePlan
+
+
+class StageWork(Protocol):
+    """Interface of what a pipeline computes (``training/pipelined.py``)."""
+
+    def shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Return shape, dtype and device of what a stage hands on."""
+
+    def forward(self, action: Action, x: Tensor | None) -> Tensor:
+        """Return the output of a stage; the loss that is to be differentiated on the last one.
+
+        Args:
+            x: what the stage before has returned; None for the first one.
+        """
+
+    def before_backward(self, action: Action, put_off: Action | None) -> None:
+        """Prepare for the backward pass of ``action``; with ``put_off`` gradients of weights are kept under that name."""
+
+    def after_backward(self, action: Action) -> None:
+        """The backward pass has run."""
+
+    def weights(self, action: Action) -> None:
+        """Compute the gradients that were put off under ``action``, if any were, and complete the micro-batch."""
+
+
+class Channels:
+    """Groups between this rank of a pipeline and its neighbours.
+
+    Args:
+        groups: of each pair (source, target) of pipeline ranks that this rank is one of (``comm.groups.pipes``).
+        ranks: rank in the world of each pipeline rank.
+        me: this one.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, int], Group], ranks: Sequence[int], me: int) -> None:
+        self._groups, self._ranks, self.me = groups, list(ranks), me
+
+    def send(self, x: Tensor, target: int) -> Handle:
+        """Start sending to a pipeline rank."""
+        return send_async(x, self._groups[self.me, target], self._ranks[target])
+
+    def receive(self, into: Tensor, source: int) -> Handle:
+        """Start receiving from a pipeline rank; messages arrive in the order in which they are sent."""
+        return receive_async(into, self._groups[source, self.me], self._ranks[source])
+
+
+class _Mail:
+    """Messages of one step: receives that are posted in time, and sends that nobody waits for."""
+
+    def __init__(self, plan: PipelinePlan, channels: Channels, work: StageWork) -> None:
+        self._channels, self._work = channels, work
+        self._received: dict[Action, Handle] = {}  # by what made it
+        self._sent: deque[Handle] = deque()
+        self._targets = {message.action: message.target for message in plan.messages(channels.me)}
+        self._posts = _posts(plan, channels.me)
+
+    def post(self, index: int) -> None:
+        """Post the receives that are due before action ``index``."""
+        for message in self._posts.get(index, ()):
+            shape, dtype, device = self._work.shape(message.action.micro_batch)
+            into = empty(shape, dtype=dtype, device=device)
+            self._received[message.action] = self._channels.receive(into, message.source)
+
+    def take(self, made_by: Action) -> Tensor:
+        """Wait for a message."""
+        return self._received.pop(made_by).wait()
+
+    def send(self, made_by: Action, x: Tensor) -> None:
+        """Start sending the result of an action, and let go of what has been sent."""
+        self._sent.append(self._channels.send(x, self._targets[made_by]))
+        self.forget_sent()
+
+    def forget_sent(self) -> None:
+        """Let go of the memory of messages that have gone."""
+        while self._sent and self._sent[0].is_completed:
+            self._sent.popleft().wait()
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        while self._sent:
+            self._sent.popleft().wait()
+
+
+def _posts(plan: PipelinePlan, me: int) -> dict[int, list[Message]]:
+    """Return the messages whose receives are to be posted before each action: one action ahead, in the order of each channel."""
+    place = {action: index for index, action in enumerate(plan.actions[me])}
+    found: dict[int, list[Message]] = {}
+    for source in range(plan.num_ranks):
+        due = len(place)
+        for message in reversed([m for m in plan.messages(source) if m.target == me]):
+            due = min(due, max(0, place[message.needed_by] - 1))
+            found.setdefault(due, []).insert(0, message)
+    return found
+
+
+class _Pass:
+    """A stage between its F and its B: the input as autograd knows it, and the end of its graph."""
+
+    def __init__(self, x: Tensor | None, y: Tensor, *, is_loss: bool) -> None:
+        self.x, self._holder, self.num_bytes = x, _Holder(), y.numel() * y.element_size()
+        self._end = y if is_loss else _End.apply(self._holder, y)
+
+    def backward(self, grad: Tensor | None) -> Tensor | None:
+        """Run backward from the gradient of the output (None: from the loss); return that of the input."""
+        self._holder.grad = grad
+        torch.autograd.backward(self._end)
+        return None if self.x is None else self.x.grad
+
+
+class _Holder:
+    grad: Tensor | None = None
+
+
+class _End(torch.autograd.Function):
+    """Scalar that stands for the output of a stage, whose values are not kept; its backward passes the output's gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, holder: _Holder, y: Tensor) -> Tensor:
+        ctx.holder = holder
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        grad, ctx.holder.grad = ctx.holder.grad, None
+        return None, grad
+
+
+def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork) -> None:
+    """Go through this rank's actions of a plan. Collective over the pipeline.
+
+    Args:
+        plan: passes ``check_plan``; may consist of F alone (``forward_plan``), then without gradients.
+        channels: groups to the neighbours.
+        work: computes the actions.
+    """
+    mail, passes, last = _Mail(plan, channels, work), dict[Action, _Pass](), plan.num_stages - 1
+    local: dict[Action, Tensor] = {}  # from one stage of this rank to the next
+    for index, action in enumerate(plan.actions[channels.me]):
+        mail.post(index)
+        mail.forget_sent()
+        source = plan.source(action)
+        arrived = None if source is None else local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
+        made: Tensor | None = None
+        if action.kind == "F":
+            x = None if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            y = work.forward(action, x)
+            if torch.is_grad_enabled():
+                passes[action] = _Pass(x, y, is_loss=action.stage == last)
+            made = None if action.stage == last else y.detach()
+            del x, y
+        elif action.kind == "B":
+            work.before_backward(action, action._replace(kind="W") if plan.splits else None)
+            made = passes.pop(action._replace(kind="F")).backward(arrived)
+            work.after_backward(action)
+        else:
+            work.weights(action)
+        del arrived
+        if made is None:
+            continue
+        if plan.rank_of[action.stage + (1 if action.kind == "F" else -1)] == channels.me:
+            local[action] = made
+        else:
+            mail.send(action, made.contiguous())
+        del made
+    mail.finish()

@@ -1,0 +1,175 @@
+"""Forward and backward passes of a step through a pipeline: what its actions compute (``parallel/pipeline.py`` runs them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_sp.comm.check import unchecked
+from megatron_sp.comm.groups import ParallelGroups, pipes
+from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents
+from megatron_sp.parallel.pipeline import Channels, run_pipeline
+from megatron_sp.parallel.pipeline_check import check_plan
+from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
+from megatron_sp.parallel.pipeline_plan import Action, PipelineKind, PipelinePlan
+from megatron_sp.parallel.pipeline_stages import Stage, cut_model
+
+StageFunction = Callable[[Stage, int, ForwardContext], Tensor]
+
+
+class Pipeline:
+    """The pipeline of a run: its stages, its schedules, and the groups between neighbours. Collective.
+
+    Args:
+        groups: process groups.
+        kind: schedule.
+        layers: number of layers of each stage.
+    """
+
+    def __init__(self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int]) -> None:
+        self.kind, self.rank, self.size = kind, groups.pp_rank, groups.pp.size()
+        self.stages = cut_model(tuple(layers))
+        self.stages_per_rank = len(layers) // self.size
+        self.rank_of = self.plan(1).rank_of
+        neighbours = [(a, b) for a, b in zip(self.rank_of, self.rank_of[1:], strict=False) if a != b]
+        ranks = dist.get_process_group_ranks(unchecked(groups.pp))
+        pairs = {*neighbours, *((b, a) for a, b in neighbours)}
+        self.channels = Channels(pipes(groups.mesh, pairs, groups.device), ranks, self.rank)
+
+    @property
+    def own_stages(self) -> tuple[Stage, ...]:
+        """This rank's stages."""
+        return tuple(stage for stage, owner in zip(self.stages, self.rank_of, strict=True) if owner == self.rank)
+
+    @property
+    def has_loss(self) -> bool:
+        """True if this rank has the last stage."""
+        return self.rank_of[-1] == self.rank
+
+    def plan(self, num_micro_batches: int) -> PipelinePlan:
+        """Return the schedule of a step of so many micro-batches, checked."""
+        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches)
+
+    def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
+        """Return the order of forward passes alone."""
+        return forward_plan(self.rank_of, self.size, num_micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int) -> PipelinePlan:
+    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches)
+    check_plan(made)
+    return made
+
+
+class PipelinedPasses:
+    """Passes of the micro-batches of a step through this rank's stages (implements ``pipeline.StageWork``).
+
+    Args:
+        pipeline: stages and schedules.
+        model: has this rank's stages.
+        micro_batches: of the step.
+        context_of: returns the context of a micro-batch.
+        hidden: returns the output of a stage (``step.Loss``).
+        loss: returns what is to be differentiated for a micro-batch, on the rank with the last stage.
+        events: told of units, in either direction.
+        weights: gathered before they are used.
+        gradients: of the units; None: forward passes alone.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *, context_of: Callable[[int], ForwardContext],
+        hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor],
+        loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights, gradients: FlatGradients | None,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
+        self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
+        count = len(micro_batches)
+        self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
+        self._contexts: dict[int, tuple[ForwardContext, int]] = {}  # with the number of this rank's stages that still need it
+        units = model.units()  # type: ignore[operator]
+        self._blocks = [index for index, unit in enumerate(units) if unit.alike]
+        self._shared = [index for index, unit in enumerate(units) if not unit.alike]
+        order: list[int] = []
+        for action in self.plan.actions[pipeline.rank]:
+            if action.kind != "W":
+                order += self._model.stage_order(pipeline.stages[action.stage], backward=action.kind == "B")
+        weights.start_step(1, order)
+
+    @property
+    def _model(self) -> Any:
+        return cast("Any", self.model)
+
+    def run(self) -> None:
+        """Run all passes of the step. Collective over the pipeline."""
+        run_pipeline(self.plan, self.pipeline.channels, self)
+
+    def shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """See ``StageWork``."""
+        tokens = self.micro_batches[micro_batch]["tokens"]
+        rows = self._model.cut(tokens, self._context(micro_batch)).tp_seq_slice
+        return (rows.stop - rows.start, tokens.shape[0], self._model.config.hidden_size), self._model.params_dtype, tokens.device
+
+    def forward(self, action: Action, x: Tensor | None) -> Tensor:
+        """See ``StageWork``."""
+        stage, index = self.pipeline.stages[action.stage], action.micro_batch
+        context = replace(self._context(index), stage=StageInput(stage, x))
+        self._forget(index)
+        if stage.is_last:
+            return self._loss(index, context)
+        return self._hidden(self.model, self.micro_batches[index], context, self._events)
+
+    def _context(self, index: int) -> ForwardContext:
+        if index not in self._contexts:
+            self._contexts[index] = self._context_of(index), len(self.pipeline.own_stages)
+        return self._contexts[index][0]
+
+    def _forget(self, index: int) -> None:
+        """Let go of a micro-batch's context after the last of this rank's stages."""
+        context, left = self._contexts.pop(index)
+        if left > 1:
+            self._contexts[index] = context, left - 1
+
+    def _units(self, stage: Stage) -> tuple[list[int], list[int]]:
+        """Return the units of a stage: its blocks, and the others, whose gradients are never put off."""
+        order = self._model.stage_order(stage, backward=False)
+        units = self._model.units()
+        # a table that the first and the last stage of a rank use is complete when the first one is
+        mine = {"embedding": stage.is_first, "head": stage.is_last}
+        others = {index for index in order if index in self._shared and mine.get(units[index].name, True)}
+        return [index for index in order if index in self._blocks], sorted(others)
+
+    def before_backward(self, action: Action, put_off: Action | None) -> None:
+        """See ``StageWork``."""
+        assert self.gradients is not None
+        stage = self.pipeline.stages[action.stage]
+        blocks, others = self._units(stage)
+        if action.micro_batch == self.plan.num_micro_batches - 1:
+            self.gradients.last_micro_batch(others if put_off is not None else [*blocks, *others])
+        self._model.before_backward(stage, self._events)
+        self.gradients.put_off(put_off, blocks)
+
+    def after_backward(self, action: Action) -> None:
+        """See ``StageWork``."""
+        assert self.gradients is not None
+        self.gradients.put_off(None)
+        _, others = self._units(self.pipeline.stages[action.stage])
+        self.gradients.finish_micro_batch(others)
+
+    def weights(self, action: Action) -> None:
+        """See ``StageWork``."""
+        assert self.gradients is not None
+        blocks, _ = self._units(self.pipeline.stages[action.stage])
+        if self.plan.splits:
+            if action.micro_batch == self.plan.num_micro_batches - 1:
+                self.gradients.last_micro_batch(blocks)
+            self.gradients.catch_up(action)
+        self.gradients.finish_micro_batch(blocks)

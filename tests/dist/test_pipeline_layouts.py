@@ -1,0 +1,77 @@
+"""Pipelines give the one-process loss and gradients, in every schedule, whatever else divides the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.layouts import Case, Sharded, alone, by_axes, run_cases
+from support.ranks import run_ranks
+from torch import Tensor
+
+from megatron_sp.parallel.pipeline_plan import PipelineKind
+
+LLAMA = {
+    "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
+    "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+UNTIED = {"untie_embeddings_and_output_weights": True}
+SIX, EIGHT = {"num_layers": 6}, {"num_layers": 8}
+FULL = {"recompute_granularity": "full"}
+DROP = {"hidden_dropout": 0.2}
+KINDS: list[PipelineKind] = ["1f1b", "interleaved", "zb1p", "zbv"]
+CASES = [
+    *(Case(pp=2, schedule=kind, micro_batches=m, model=SIX, steps=2) for kind in KINDS for m in (1, 3, 4)),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=EIGHT | UNTIED, zero=zero, steps=2) for kind in KINDS for zero in (1, 2, 3)),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX, zero=zero, steps=1) for kind in KINDS for zero in (1, 2, 3)),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX | DROP, bert=True, zero=zero) for kind in KINDS for zero in (0, 2)),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX | {"norm_placement": "post"}, bert=True, zero=3) for kind in KINDS),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX | LLAMA, kernels=FULL, zero=3) for kind in KINDS),
+    *(Case(pp=2, schedule=kind, micro_batches=2, model=SIX, kernels=FULL | {"recompute_num_layers": 2}) for kind in KINDS),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX, kernels={"offload_activations": True, "mlp_chunks": 3}) for kind in KINDS),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX, kernels={"recompute_qkv": True}, packed=True) for kind in KINDS),
+    Case(pp=2, layers=(1, 5), micro_batches=3, model=SIX), Case(pp=2, schedule="zb1p", layers=(1, 3, 1, 1), micro_batches=3, model=SIX),
+    *(Case(pp=3, schedule=kind, micro_batches=m, model=SIX, zero=1) for kind in KINDS for m in (2, 5)),
+    *(Case(pp=4, schedule=kind, micro_batches=5, model=EIGHT, seq=7) for kind in KINDS),
+    *(Case(pp=2, dp=2, schedule=kind, micro_batches=3, model=SIX, zero=zero, steps=2) for kind in KINDS for zero in (0, 1, 2, 3)),
+    *(Case(pp=2, tp=2, tp_seq=seq, schedule=kind, micro_batches=3, model=SIX | more, steps=1) for kind in KINDS for seq, more in
+      ((False, {}), (True, LLAMA))),
+    *(Case(pp=2, sp=2, schedule=kind, mode=mode, micro_batches=3, model=SIX | DROP) for kind in KINDS for mode in ("split-qkv", "chunked")),
+    *(Case(pp=2, cp=2, schedule=kind, micro_batches=3, model=SIX | LLAMA, packed=packed) for kind in KINDS for packed in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", by_axes(CASES))
+def test_a_pipeline_is_one_process(tmp_path: Path, cases: list[Case]) -> None:
+    run_cases(cases, tmp_path)
+
+
+def _bits(cases: list[Case]) -> None:
+    """The gradients of all cases, in bits those of the first."""
+    known: dict[str, Tensor] = {}
+    for number, case in enumerate(cases):
+        sharded = Sharded(case, alone(case).whole)
+        loss = sharded.step()
+        mine = {"loss": loss, **sharded.grads()}
+        everybody: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        found = {name: grad for grads in everybody for name, grad in grads.items()}
+        if number == 0:
+            known = found
+        assert found.keys() == known.keys()
+        different = [name for name, grad in found.items() if not torch.equal(grad, known[name])]
+        if case.schedule == "zbv":  # a tied table's sums are of both of its uses there, in the order in which they come
+            different = [name for name in different if name != "embedding.word_embeddings.weight"]
+        assert not different, f"{case}: {different}"
+
+
+@pytest.mark.parametrize("more", [{}, UNTIED | DROP, LLAMA], ids=["tied", "untied", "llama"])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_all_schedules_have_the_bits_of_1f1b(tmp_path: Path, zero: int, more: dict[str, Any]) -> None:
+    kernels: list[dict[str, Any]] = [{}, FULL, {"mlp_chunks": 2}]
+    for of_kernels in kernels:
+        cases = [Case(pp=2, schedule=kind, micro_batches=5, model=EIGHT | more, zero=zero, kernels=of_kernels) for kind in KINDS]
+        run_ranks(_bits, 2, tmp_path, cases)
