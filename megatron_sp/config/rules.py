@@ -18,6 +18,7 @@ from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_context import context_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import variant_violations
+from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
 from megatron_sp.config.schema_data import default_type
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
@@ -39,6 +40,7 @@ def normalize(config: Config) -> Config:
         config.parallel.zero_stage = 1
     if config.parallel.stage3_use_all_reduce_for_fetch_params:
         config.parallel.zero3_fetch = "all_reduce"
+    settle_stages(config)
     if kernels.use_flash_attn and kernels.attention_backend == "auto":
         kernels.attention_backend = "flash"
     if kernels.recompute_activations and kernels.recompute_granularity is None:
@@ -173,11 +175,7 @@ def _head_dim_known(model: ModelConfig) -> bool:
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    if parallel.pipeline_model_parallel_size > 1:
-        yield (
-            f"pipeline_model_parallel_size ({parallel.pipeline_model_parallel_size}) must be 1: pipeline parallelism is not supported yet;"
-            " leave --pipeline-model-parallel-size out and the ranks work in tensor, sequence, context and data parallel"
-        )
+    yield from pipeline_violations(config)
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
     yield from context_violations(config)
@@ -191,10 +189,12 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    names = ["tensor_model_parallel_size", "sequence_parallel_size"] + ["context_parallel_size"] * (parallel.context_parallel_size > 1)
+    more = {"context_parallel_size": "cp", "pipeline_model_parallel_size": "pp"}
+    also = {name: key for name, key in more.items() if getattr(parallel, name) > 1}
+    names = ["tensor_model_parallel_size", "sequence_parallel_size", *also]
     product = parallel.replica_size
     if world_size > 0 and world_size % product:
-        ways = _ways_out(config, world_size, {"processes"}, "processes", *("tp", "sp", "cp")[: len(names)])
+        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp", *also.values())
         factors = " * ".join(str(getattr(parallel, name)) for name in names)
         yield (
             f"the number of processes ({world_size}) must be a multiple of {' * '.join(names)} ({factors} = {product}):"
@@ -268,6 +268,7 @@ class _Sizes:
     tp: int
     sp: int
     cp: int
+    pp: int
     heads: int
     groups: int | None
     ffn: int | None
@@ -281,7 +282,8 @@ class _Sizes:
         model, parallel, batch = config.model, config.parallel, config.batch
         return cls(
             world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size,
-            model.num_attention_heads or 0, model.num_query_groups, model.ffn_size if _ffn_known(model) else None,
+            parallel.pipeline_model_parallel_size, model.num_attention_heads or 0, model.num_query_groups,
+            model.ffn_size if _ffn_known(model) else None,
             None if model.kv_channels else model.hidden_size, model.rotary_percent if model.position_embedding_type == "rope" else None,
             tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2]))), batch.micro_batch_size,
         )  # fmt: skip
@@ -289,7 +291,7 @@ class _Sizes:
     @property
     def replica(self) -> int:
         """Number of ranks that work on the same sequences."""
-        return self.tp * self.sp * self.cp
+        return self.tp * self.sp * self.cp * self.pp
 
     def broken(self) -> set[str]:
         """Return the names of the rules that these sizes violate."""
@@ -314,6 +316,7 @@ class _Sizes:
 
 _WAYS = {
     "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"), "cp": ("--cp-size {}", "cp"),
+    "pp": ("--pp-size {}", "pp"),
     "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"), "ffn": ("--ffn-hidden-size {}", "ffn"),
 }  # fmt: skip
 _MOST_TRIED = 1 << 12

@@ -10,7 +10,7 @@ from megatron_sp.utils.flag_field import flag
 
 @dataclass
 class ParallelConfig:
-    """Layout of the ranks: processes = tp * sp * cp * dp."""
+    """Layout of the ranks: processes = tp * sp * cp * dp * pp."""
 
     tensor_model_parallel_size: int = flag(
         1,
@@ -53,7 +53,34 @@ class ParallelConfig:
         low=1,
         high=2**16,
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1, high=2**16)
+    pipeline_model_parallel_size: int = flag(
+        1,
+        "pp: ranks that have consecutive layers each, through which the micro-batches of a step go one after another; for models too"
+        " large for one host, and many micro-batches",
+        unit="ranks",
+        aliases=("pp-size",),
+        low=1,
+        high=2**16,
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv"] | None = flag(
+        None,
+        "with pp > 1: order of forward and backward passes; interleaved: several stages on each rank, for a shorter wait; zb1p: gradients"
+        " of weights are put off to where a rank would wait; zbv: the same with two stages on a rank, the first with the last (default:"
+        " 1f1b, with several stages on a rank interleaved)",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "with pp > 1: stages on each rank (default: 2 with interleaved and zbv, else 1)", unit="stages", low=1, high=10_000
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "the same, said by the layers of a stage", unit="layers", low=1, high=10_000
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "with pp > 1: layers of the first rank (default: all are dealt so that none is slower than the others)", unit="layers", low=1,
+        high=10_000, aliases=("num-layers-in-first-pipeline-stage",),
+    )  # fmt: skip
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "with pp > 1: layers of the last rank", unit="layers", low=1, high=10_000, aliases=("num-layers-in-last-pipeline-stage",)
+    )
     context_parallel_size: int = flag(
         1,
         "cp: ranks that hold parts of every sequence each, and send keys and values to those whose queries see them; around Ulysses, for"
@@ -162,13 +189,24 @@ class ParallelConfig:
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:
-        """Return the data-parallel size, world_size / (tp * sp * cp)."""
+        """Return the data-parallel size, world_size / (tp * sp * cp * pp)."""
         return world_size // self.replica_size
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that work on the same sequences: tp * sp * cp."""
-        return self.tensor_model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+        """Number of ranks that work on the same sequences: tp * sp * cp * pp."""
+        of_layer = self.tensor_model_parallel_size * self.sequence_parallel_size * self.context_parallel_size
+        return of_layer * self.pipeline_model_parallel_size
+
+    @property
+    def stages_per_pipeline_rank(self) -> int:
+        """Number of stages of each pipeline rank."""
+        return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule in ("interleaved", "zbv") else 1)
+
+    @property
+    def pipeline_kind(self) -> str:
+        """Schedule of the pipeline."""
+        return self.pipeline_schedule or ("1f1b" if self.stages_per_pipeline_rank == 1 else "interleaved")
 
     @property
     def measures_split(self) -> bool:

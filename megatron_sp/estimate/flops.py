@@ -40,6 +40,14 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
     return 2.0 * dense, 2.0 * scores
 
 
+def head_in_layers(config: ModelConfig, head_share: float = 1.0) -> float:
+    """Return how many layers have as many FLOPs as the head, causal attention counted as it is computed."""
+    assert config.num_layers and config.hidden_size and config.vocab_size
+    dense, scores = forward_flops_per_token(config, head_share)
+    head = 2.0 * head_share * config.hidden_size * (config.vocab_size + (config.hidden_size if config.is_bert else 0))
+    return head * config.num_layers / (dense - head + scores * seen_share(config))
+
+
 def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
     """Return (causal, full) FLOPs of forward and backward for one token; for BERT, which has no causal mask, both are the same."""
     dense, scores = forward_flops_per_token(config, head_share)

@@ -294,7 +294,9 @@ def _evaluate(run: Run, kind: Split) -> bool:
         context.watchdog.beat(f"{kind} batch {index}")
         context.faults.at(f"{kind}.batch", step)
         micro_batches = _next_micro_batches(run, loader, first_sample + index * batches.full, count)
-        total += evaluate_batches(model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights)
+        total += evaluate_batches(
+            model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights, run.parts.pipeline
+        )
         if _any_signal(run):
             model.train()
             context.console.line(f"{kind} at step {step}: interrupted by a signal")

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.check import unchecked
 from megatron_sp.comm.groups import ParallelGroups, pipes
+from megatron_sp.comm.recorder import Direction, Recorder
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents
@@ -70,6 +73,15 @@ def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batc
     return made
 
 
+def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
+    """Return the pipeline of a configuration; None if the model is not cut. Collective."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    assert num_layers
+    return Pipeline(groups, cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config))
+
+
 class PipelinedPasses:
     """Passes of the micro-batches of a step through this rank's stages (implements ``pipeline.StageWork``).
 
@@ -83,15 +95,19 @@ class PipelinedPasses:
         events: told of units, in either direction.
         weights: gathered before they are used.
         gradients: of the units; None: forward passes alone.
+        faults: injected faults of this step: called with the name of a place.
+        recorder: told which pass is computed (--report-overlap).
     """
 
     def __init__(
         self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *, context_of: Callable[[int], ForwardContext],
         hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor],
         loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights, gradients: FlatGradients | None,
+        faults: Callable[[str], None] = lambda place: None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
         self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
+        self._faults, self._recorder = faults, recorder
         count = len(micro_batches)
         self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
         self._contexts: dict[int, tuple[ForwardContext, int]] = {}  # with the number of this rank's stages that still need it
@@ -103,6 +119,10 @@ class PipelinedPasses:
             if action.kind != "W":
                 order += self._model.stage_order(pipeline.stages[action.stage], backward=action.kind == "B")
         weights.start_step(1, order)
+
+    def _enter(self, direction: Direction) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(direction)
 
     @property
     def _model(self) -> Any:
@@ -120,12 +140,15 @@ class PipelinedPasses:
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """See ``StageWork``."""
+        self._enter("forward")
         stage, index = self.pipeline.stages[action.stage], action.micro_batch
         context = replace(self._context(index), stage=StageInput(stage, x))
         self._forget(index)
         if stage.is_last:
             return self._loss(index, context)
-        return self._hidden(self.model, self.micro_batches[index], context, self._events)
+        x = self._hidden(self.model, self.micro_batches[index], context, self._events)
+        self._faults("step.forward")
+        return x
 
     def _context(self, index: int) -> ForwardContext:
         if index not in self._contexts:
@@ -150,6 +173,7 @@ class PipelinedPasses:
     def before_backward(self, action: Action, put_off: Action | None) -> None:
         """See ``StageWork``."""
         assert self.gradients is not None
+        self._enter("backward")
         stage = self.pipeline.stages[action.stage]
         blocks, others = self._units(stage)
         if action.micro_batch == self.plan.num_micro_batches - 1:
@@ -163,12 +187,14 @@ class PipelinedPasses:
         self.gradients.put_off(None)
         _, others = self._units(self.pipeline.stages[action.stage])
         self.gradients.finish_micro_batch(others)
+        self._faults("step.backward")
 
     def weights(self, action: Action) -> None:
         """See ``StageWork``."""
         assert self.gradients is not None
         blocks, _ = self._units(self.pipeline.stages[action.stage])
         if self.plan.splits:
+            self._enter("backward")
             if action.micro_batch == self.plan.num_micro_batches - 1:
                 self.gradients.last_micro_batch(blocks)
             self.gradients.catch_up(action)

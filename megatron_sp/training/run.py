@@ -59,6 +59,7 @@ from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
+from megatron_sp.training.pipelined import Pipeline, build_pipeline
 from megatron_sp.training.probe import choice_from, choose_overlap, choose_split, split_from, words_for_split
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.resume import resume_samples, resume_schedule
@@ -195,12 +196,14 @@ class RunLayout:
         overlap: resolved overlap mode of the sp exchanges: {"mode", "chunks"}.
         overlap_report: records the collectives of some steps (--report-overlap); None: no report.
         record: ``layout`` of ``state.json``.
+        pipeline: stages and schedules; None: the model is not cut.
     """
 
     parallel: ParallelContext
     overlap: dict[str, Any]
     overlap_report: OverlapReport | None
     record: dict[str, Any]
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True)
@@ -455,14 +458,15 @@ def choose_attention(context: RunContext, origin: Origin | None) -> AttentionCho
 def _layout_record(context: RunContext) -> dict[str, Any]:
     groups = context.groups
     return {
-        "world_size": groups.world_size, "dp": groups.dp_size, "cp": groups.cp.size(), "sp": groups.sp.size(), "tp": groups.tp.size(),
+        "world_size": groups.world_size, "pp": groups.pp.size(), "dp": groups.dp_size, "cp": groups.cp.size(), "sp": groups.sp.size(),
+        "tp": groups.tp.size(),
         "tp_seq": context.config.parallel.sequence_parallel,
     }  # fmt: skip
 
 
 def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
     known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention", "sizes")}
-    return {"cp": 1, **known} == record  # older checkpoints do not name cp
+    return {"cp": 1, "pp": 1, **known} == record  # older checkpoints do not name cp and pp
 
 
 def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
@@ -481,15 +485,17 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
     overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line)
+    pipeline = build_pipeline(config, groups)
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",
         recorder=None if overlap_report is None else overlap_report.recorder,
         cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
+        stages=() if pipeline is None else pipeline.own_stages,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     found = {**record, "sp_overlap": overlap, "attention": attention.kernel.name, "sizes": context.sizes}
-    return RunLayout(layers, overlap, overlap_report, found)
+    return RunLayout(layers, overlap, overlap_report, found, pipeline)
 
 
 def estimate_memory(context: RunContext, layout: RunLayout, attention: AttentionChoice) -> MemoryEstimate:
@@ -519,7 +525,7 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
         enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
         window=precision.loss_scale_window, hysteresis=precision.hysteresis,
     )  # fmt: skip
-    parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler)
+    parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler, layout.pipeline)
     return parts, TrainingState(sharded.model, sharded.units, optimizer, scaler), fused
 
 

@@ -234,7 +234,8 @@ def layout_groups(config: Config, device: torch.device, *, check: bool, control:
     parallel = config.parallel
     return ParallelGroups.create(
         device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
-        cp_size=parallel.context_parallel_size, timeout=_timeout(config), check=check, nccl=_nccl_options(config), control=control,
+        cp_size=parallel.context_parallel_size, pp_size=parallel.pipeline_model_parallel_size, timeout=_timeout(config),
+        check=check, nccl=_nccl_options(config), control=control,
     )  # fmt: skip
 
 

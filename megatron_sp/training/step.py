@@ -32,6 +32,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
+from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
@@ -105,6 +106,7 @@ class StepParts:
     Attributes:
         model: writes its gradients into ``gradients``.
         weights, gradients, optimizer, scaler: see optim/.
+        pipeline: stages and schedules; None: the model is not cut.
     """
 
     model: nn.Module
@@ -112,6 +114,7 @@ class StepParts:
     gradients: FlatGradients
     optimizer: FlatOptimizer
     scaler: LossScaler
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class TrainStep:
     ) -> None:  # fmt: skip
         self.model, self.weights, self.gradients = parts.model, parts.weights, parts.gradients
         self.optimizer, self.scaler, self.events = parts.optimizer, parts.scaler, UnitWork(parts.weights, parts.gradients)
+        self.pipeline = parts.pipeline
         self.loss, self.groups, self.options, self.faults, self.recorder = loss, groups, options, faults, recorder
         self.before_update: Callable[[], None] = lambda: None
 
@@ -184,8 +188,14 @@ class TrainStep:
             self.recorder.start_step()
         totals, totals_handle = self._start_totals(micro_batches, stop, digests, places)
         self.gradients.start_step()
-        self.weights.start_step(len(micro_batches))
-        sums = self._forward_backward(micro_batches, step, totals, totals_handle)
+        losses = _Losses(len(self.loss.names), totals, totals_handle, self.scaler.scale)
+        if self.pipeline is None:
+            self._forward_backward(micro_batches, step, losses)
+        else:
+            self._pipelined(self.pipeline, micro_batches, step, losses)
+        sums = losses.finish()
+        if self.recorder is not None:
+            self.recorder.enter("update")
         # all tp ranks have the same sums: only the first of them contributes its own
         sums_handle = all_reduce_async(sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), self.groups.world)
         if self.faults.poisons("grad", step):
@@ -203,8 +213,8 @@ class TrainStep:
         grad_norm = values[0]
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
         stops, *of_samples = values[1 + 2 * num_terms :]
-        losses = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
-        result = self._decide(losses, grad_norm, lr, weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0])
+        means = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
+        result = self._decide(means, grad_norm, lr, weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0])
         result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()
@@ -237,41 +247,48 @@ class TrainStep:
             of_batch[torch.cat(list(places))] = torch.cat(list(digests))
         return of_batch.to(device, non_blocking=True)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Tensor, totals_handle: Handle) -> Tensor:
-        """Run forward and backward of every micro-batch; return this rank's sums of the loss terms, fp64 [terms].
+    def _context(self, batch: MicroBatch, key: int | Tensor) -> ForwardContext:
+        options = self.options
+        return micro_batch_context(
+            batch, seed=options.seed, step=key, drops=options.drops, kernel=options.kernel, causal=self.loss.causal,
+            repeats_attention=options.repeats_attention,
+        )  # fmt: skip
 
-        The totals travel during the first forward: only its backward needs the counts in them.
-        """
-        sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=totals.device)
-        inverse_counts: Tensor | None = None
-        key = _on_device(step, totals.device) if self.options.drops else step
+    def _loss(self, batch: MicroBatch, context: ForwardContext, step: int, losses: _Losses) -> Tensor:
+        """Return what is to be differentiated for a micro-batch: the sum of its terms' shares, scaled."""
+        terms = self.loss.sums(self.model, batch, context, self.events)
+        if self.faults.poisons("loss", step):
+            terms = [term * float("nan") for term in terms]
+        self.faults.at("step.forward", step)
+        return losses.add(terms)
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
+        """Run forward and backward of every micro-batch."""
+        key = _on_device(step, losses.device) if self.options.drops else step
+        self.weights.start_step(len(micro_batches))
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
-            context = micro_batch_context(
-                batch, seed=self.options.seed, step=key, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal,
-                repeats_attention=self.options.repeats_attention,
-            )  # fmt: skip
-            terms = self.loss.sums(self.model, batch, context, self.events)
-            if self.faults.poisons("loss", step):
-                terms = [term * float("nan") for term in terms]
-            self.faults.at("step.forward", step)
-            if inverse_counts is None:
-                totals_handle.wait()
-                inverse_counts = _inverse_or_zero(totals[: len(self.loss.names)])
-            sums += torch.stack([term.detach().double() for term in terms])
-            shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
-            loss = sum(shares[1:], shares[0])
+            loss = self._loss(batch, self._context(batch, key), step, losses)
             if index == len(micro_batches) - 1:
                 self.gradients.last_micro_batch()
             if self.recorder is not None:
                 self.recorder.enter("backward")
-            (loss * self.scaler.scale).backward()
+            loss.backward()
+            del loss
             self.gradients.finish_micro_batch()
             self.faults.at("step.backward", step)
-        if self.recorder is not None:
-            self.recorder.enter("update")
-        return sums
+
+    def _pipelined(self, pipeline: Pipeline, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
+        """Run forward and backward of every micro-batch through this rank's stages. Collective over the pipeline."""
+        key = _on_device(step, losses.device) if self.options.drops else step
+        assert self.loss.hidden is not None, "a task without stages, which the flags refuse"
+        PipelinedPasses(
+            pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
+            hidden=self.loss.hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
+            events=self.events, weights=self.weights, gradients=self.gradients,
+            faults=lambda place: self.faults.at(place, step), recorder=self.recorder,
+        ).run()  # fmt: skip
 
     def _decide(
         self, losses: list[float], grad_norm: float, lr: float, weight_decay: float, is_queued: bool, *, stop_requested: bool,
@@ -289,6 +306,44 @@ class TrainStep:
             self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh)
         self.weights.forget()
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
+
+
+class _Losses:
+    """Sums of a step's loss terms on this rank, and the loss of each micro-batch.
+
+    The totals travel during the first forward pass: only its backward needs the counts in them.
+
+    Args:
+        num_terms: loss terms of the task.
+        totals: [count of each term, ...], fp64, on their way.
+        handle: to wait for before they are read.
+        scale: factor of the loss.
+    """
+
+    def __init__(self, num_terms: int, totals: Tensor, handle: Handle, scale: float) -> None:
+        self._totals, self._handle, self._num_terms, self._scale = totals, handle, num_terms, scale
+        self._sums = torch.zeros(num_terms, dtype=torch.float64, device=totals.device)
+        self._inverse_counts: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the sums."""
+        return self._totals.device
+
+    def add(self, terms: list[Tensor]) -> Tensor:
+        """Add a micro-batch's terms; return its loss, in which each term has its share of the step's, scaled."""
+        if self._inverse_counts is None:
+            self._handle.wait()
+            self._inverse_counts = _inverse_or_zero(self._totals[: self._num_terms])
+        self._sums += torch.stack([term.detach().double() for term in terms])
+        shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, self._inverse_counts, strict=True)]
+        return sum(shares[1:], shares[0]) * self._scale
+
+    def finish(self) -> Tensor:
+        """Return this rank's sums of the terms, fp64 [terms], and let the totals be read."""
+        if self._inverse_counts is None:  # a rank of a pipeline without the head
+            self._handle.wait()
+        return self._sums
 
 
 def _on_device(step: int, device: torch.device) -> int | Tensor:
@@ -334,18 +389,38 @@ def _inverse_or_zero(counts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate_batches(
-    model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights
-) -> Tensor:
+    model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights,
+    pipeline: Pipeline | None = None,
+) -> Tensor:  # fmt: skip
     """Return [sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over ranks; no dropout or gradients."""
     require_same_sequences(micro_batches, groups)
-    total: Tensor | None = None
-    weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
     events = UnitWork(weights, None)
-    for batch in micro_batches:
-        context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel, causal=loss.causal)
-        terms = [t.double() for t in loss.sums(model, batch, context, events)]
-        counts = [c.double() * float(groups.is_first_of_replica) for c in loss.counts(batch)]
-        both = torch.stack([t * float(groups.tp_rank == 0) for t in terms] + counts)
-        total = both if total is None else total + both
-    assert total is not None
-    return total
+    counts = torch.stack([torch.stack([c.double() for c in loss.counts(batch)]) for batch in micro_batches]).sum(0)
+    sums = torch.zeros_like(counts)
+
+    def context_of(index: int) -> ForwardContext:
+        return micro_batch_context(micro_batches[index], seed=0, step=0, drops=False, kernel=kernel, causal=loss.causal)
+
+    def add(index: int, context: ForwardContext) -> Tensor:
+        terms = loss.sums(model, micro_batches[index], context, events)
+        sums.add_(torch.stack([term.double() for term in terms]))
+        return terms[0]
+
+    if pipeline is not None:
+        assert loss.hidden is not None, "a task without stages, which the flags refuse"
+        PipelinedPasses(
+            pipeline,
+            model,
+            micro_batches,
+            context_of=context_of,
+            hidden=loss.hidden,
+            loss=add,
+            events=events,
+            weights=weights,
+            gradients=None,
+        ).run()
+    else:
+        weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
+        for index in range(len(micro_batches)):
+            add(index, context_of(index))
+    return torch.cat([sums * float(groups.tp_rank == 0), counts * float(groups.is_first_of_replica)])

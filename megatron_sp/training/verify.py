@@ -30,13 +30,14 @@ from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.weights import UnitWork
-from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
 from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.attention import use_of
 from megatron_sp.training.balance_rows import row_dealer
 from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline
 from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
 from megatron_sp.training.same_sequences import require_same_sequences
@@ -105,18 +106,20 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     reference = step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
     sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
     sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
+    sizes += f", pp {groups.pp.size()} ({config.parallel.pipeline_kind})" if groups.pp.size() > 1 else ""
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
     )
-    mine, good = batches(groups.dp_rank), True
+    mine, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
     for mode in modes_to_try(config):
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
             cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
+            stages=() if pipeline is None else pipeline.own_stages,
         )  # fmt: skip
-        outcome = step.run(layout, groups, mine)
+        outcome = step.run(layout, groups, mine, pipeline)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
         good = _compare(title, outcome, reference, groups, TOLERANCE[dtype], say) and good
     say("verify: the layout equals one process" if good else "verify: FAILED, the layout does not equal one process")
@@ -136,7 +139,9 @@ class _Step:
         config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # there is no update
         config.precision.fp64 = dtype == torch.float64
 
-    def run(self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
+    def run(
+        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None = None
+    ) -> _Outcome:  # fmt: skip
         """Build the model and run one step; without groups, all of it on this process."""
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
@@ -151,18 +156,32 @@ class _Step:
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
         shares = torch.where(counts > 0, 1.0 / counts, 0.0)
         gradients.start_step()
-        weights.start_step(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(micro_batches):
+
+        def context_of(index: int) -> ForwardContext:
             drops = self.config.model.hidden_dropout > 0
-            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
-            terms = loss_of.sums(model, batch, context, events)
-            loss = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
-            if index == len(micro_batches) - 1:
-                gradients.last_micro_batch()
-            loss.backward()
-            gradients.finish_micro_batch()
-            total += loss.detach().double().cpu()
+            return micro_batch_context(micro_batches[index], seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
+
+        def loss(index: int, context: ForwardContext) -> Tensor:
+            terms = loss_of.sums(model, micro_batches[index], context, events)
+            made = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
+            total.add_(made.detach().double().cpu())
+            return made
+
+        if pipeline is not None:
+            assert loss_of.hidden is not None, "a task without stages, which the flags refuse"
+            PipelinedPasses(
+                pipeline, model, micro_batches, context_of=context_of, hidden=loss_of.hidden, loss=loss, events=events, weights=weights,
+                gradients=gradients,
+            ).run()  # fmt: skip
+        else:
+            weights.start_step(len(micro_batches))
+            for index in range(len(micro_batches)):
+                made = loss(index, context_of(index))
+                if index == len(micro_batches) - 1:
+                    gradients.last_micro_batch()
+                made.backward()
+                gradients.finish_micro_batch()
         gradients.finish_step()
         if groups is not None:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
@@ -202,14 +221,18 @@ def _compare(
         rms = math.sqrt(sum(float(g.double().square().sum()) for g in whole) / max(1, sum(g.numel() for g in whole)))
     want_loss, want_norm, rms = broadcast_json(None if want is None else [want.loss, want.grad_norm, rms], control)
     rows = [("loss", _error(got.loss, want_loss), want_loss), ("gradient norm", _error(got.grad_norm, want_norm), want_norm)]
-    for name, (spec, mine) in got.grads.items():
-        whole_grad = torch.empty(spec.shape, dtype=mine.dtype)
+    # a rank of a pipeline has some of the parameters
+    all_shapes = None if want is None else [[name, list(spec.shape)] for name, (spec, _) in want.grads.items()]
+    dtype = next(grad.dtype for _, grad in got.grads.values())
+    for name, shape in broadcast_json(all_shapes, control):
+        whole_grad = torch.empty(shape, dtype=dtype)
         if want is not None:
             theirs, grad = want.grads[name]
             for offsets, view in theirs.pieces(grad):
                 whole_grad[_place(offsets, view)] = view.cpu()
         broadcast(whole_grad, control)
-        differences = [(view.cpu() - whole_grad[_place(offsets, view)]).abs().max() for offsets, view in spec.pieces(mine) if view.numel()]
+        pieces = [] if name not in got.grads else list(got.grads[name][0].pieces(got.grads[name][1]))
+        differences = [(view.cpu() - whole_grad[_place(offsets, view)]).abs().max() for offsets, view in pieces if view.numel()]
         worst = torch.stack(differences).max().double() if differences else torch.zeros((), dtype=torch.float64)
         worst = all_reduce(worst.nan_to_num(nan=math.inf), control, "max")
         largest = float(whole_grad.abs().max())
@@ -247,11 +270,13 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
     layer = 4 * weights * (1 + others) + kept * (1 + here / (parallel.sequence_parallel_size * parallel.context_parallel_size))
     ends = 4 * 2 * model.vocab_size * h * (1 + others)
     room = _SHARE_OF_MEMORY * _free_memory(groups.device) / dtype.itemsize - ends
-    fits = max(1, min(model.num_layers, int(room // layer)))
+    at_least = parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank
+    fits = max(at_least, min(model.num_layers, int(room // layer)))
     fits = int(all_reduce(torch.tensor([fits]), groups.control, "min"))
     if fits < model.num_layers:
         say(f"verify: {model.num_layers} layers on one process do not fit into memory: {fits} are compared, all layers being alike")
         model.num_layers = fits
+        parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
 
 
 def _free_memory(device: torch.device) -> int:

@@ -217,13 +217,15 @@ _REFUSED = {
     "--zero-stage 1, 2 or 3 is what shards here": """
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
         optimizer-offload-fraction num-distributed-optimizer-instances""",
-    "all layers are on every rank today (no pipeline); leave it out": """
-        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout
-        pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
-        account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
-        encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size enable-zbh1-pipeline enable-zbh1-exact-semantics
-        enable-zbv-pipeline enable-zero-bubble zero-bubble-v-schedule num-layers-in-first-pipeline-stage schedule-method
-        num-layers-in-last-pipeline-stage""",
+    "layers are dealt to stages by --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or so that none is slower"
+    " than the others; leave it out": """
+        pipeline-model-parallel-layout standalone-embedding-stage account-for-embedding-in-pipeline-split
+        account-for-loss-in-pipeline-split""",
+    "GPT and BERT are one stack of blocks, without an encoder beside it; leave it out": """
+        pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
+    "--pipeline-schedule says zb1p or zbv": """
+        enable-zbh1-pipeline enable-zbh1-exact-semantics enable-zbv-pipeline enable-zero-bubble zero-bubble-v-schedule schedule-method""",
+    "the gradient of a table is made in the forward pass of the head; leave it out": "defer-embedding-wgrad-compute",
     "a classifier is trained by megatron-sp finetune, which has this flag; pretraining has no use for it": """
         pretrained-checkpoint task epochs train-data valid-data""",
     "GPT and BERT are the models today; T5 and retrieval are not there yet": """

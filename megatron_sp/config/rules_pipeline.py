@@ -1,0 +1,89 @@
+"""Rules of pipelines, and Megatron's words for their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_sp.config.schema import Config
+
+
+def settle_stages(config: Config) -> None:
+    """Turn --num-layers-per-virtual-pipeline-stage into a number of stages, unless the flags contradict each other; idempotent."""
+    parallel, layers = config.parallel, config.model.num_layers
+    each, p = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if each is not None and layers and p > 1 and layers % (each * p) == 0 and parallel.num_virtual_stages_per_pipeline_rank is None:
+        parallel.num_virtual_stages_per_pipeline_rank = layers // (each * p)
+        parallel.num_layers_per_virtual_pipeline_stage = None
+
+
+def pipeline_violations(config: Config) -> Iterator[str]:
+    """Check the flags of pipelines, which must not contradict each other, and that each stage has layers."""
+    parallel, layers = config.parallel, config.model.num_layers
+    p, v, kind = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank, parallel.pipeline_kind
+    if p == 1:
+        yield from _without_pipeline(config)
+        return
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    if each is not None and layers:
+        if parallel.num_virtual_stages_per_pipeline_rank is not None:
+            yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give one"
+        else:
+            yield (
+                f"num_layers ({layers}) must be a multiple of pipeline_model_parallel_size ({p}) * num_layers_per_virtual_pipeline_stage"
+                f" ({each}) = {p * each}: say --num-virtual-stages-per-pipeline-rank N instead, which deals any number of layers"
+            )
+        return
+    said = f"--pipeline-schedule {kind}"
+    if kind == "1f1b" and v > 1:
+        yield f"{said} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages out"
+    if kind == "interleaved" and v == 1:
+        yield f"{said} needs several stages on each rank: add --num-virtual-stages-per-pipeline-rank 2 or more, or use 1f1b"
+    if kind == "zbv" and v != 2:
+        yield f"{said} has two stages on each rank, and there are {v}: leave --num-virtual-stages-per-pipeline-rank out, or use zb1p"
+    if layers:
+        yield from _layers(config, layers, p, v)
+
+
+def _without_pipeline(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    given = [
+        flag for flag, on in (
+            ("--pipeline-schedule", parallel.pipeline_schedule is not None),
+            ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
+            ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
+            ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers is not None),
+            ("--decoder-last-pipeline-num-layers", parallel.decoder_last_pipeline_num_layers is not None),
+        ) if on
+    ]  # fmt: skip
+    if given:
+        yield (
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the stages of a pipeline, and with"
+            " pipeline_model_parallel_size 1 there is none: add --pipeline-model-parallel-size N, or leave the flag out"
+        )
+
+
+def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
+    """Check that all stages can have layers, and that those that are given add up."""
+    parallel = config.parallel
+    if layers < p * v:
+        fewer = ", or fewer stages on a rank" if v > 1 else ""
+        yield (
+            f"each stage needs a layer, and num_layers ({layers}) is less than pipeline_model_parallel_size ({p}) * {v} stages on each rank"
+            f" = {p * v}: use --pipeline-model-parallel-size {max(1, layers // v)} or less{fewer}"
+        )
+        return
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    given = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+    for name, count in given.items():
+        if count is not None and v > 1 and parallel.pipeline_kind == "zbv":
+            yield f"{name} ({count}) is about the first or last rank, and with zbv one rank has both ends: leave it out, or use zb1p"
+        elif count is not None and count % v:
+            yield f"{name} ({count}) must be a multiple of the stages on a rank ({v}): {count // v * v or v} or {(count // v + 1) * v}"
+    between, left = (p - sum(count is not None for count in given.values())) * v, layers - (first or 0) - (last or 0)
+    if between and left < between:
+        yield (
+            f"the stages that are not given need a layer each, and of {layers} layers {left} are left for {between} stages: lower"
+            " --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    if not between and left:
+        yield f"decoder_first_pipeline_num_layers ({first}) + decoder_last_pipeline_num_layers ({last}) must be num_layers ({layers})"
