@@ -18,12 +18,13 @@ steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from megatron_sp.estimate.memory_block import BlockMoments, place_of
 from megatron_sp.estimate.memory_head import HeadMoments
-from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
-from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment, total
+from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
 from megatron_sp.estimate.memory_zero import gradient_lines
 from megatron_sp.estimate.workload import Workload
 from megatron_sp.utils.numbers import round_up, window_tile
@@ -36,19 +37,42 @@ def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") 
         workload: configuration of the run, and layout.
         optimizer: optimizer whose state is counted.
     """
-    form = RankForm(workload)
+    return max((_of_rank(form, optimizer) for form in forms_of_ranks(workload)), key=lambda plan: plan.peak)
+
+
+def _of_rank(form: RankForm, optimizer: Literal["adam", "sgd"]) -> MemoryPlan:
     shape, zero = form.shape, form.zero
     head = HeadMoments(form)
     block = BlockMoments(form, head.params())
-    moments = [*head.forward(), *block.forward(), *head.backward()]
+    moments = [*block.forward()]
+    if shape.share.has_head:
+        moments = [*head.forward(), *moments, *head.backward()]
     for layer in _telling_layers(form):
         moments += block.backward(layer)
     # or, of the same width, a copy without other ranks' rows
     widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0)
     moments.append(Moment("backward", "embedding", (*gradient_lines(zero.at(0)), *block.stream_gradients(), widened)))
     moments += _reductions(form, head)
+    if others := _of_other_passes(form):
+        moments = [replace(moment, lines=(*moment.lines, *others)) for moment in moments]
     moments.append(Moment("update", "optimizer", gradient_lines(zero.after())))
     return MemoryPlan(_resident(form, optimizer), tuple(moments), form.activations.host, _optimizer_host(form, optimizer))
+
+
+def _of_other_passes(form: RankForm) -> list[Line]:
+    """Return what a pipeline rank holds of other micro-batches than the one that it computes: nothing without a pipeline."""
+    shape, share = form.shape, form.shape.share
+    if share.others == 0 and share.waiting == 0 and shape.layers == form.workload.model.num_layers:
+        return []
+    of_rank = total(form.activations.kept_by_blocks())
+    # a product's operands: inputs of the four products of a block, and the gradients of their outputs
+    operands = 3 * shape.whole_stream + (2 * form.attention.qkv_rows + form.attention.proj_columns) * shape.sp_tokens * shape.e // 2
+    operands += shape.sp_tokens * (shape.ffn + shape.ffn_in) * shape.e + shape.stream
+    return [
+        Line("activations of other micro-batches", share.others * of_rank // share.stages),
+        Line("operands of gradients that are put off", share.waiting * operands * shape.layers // share.stages),
+        Line("messages between stages", 3 * shape.stream),
+    ]  # fmt: skip
 
 
 def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:

@@ -10,7 +10,8 @@ from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.estimate.memory_zero import ALIGN_BYTES, ZeroForm
-from megatron_sp.estimate.workload import Workload
+from megatron_sp.estimate.stages import RankShare, shares_of
+from megatron_sp.estimate.workload import Workload, num_micro_batches
 from megatron_sp.utils.numbers import round_up
 
 
@@ -19,6 +20,7 @@ class RankForm:
 
     Args:
         workload: configuration of the run, and layout.
+        share: what a pipeline rank has of the model; None: all of it.
 
     Attributes:
         shape: tokens, widths and sizes.
@@ -27,15 +29,16 @@ class RankForm:
         zero: parameters and gradients.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, share: RankShare | None = None) -> None:
         self.workload = workload
-        self.shape = RankShape(workload)
+        self.shape = RankShape(workload, share)
         self.attention = AttentionForm(workload, self.shape)
         self.activations = ActivationForm(self.shape, self.attention)
+        ends = self.shape.share.has_embedding and self.shape.share.has_head
+        is_tied = ends and not workload.model.untie_embeddings_and_output_weights
         self.zero = ZeroForm(
             self._units(), workload.parallel, workload.dp * self.shape.cp * self.shape.sp, self.shape.e, self.shape.wide,
-            accumulates=self.shape.num_micro_batches > 1, tied=not workload.model.untie_embeddings_and_output_weights,
-            receives=not self.shape.cuda,
+            accumulates=self.shape.num_micro_batches > 1, tied=is_tied, receives=not self.shape.cuda,
         )  # fmt: skip
 
     def _units(self) -> list[int]:
@@ -57,7 +60,11 @@ class RankForm:
         bert = [h * h, h, *[h] * norms, shape.rows] if model.is_bert else []
         bert += [h * h, h, 2 * h, 2] if model.has_order_head else []
         output = table if model.untie_embeddings_and_output_weights else []
-        return [aligned(*table, *positions, *before), *[block] * shape.layers, aligned(*behind, *bert, *output)]
+        share = shape.share
+        if share.has_head and not share.has_embedding:
+            output = table  # a tied one, too
+        first = aligned(*table, *positions, *before) if share.has_embedding else 0
+        return [first, *[block] * shape.layers, aligned(*behind, *bert, *output) if share.has_head else 0]
 
     def shared_gradients(self, unit: int) -> int:
         """Return the number of a unit's gradient elements that tp ranks share, and sum in one packed all_reduce."""
@@ -75,3 +82,14 @@ class RankForm:
         if model.num_groups % shape.tp:  # every rank has room for all groups
             count += model.num_groups * 2 * shape.d * (h + model.qkv_bias)
         return count
+
+
+def forms_of_ranks(workload: Workload) -> list[RankForm]:
+    """Return the closed forms of the pipeline ranks, those that are alike once; without a pipeline of the one rank."""
+    shares = shares_of(workload.model, workload.parallel, num_micro_batches(workload))
+    return [RankForm(workload, share) for share in dict.fromkeys(shares)]
+
+
+def largest_form(workload: Workload) -> RankForm:
+    """Return the closed forms of the pipeline rank with most parameters."""
+    return max(forms_of_ranks(workload), key=lambda form: form.zero.num_params)

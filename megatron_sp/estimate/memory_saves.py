@@ -11,7 +11,7 @@ not import torch; a test compares it with the distribution in a run.
 from __future__ import annotations
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_rank import largest_form
 from megatron_sp.estimate.workload import workload_of
 
 
@@ -21,7 +21,7 @@ def copy_bytes(config: Config, world_size: int) -> int:
     if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
         return 0
     parallel = config.parallel
-    form = RankForm(workload_of(config, world_size, "cpu"))
+    form = largest_form(workload_of(config, world_size, "cpu"))
     shape = form.shape
     with_state = not checkpoint.no_save_optim
     wide = shape.wide

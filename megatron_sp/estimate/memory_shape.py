@@ -7,7 +7,8 @@ from functools import cached_property
 
 from megatron_sp.estimate.context_form import context_form
 from megatron_sp.estimate.memory_mlp import piece_sizes
-from megatron_sp.estimate.workload import Device, Workload
+from megatron_sp.estimate.stages import RankShare
+from megatron_sp.estimate.workload import Device, Workload, num_micro_batches
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.utils.numbers import round_up
 
@@ -47,10 +48,11 @@ class RankShape:
         norm_stats, norm_temporaries: what a norm saves beside its input, and what its backward takes.
         gate_block: what a gated activation computes at a time.
         fused: Triton's kernels compute norms and elementwise operations.
+        share: what a pipeline rank has of the model; ``layers``: its layers.
         mlp_pieces: tokens of this rank in each piece of a chunked MLP (--mlp-chunks).
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, share: RankShare | None = None) -> None:
         model, parallel, kernels, batch, precision = (
             workload.model, workload.parallel, workload.kernels, workload.batch, workload.precision,
         )  # fmt: skip
@@ -61,7 +63,8 @@ class RankShape:
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.is_16_bit = precision.bf16 or precision.fp16
         self.e, self.wide = (2, 4) if self.is_16_bit else (8, 8) if precision.fp64 else (4, 4)
-        self.layers, self.h, self.d = model.num_layers, model.hidden_size, model.head_dim
+        self.share = share or RankShare(model.num_layers)
+        self.layers, self.h, self.d = self.share.layers, model.hidden_size, model.head_dim
         self.ffn = model.ffn_size // self.tp
         self.ffn_in = self.ffn * (2 if model.is_gated else 1)
         self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
@@ -69,9 +72,8 @@ class RankShape:
 
         self.context = context_form(model, parallel) if self.cp > 1 else None
         self.whole_length = model.seq_length
-        b, s, dp = batch.micro_batch_size, self.whole_length if self.context is None else self.context.longest, workload.dp
-        self.micro_batch = b
-        self.num_micro_batches = (batch.global_batch_size or b * dp) // (b * dp)
+        b, s = batch.micro_batch_size, self.whole_length if self.context is None else self.context.longest
+        self.micro_batch, self.num_micro_batches = b, num_micro_batches(workload)
         self.length, self.padded = s, round_up(s, self.sp * self.parts)
         self.all_tokens = s * b
         self.sp_tokens = self.sp_positions(s) * b

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
 from megatron_sp.estimate.workload import Workload
 from megatron_sp.models.unit_order import unit_order
 from megatron_sp.optim.residency import list_fetches
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,23 @@ class TrafficPlan:
 
 
 def traffic_plan(workload: Workload) -> TrafficPlan:
-    """Return the collectives of a training step."""
-    counter = _Counter(RankForm(workload))
-    flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.heads_and_rows(), *counter.scalars()]
+    """Return the collectives of a training step, and the messages between the stages of a pipeline."""
+    return max((_of_rank(form) for form in forms_of_ranks(workload)), key=lambda plan: plan.num_bytes)
+
+
+def _of_rank(form: RankForm) -> TrafficPlan:
+    counter = _Counter(form)
+    flows = [
+        *counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.heads_and_rows(), *counter.stages(),
+        *counter.scalars(),
+    ]  # fmt: skip
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
 
 def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
     """Return the bytes that one rank sends for a whole tensor of ``num_bytes``; for an all_to_all: for its own data, in even shares."""
+    if op == "send":
+        return num_bytes
     once = num_bytes * (ranks - 1) // ranks
     return 2 * once if op == "all_reduce" else once
 
@@ -131,7 +140,9 @@ class _Counter:
         self.num_terms = 2 if workload.model.has_order_head else 1  # of the loss
         self.num_samples = shape.num_micro_batches * workload.batch.micro_batch_size * workload.dp
         self.tp, self.sp = shape.tp, shape.sp
-        self.ranks, self.world = workload.dp * shape.cp * shape.sp, workload.dp * shape.cp * shape.sp * shape.tp
+        self.pp = workload.parallel.pipeline_model_parallel_size
+        self.ranks = workload.dp * shape.cp * shape.sp
+        self.world = self.ranks * shape.tp * self.pp
         self.replicas = "dp x sp" if shape.cp == 1 else "dp x cp x sp"
         self.units = range(shape.layers + 2)
         self.recomputed = sum(last - first for first, last in shape.recomputed)
@@ -140,7 +151,7 @@ class _Counter:
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
-        ranks = {self.replicas: self.ranks, "tp": self.tp, "world": self.world}[group]
+        ranks = {self.replicas: self.ranks, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world}[group]
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
@@ -338,10 +349,22 @@ class _Counter:
             sent.backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
         return sent
 
+    def stages(self) -> Iterator[Flow]:
+        """Messages between the stages of a pipeline, under the passes of other micro-batches."""
+        shape, share = self.shape, self.shape.share
+        if self.pp == 1:
+            return
+        # each boundary is to another rank, but for the one in the middle of a V
+        turns = self.parallel.pipeline_kind == "zbv" and share.turns
+        forward, backward = share.stages - share.has_head - turns, share.stages - share.has_embedding - turns
+        for kind, number in (("outputs of stages", forward), ("gradients of stages' inputs", backward)):
+            sizes = [shape.stream] * (number * shape.num_micro_batches)
+            yield self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
+
     def scalars(self) -> Iterator[Flow]:
         """Scalars: token counts, digests of samples, loss sums, with cp digests of sequences, gradient norm."""
         everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
-        holders = "world" if self.parallel.zero_stage > 0 else "tp"
+        holders = "world" if self.parallel.zero_stage > 0 else "tp" if self.pp == 1 else "pp x tp"
         yield self._flow(
             "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
         )

@@ -32,6 +32,12 @@ class Workload:
     head_share: float = 1.0
 
 
+def num_micro_batches(workload: Workload) -> int:
+    """Return the number of micro-batches of a step."""
+    batch, each = workload.batch, workload.batch.micro_batch_size * workload.dp
+    return (batch.global_batch_size or each) // each
+
+
 def head_share(config: Config) -> float:
     """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
     return config.data.mask_prob if config.model.is_bert else 1.0

@@ -144,6 +144,11 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     config.batch.rampup_batch_size = None
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
+    if config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size}: the planner does not search pipelines yet;"
+            " leave it out, or see what a layout with one takes with --dry-run"
+        )
     one = config.parallel.replica_size
     raise_all(violations(_on_trial(config, given), one))
     complete(config, one)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.rules import normalize, validate
-from megatron_sp.config.schema import Config, ModelConfig
+from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
-from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_rank import largest_form
 from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
@@ -53,7 +55,8 @@ class RunPlan:
         """Return the plan for JSON, in bytes and plain numbers."""
         parallel = self.config.parallel
         layout = {
-            "dp": parallel.dp_size(self.world_size), "cp": parallel.context_parallel_size, "sp": parallel.sequence_parallel_size,
+            "pp": parallel.pipeline_model_parallel_size, "dp": parallel.dp_size(self.world_size), "cp": parallel.context_parallel_size,
+            "sp": parallel.sequence_parallel_size,
             "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
         }  # fmt: skip
         parameters = {"model": self.num_params, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
@@ -68,6 +71,9 @@ class RunPlan:
         config, memory, traffic = self.config, self.memory, self.traffic
         parallel = config.parallel
         axes = [f"dp {parallel.dp_size(self.world_size)}"]
+        if parallel.pipeline_model_parallel_size > 1:
+            layers = "+".join(map(str, layers_of_stages(config.model, parallel)))
+            axes.append(f"pp {parallel.pipeline_model_parallel_size} ({parallel.pipeline_kind}, layers {layers})")
         axes += [f"cp {parallel.context_parallel_size}"] if parallel.context_parallel_size > 1 else []
         axes += [f"sp {parallel.sequence_parallel_size}"] if parallel.sequence_parallel_size > 1 else []
         tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
@@ -157,7 +163,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     note = complete(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     workload = workload_of(config, world_size, device)
-    form = RankForm(workload)
+    form = largest_form(workload)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), form.zero.num_params, form.zero.kept_params,
         form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
@@ -195,27 +201,6 @@ def complete(config: Config, world_size: int) -> str:
     if stored is not None:
         check_structure(stored, config)
     return point.note
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the whole model, as in a checkpoint: without padding rows of the vocabulary."""
-    assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
-    h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
-    norms = 2 if model.normalization == "LayerNorm" else 1
-    rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.is_gated else 1)
-    block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
-    block += rows * model.qkv_bias + h * model.proj_bias + (ffn_rows + h) * model.mlp_bias
-    embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
-    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
-    return model.num_layers * block + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
-
-
-def _of_bert(model: ModelConfig, norms: int) -> int:
-    """Return the additional parameters of a BERT: token types; dense layer, norm and output bias of the LM head; pooler and order head."""
-    assert model.hidden_size and model.vocab_size
-    h = model.hidden_size
-    masked = h * h + h + norms * h + model.vocab_size
-    return model.token_types * h + masked + (h * h + h + 2 * h + 2) * model.has_order_head
 
 
 def dry_run(config: Config, world_size: int, kind: str) -> str:

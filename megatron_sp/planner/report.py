@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GIB
-from megatron_sp.planner.dry_run import count_parameters
+from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
 from megatron_sp.planner.splits import why_this_split

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.training.environment import environment
 from megatron_sp.utils.format import format_count
 
@@ -18,6 +19,8 @@ def announce(run: Run) -> None:
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
     num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
+    if run.layout.pipeline is not None:  # of which this rank has a part
+        num_params = count_parameters(config.model)
     context.console.line(
         f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
         f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
@@ -45,6 +48,9 @@ def announce(run: Run) -> None:
 def _layout_words(run: Run) -> str:
     groups, layout, words = run.context.groups, run.layout.parallel, ""
     tp_seq = run.context.config.parallel.sequence_parallel
+    if run.layout.pipeline is not None:
+        layers = "+".join(str(len(stage)) for stage in run.layout.pipeline.stages)
+        words += f", pp {groups.pp.size()}: {run.layout.pipeline.kind}, layers {layers}"
     if groups.cp.size() > 1:
         words += f", cp {groups.cp.size()}"
     if groups.sp.size() > 1:

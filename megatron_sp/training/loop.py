@@ -38,7 +38,7 @@ from megatron_sp.training.starting_point import require_kept_steps
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.training.watchdog import Watchdog
-from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PEER, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
+from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PEER, EXIT_PREEMPTED, ConfigError, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
 Split = Literal["valid", "test"]
@@ -51,6 +51,11 @@ def pretrain(config: Config, task: Task) -> NoReturn:
 
 
 def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> int:
+    if config.parallel.pipeline_model_parallel_size > 1 and task.loss.hidden is None:
+        raise ConfigError(
+            f"{task.name} cannot be cut into the {config.parallel.pipeline_model_parallel_size} stages of --pipeline-model-parallel-size:"
+            " pretraining of GPT and BERT can; leave it out"
+        )
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
     signals = StopSignals(launched="TORCHELASTIC_RESTART_COUNT" in os.environ)
     if not config.batch.no_exit_signal_handler:

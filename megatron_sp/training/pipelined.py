@@ -79,7 +79,7 @@ def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
     if parallel.pipeline_model_parallel_size == 1:
         return None
     assert num_layers
-    return Pipeline(groups, cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config))
+    return Pipeline(groups, cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config.model, config.parallel))
 
 
 class PipelinedPasses:

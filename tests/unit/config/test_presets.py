@@ -18,9 +18,9 @@ from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
 from megatron_sp.config.presets import PRESETS, preset_named
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
+from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.models import bert, gpt
 from megatron_sp.parallel import init
-from megatron_sp.planner.dry_run import count_parameters
 from megatron_sp.training.state import adopt_checkpoint_args, check_structure
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 

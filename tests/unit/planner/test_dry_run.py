@@ -20,8 +20,9 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate import suggestions as remedies
+from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, shortage
-from megatron_sp.planner.dry_run import count_parameters, plan_run
+from megatron_sp.planner.dry_run import plan_run
 
 MODEL = (
     "--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "2048", "--vocab-size", "32000",
