@@ -230,6 +230,11 @@ class ParallelGroups:
         return self.cp.rank()
 
     @property
+    def pp_ranks(self) -> list[int]:
+        """Ranks in the world of this rank's pipeline."""
+        return dist.get_process_group_ranks(unchecked(self.pp))
+
+    @property
     def pp_rank(self) -> int:
         """This rank in its pp group."""
         return self.pp.rank()

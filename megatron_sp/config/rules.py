@@ -40,7 +40,6 @@ def normalize(config: Config) -> Config:
         config.parallel.zero_stage = 1
     if config.parallel.stage3_use_all_reduce_for_fetch_params:
         config.parallel.zero3_fetch = "all_reduce"
-    settle_stages(config)
     if kernels.use_flash_attn and kernels.attention_backend == "auto":
         kernels.attention_backend = "flash"
     if kernels.recompute_activations and kernels.recompute_granularity is None:
@@ -51,6 +50,7 @@ def normalize(config: Config) -> Config:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
+    settle_stages(config)
     config.ignored_flags += (*settle_comm_type(config.parallel), *concede(config))
     return config
 

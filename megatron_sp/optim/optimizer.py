@@ -45,6 +45,9 @@ class FlatOptimizer:
         whole: ranks that have the whole model once, if units are not split into ranges: over tp and the stages of a pipeline;
             None: those of tp.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
+
+    Attributes:
+        counted_units: units whose parts of this rank go into sums over ``holders``.
         host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on
             the model's device.
         kernel: whose kernel updates with AdamW; the state is the same.
@@ -64,7 +67,7 @@ class FlatOptimizer:
         self.units, self.config, self.tp, self.host, self.kernel = units, config, tp, host, kernel
         is_sharded = bool(units) and units[0].zero.stage > 0
         self.holders = everybody if is_sharded else whole or tp
-        self._counted = [i for i in range(len(units)) if is_sharded or i not in counted_elsewhere]
+        self.counted_units = [unit for i, unit in enumerate(units) if is_sharded or i not in counted_elsewhere]
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -72,7 +75,7 @@ class FlatOptimizer:
 
     def grad_norm(self) -> Tensor:
         """Compute the L2 norm of all (reduced, still scaled) gradients: an fp64 scalar tensor, bitwise equal on all ranks. Collective."""
-        units = [self.units[index] for index in self._counted]
+        units = self.counted_units
         if self.tp.size() == 1:
             squares = [squared_norm(u.grad_shard) for u in units if u.slots]
         else:

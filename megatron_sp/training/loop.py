@@ -244,7 +244,7 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
     if result.overflow:
         return
     progress.bad_steps += 1
-    report = dump_bad_step(context.run_dir, context.launch.rank, progress, result, run.parts.optimizer)
+    report = dump_bad_step(context.run_dir, context.groups, progress, result, run.parts.optimizer)
     context.console.line(
         f"warning: step {progress.step} is not finite (loss {result.losses[0]}, grad norm {result.grad_norm}): skipped, the weights are"
         f" unchanged; {progress.bad_steps} in a row; samples and norms in {report}"

@@ -8,10 +8,8 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_sp.comm.check import unchecked
 from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import Config
@@ -43,9 +41,8 @@ class Pipeline:
         self.stages_per_rank = len(layers) // self.size
         self.rank_of = self.plan(1).rank_of
         neighbours = [(a, b) for a, b in zip(self.rank_of, self.rank_of[1:], strict=False) if a != b]
-        ranks = dist.get_process_group_ranks(unchecked(groups.pp))
         pairs = {*neighbours, *((b, a) for a, b in neighbours)}
-        self.channels = Channels(pipes(groups.mesh, pairs, groups.device), ranks, self.rank)
+        self.channels = Channels(pipes(groups.mesh, pairs, groups.device), groups.pp_ranks, self.rank)
 
     @property
     def own_stages(self) -> tuple[Stage, ...]:

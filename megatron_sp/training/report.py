@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
@@ -108,11 +109,13 @@ class StepReporter:
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
             squares = torch.stack(
-                [nothing, *(squared_norm(part).to(nothing) for u in optimizer.units for _, part in u.counted(u.master))]
+                [nothing, *(squared_norm(part).to(nothing) for u in optimizer.counted_units for _, part in u.counted(u.master))]
             ).sum()
             record["params_norm"] = math.sqrt(float(all_reduce(squares, optimizer.holders)))
         if self._config.logging.log_num_zeros_in_grad:
-            zeros = torch.stack([nothing, *((part == 0).sum() for u in optimizer.units for _, part in u.counted(u.grad_shard))]).sum()
+            zeros = torch.stack(
+                [nothing, *((part == 0).sum() for u in optimizer.counted_units for _, part in u.counted(u.grad_shard))]
+            ).sum()
             record["num_zeros_in_grad"] = int(all_reduce(zeros, optimizer.holders))
         return record
 
@@ -139,17 +142,19 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResult, optimizer: FlatOptimizer) -> Path:
+def dump_bad_step(run_dir: Path, groups: ParallelGroups, progress: Progress, result: StepResult, optimizer: FlatOptimizer) -> Path:
     """Write the samples of a non-finite step and the gradient norm of each parameter to a file (on rank 0). Collective."""
     path = run_dir / f"nonfinite-step-{progress.step:06d}.json"
     squares: dict[str, Tensor] = {}
-    for unit in optimizer.units:
+    for unit in optimizer.counted_units:
         for slot, part in unit.counted(unit.grad_shard):
             squares[slot.name] = squares[slot.name] + squared_norm(part) if slot.name in squares else squared_norm(part)
-    names = [slot.name for unit in optimizer.units for slot in unit.slots]
+    mine = [slot.name for unit in optimizer.units for slot in unit.slots]
+    # a rank of a pipeline has some of the parameters
+    names = list(dict.fromkeys(name for of_rank in gather_json(mine, groups.control) for name in of_rank))
     nothing = torch.zeros((), dtype=torch.float64, device=optimizer.units[0].device)
     summed = all_reduce(torch.stack([squares.get(name, nothing) for name in names]), optimizer.holders)
-    if rank != 0:
+    if groups.rank != 0:
         return path
     norms = {name: str(math.sqrt(square)) for name, square in zip(names, summed.tolist(), strict=True)}
     record = {

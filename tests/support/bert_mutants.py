@@ -43,7 +43,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("post-norm: the residual branch gets no gradient", BLOCK, "return add(add(passed, reduced.wait()), late), None", "return reduced.wait(), None"),
     ("post-norm: no norm after attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
     ("post-norm: no norm after the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
-    ("post-norm: a norm after the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
+    ("post-norm: a norm after the last block", LANGUAGE, 'has_norm = has_head and config.norm_placement == "pre"', 'has_norm = True'),
     # the step
     ("context: causal", CONTEXT, "AttentionMask(causal, batch[", "AttentionMask(True, batch["),
     ("context: padding is seen", CONTEXT, 'if "length" in batch:', "if False:"),

@@ -21,7 +21,7 @@ MUTANTS = [
     ("tokens are cut unlike all else", LANGUAGE, "self.embedding(cut.take(tokens.t())[cut.sp_slice]", "self.embedding(cut.take(tokens.t().roll(cut.cp.rank, 0))[cut.sp_slice]"),
     ("segments are cut unlike tokens", LANGUAGE, "cut.take(types.t())[cut.tp_seq_slice]", "cut.take(types.t().roll(cut.cp.rank, 0))[cut.tp_seq_slice]"),
     ("learned positions are local", LANGUAGE, "cut.take(positions)[cut.tp_seq_slice], ctx", "cut.take(positions - (cut.runs[0][0] if cut.runs else 0)).clamp(min=0)[cut.tp_seq_slice], ctx"),
-    ("rotary positions are local", LANGUAGE, "rotary_of(self.config, cut.share(positions), dtype)", "rotary_of(self.config, positions[: cut.length], dtype)"),
+    ("rotary positions are local", LANGUAGE, "rotary_of(self.config, cut.share(positions), self.params_dtype)", "rotary_of(self.config, positions[: cut.length], self.params_dtype)"),
     ("hidden dropout by local position", LANGUAGE, "local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice])", "local_dropout=DropoutKeys(keys.repeat(8, 1)[: cut.padded][cut.tp_seq_slice])"),
     ("attention dropout by local position", LANGUAGE, "dropout=DropoutKeys(cut.share(keys)), local", "dropout=DropoutKeys(keys[: cut.length]), local"),
     ("padding counts as a position", LANGUAGE, "length=cut.length, whole_length", "length=cut.padded, whole_length"),

@@ -222,15 +222,11 @@ _TEMPLATE = {
     },
 }  # fmt: skip
 _ADAMW = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
-_PIPELINE = "pipeline parallelism is not supported yet"
-
 LAUNCHES = (
     # Megatron-LM, GPT and BERT
     Launch("lm: gpt, one GPU", _OLD.replace("--fp16", "--global-batch-size 8 --fp16 --data-impl mmap --distributed-backend nccl"), 1),
     Launch("lm: gpt, data parallel", _OLD + "--global-batch-size 64 --tensor-model-parallel-size 1"),
-    Launch(
-        "lm: gpt, tp and pp", _OLD + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", 8, _PIPELINE
-    ),
+    Launch("lm: gpt, tp and pp", _OLD + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
     Launch("lm: gpt, checkpointed", _OLD + "--checkpoint-activations --distribute-checkpointed-activations --DDP-impl torch"),
     Launch("lm: gpt, attention in fp32", _OLD + "--attention-softmax-in-fp32 --apply-query-key-layer-scaling --use-cpu-initialization"),
     Launch("lm: gpt 857M", _shape(24, 1024, 16, 2048) + _NEW_GPT3 + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1"),
@@ -239,7 +235,6 @@ LAUNCHES = (
         _shape(96, 12288, 96, 2048) + _NEW_GPT3 + "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16"
         " --rampup-batch-size 16 16 5859375 --global-batch-size 1536 --micro-batch-size 1",
         1024,
-        _PIPELINE,
     ),
     Launch("lm: gpt, weighted blend", _OLD.replace("--data-path DATA", "--data-path 0.3 DATA 0.7 DATA2") + "--seed 1"),
     Launch(
@@ -249,8 +244,8 @@ LAUNCHES = (
         " --ckpt-fully-parallel-load --async-save --use-persistent-ckpt-worker --log-memory-to-tensorboard --no-rope-fusion"
         " --exit-interval 50 --tensorboard-queue-size 5 --use-checkpoint-opt_param-scheduler --ckpt-assume-constant-structure",
     ),
-    Launch("lm: gpt, interleaved", _OLD + "--num-layers-per-virtual-pipeline-stage 2", 8, "no pipeline"),
-    Launch("lm: gpt, virtual stages named", _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L", 8, "no pipeline"),
+    Launch("lm: gpt, interleaved", _OLD + "--num-layers-per-virtual-pipeline-stage 2", 8, "pipeline_model_parallel_size 1"),
+    Launch("lm: gpt, virtual stages named", _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L", 8, "layers are dealt to stages"),
     Launch("lm: gpt, expert flags alone", _OLD + "--moe-aux-loss-coeff 0.01 --moe-router-topk 2 --moe-grouped-gemm"),
     Launch("lm: gpt, eval without training data", _OLD + "--eval-iters -1 --no-save-optim"),
     Launch("lm: bert, one GPU", _BERT + "--micro-batch-size 4 --global-batch-size 8", 1, family="bert"),
@@ -262,7 +257,6 @@ LAUNCHES = (
         _BERT + "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --tensor-model-parallel-size 8"
         " --pipeline-model-parallel-size 16",
         128,
-        _PIPELINE,
         family="bert",
     ),
     Launch("lm: bert, tp", _BERT + "--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2", family="bert"),
@@ -306,7 +300,7 @@ LAUNCHES = (
     Launch("amd: qwen 2, fp8 left off", _AMD_QWEN2 + "--fp8-margin=0 --fp8-interval=1 --fp8-amax-history-len=1024"),
     Launch("swiss: llama 3 8B", _SWISS_8B),
     Launch("das: llama 2 7B", _LLAMA2_HF),
-    Launch("das: llama 2 7B, pipeline", _LLAMA2_HF + "--pipeline-model-parallel-size 2", 8, _PIPELINE),
+    Launch("das: llama 2 7B, pipeline", _LLAMA2_HF + "--pipeline-model-parallel-size 2"),
     Launch(
         "das: llama 2 7B, profiled",
         _LLAMA2_HF + "--profile --profile-step-start 4 --profile-step-end 5 --use-pytorch-profiler"
@@ -357,9 +351,7 @@ LAUNCHES = (
     Launch(
         "ds: gpt 1.3B, pipeline",
         _TOKENS_1B + _ENGINE + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
-        8,
-        _PIPELINE,
-        _json(512, 2, 1, **_TEMPLATE),
+        json=_json(512, 2, 1, **_TEMPLATE),
     ),
     Launch(
         "ds: gpt 1.3B, flash",
@@ -402,7 +394,9 @@ LAUNCHES = (
         _json(512, 2, **_TEMPLATE),
     ),
     Launch("ds: compression", _TOKENS_1B + "--compression-training " + _ENGINE, 8, "compression", _json(512, 2, **_TEMPLATE)),
-    Launch("ds: zero bubble", _TOKENS_1B + "--enable-zbh1-pipeline " + _ENGINE, 8, "no pipeline", _json(512, 2, **_TEMPLATE)),
+    Launch(
+        "ds: zero bubble", _TOKENS_1B + "--enable-zbh1-pipeline " + _ENGINE, 8, "pipeline_model_parallel_size 1", _json(512, 2, **_TEMPLATE)
+    ),
     Launch(
         "ds: gpt 30B, ulysses",
         _TOKENS + _shape(64, 6144, 64, 32768) + "--ds-sequence-parallel-size 4 --init-method-std 0.008 --micro-batch-size 1"
@@ -427,9 +421,7 @@ LAUNCHES = (
     Launch(
         "ds: llama 2, pipeline",
         _MDS_LLAMA + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-key-value-heads 4",
-        8,
-        _PIPELINE,
-        _json(32, 4, bf16=_ON),
+        json=_json(32, 4, bf16=_ON),
     ),
     Launch(
         "ds: llama, universal checkpoint",

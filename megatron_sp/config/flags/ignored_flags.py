@@ -49,6 +49,11 @@ REWRITTEN: dict[str, Rewrite] = {
     "tokenizer-name-or-path": Rewrite((("tokenizer-model", None),)),
     "use-rms-norm": Rewrite((("normalization", "RMSNorm"),)),
     "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
+    # Megatron-DeepSpeed's zero bubble, and that of its authors' fork of Megatron-LM, where a V takes two flags
+    "enable-zbh1-pipeline": Rewrite((("pipeline-schedule", "zb1p"),), weak=True),
+    "enable-zero-bubble": Rewrite((("pipeline-schedule", "zb1p"),), weak=True),
+    "enable-zbv-pipeline": Rewrite((("pipeline-schedule", "zbv"),)),
+    "zero-bubble-v-schedule": Rewrite((("pipeline-schedule", "zbv"),)),
     # Megatron-LM 1, of 2019 and 2020
     "model-parallel-size": Rewrite((("tensor-model-parallel-size", None),)),
     "batch-size": Rewrite((("micro-batch-size", None),)),  # per data-parallel rank; there was no gradient accumulation
@@ -149,6 +154,7 @@ _IGNORED_SWITCHES = {
         torch-memory-saver""",
     _DATA: """
         no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
+    "all schedules have the bits of 1F1B": "enable-zbh1-exact-semantics enable-exactly-numeric-match enable-optimizer-post-validation",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
     "--auto-resume does that on any cluster": "adlr-autoresume",
 }
@@ -160,7 +166,10 @@ _IGNORED_VALUES = {
         use-fast-softmax""",
     "it is for TikTokenizer": "tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
     "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": "pad-vocab-size-to",
-    "all layers are on every rank": "pp-partition-method microbatch-group-size-per-virtual-pipeline-stage",
+    "layers are dealt so that no stage is slower than the others": "pp-partition-method",
+    "micro-batches go through the stages of a rank in groups of the pipeline's size": "microbatch-group-size-per-virtual-pipeline-stage",
+    "a schedule holds as many micro-batches as 1F1B": "zero-bubble-max-pending-backward zero-bubble-pipeline-timers-start-iter"
+    " zero-bubble-pipeline-timers-end-iter zero-bubble-adaptive-memory-limit-percentile",
     "GPT and BERT have no decoder beside": "decoder-seq-length",
     "there is one data-parallel implementation": "DDP-impl",
     _DATA: "data-impl num-dataset-builder-threads",
@@ -223,8 +232,7 @@ _REFUSED = {
         account-for-loss-in-pipeline-split""",
     "GPT and BERT are one stack of blocks, without an encoder beside it; leave it out": """
         pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
-    "--pipeline-schedule says zb1p or zbv": """
-        enable-zbh1-pipeline enable-zbh1-exact-semantics enable-zbv-pipeline enable-zero-bubble zero-bubble-v-schedule schedule-method""",
+    "--pipeline-schedule says 1f1b, interleaved, zb1p or zbv": "schedule-method",
     "the gradient of a table is made in the forward pass of the head; leave it out": "defer-embedding-wgrad-compute",
     "a classifier is trained by megatron-sp finetune, which has this flag; pretraining has no use for it": """
         pretrained-checkpoint task epochs train-data valid-data""",

@@ -123,7 +123,7 @@ def test_wrong_values(more: str | list[str], expected: str) -> None:
     ("more", "expected"),
     [
         ("--num-layesr 3", "--num-layesr is unknown: did you mean --num-layers?"),
-        ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers?"),
+        ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers"),
         ("--lr-warmup 3", "--lr-warmup is unknown: did you mean --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples?"),
         ("--wandb-projct x", "did you mean --wandb-project?"),
         ("--trasformer-impl local", "did you mean --transformer-impl?"),
@@ -138,7 +138,7 @@ def test_mistyped_names(more: str, expected: str) -> None:
 
 
 def test_a_beginning_is_not_completed() -> None:
-    assert "--num-lay is unknown: did you mean --num-layers?" in error("--num-lay 3")
+    assert "--num-lay is unknown: did you mean --num-layers" in error("--num-lay 3")
 
 
 def test_at_most_three_names_are_offered() -> None:
@@ -227,11 +227,11 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
         "--num-experts 8", "--num-experts 8 --moe-router-topk 2", "--use-torch-fsdp2", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
-        "--num-layers-per-virtual-pipeline-stage 1", "--universal-checkpoint", "--curriculum-learning",
+        "--pipeline-model-parallel-layout Et|tL", "--universal-checkpoint", "--curriculum-learning",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
         "--step-batch-size-schedule 0:32", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
     ],

@@ -123,8 +123,10 @@ def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> 
         config(MEGATRON_LM_345M + " --use-torch-fsdp2 --num-experts 8 --fp8-format hybrid")
     text = str(caught.value)
     assert text.startswith("3 things are wrong:") and "all MLPs are dense today" in text
-    with pytest.raises(ConfigError, match="pipeline parallelism is not supported yet"):
-        config(MEGATRON_LM_345M + " --pipeline-model-parallel-size 2")
+    with pytest.raises(
+        ConfigError, match=r"each stage needs a layer, and num_layers \(24\) is less than pipeline_model_parallel_size \(32\)"
+    ):
+        config(MEGATRON_LM_345M + " --pipeline-model-parallel-size 32")
 
 
 # Flags of existing launch scripts, most used first, with a value where they take one.

@@ -103,7 +103,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__position_embedding_type": "rope", "model__kv_channels": 7}, "int(head_dim 7 * rotary_percent 1.0) = 7"),
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.01}, "must be even and at least 2"),
     ({"model__position_embedding_type": "rope", "model__rotary_base": 0.0}, "rotary_base (0.0) must be above 0"),
-    ({"parallel__pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size (4) must be 1"),
+    ({"parallel__pipeline_schedule": "zb1p"}, "--pipeline-schedule is about the stages of a pipeline, and with"),
     ({"parallel__distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes (0.0) must be above 0"),
     ({"kernels__use_flash_attn": True, "kernels__attention_backend": "fused"}, "--use-flash-attn means --attention-backend flash"),
     ({"kernels__use_flash_attn": True, "kernels__device": "cpu", "precision__bf16": True}, "--attention-backend flash needs a GPU"),
