@@ -1,0 +1,70 @@
+"""Layers are dealt to stages so that the slowest is as fast as it can be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_sp.config.schema import ModelConfig, ParallelConfig
+from megatron_sp.estimate.stages import layers_of_stages, shares_of
+from megatron_sp.parallel.pipeline_stages import cut_model, deal_layers, whole_model
+
+
+def test_stages_by_hand() -> None:
+    stages = cut_model((2, 1, 3))
+    assert [(s.start, s.stop, len(s), s.is_first, s.is_last) for s in stages] == [
+        (0, 2, 2, True, False), (2, 3, 1, False, False), (3, 6, 3, False, True),
+    ]  # fmt: skip
+    whole = whole_model(5)
+    assert whole.is_first and whole.is_last and len(whole) == 5
+    assert deal_layers(8, 4) == (2, 2, 2, 2) and deal_layers(10, 4) == (2, 3, 3, 2) and deal_layers(9, 1) == (9,)
+    assert deal_layers(8, 4, head=2.0) == (2, 3, 2, 1) and deal_layers(8, 4, embedding=1.0, head=1.0) == (1, 3, 3, 1)
+    assert deal_layers(8, 4, first=1) == (1, 3, 2, 2) and deal_layers(8, 3, first=1, last=3) == (1, 4, 3)
+
+
+def test_no_dealing_has_a_faster_slowest_stage() -> None:
+    for layers, stages, head in itertools.product(range(2, 9), range(2, 5), (0.0, 0.7, 2.5)):
+        if layers < stages:
+            with pytest.raises(ValueError, match=f"{layers} layers cannot be dealt to {stages} stages of at least one"):
+                deal_layers(layers, stages, head=head)
+            continue
+        dealt = deal_layers(layers, stages, head=head)
+        assert sum(dealt) == layers and min(dealt) >= 1
+
+        def slowest(counts: tuple[int, ...], head: float = head) -> float:
+            return max(*counts[:-1], counts[-1] + head)
+
+        others = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
+        assert slowest(dealt) == pytest.approx(min(map(slowest, others)))
+
+
+def model(layers: int, **more: object) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=100,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_layers_of_ranks_that_are_given_are_those_of_all_their_stages() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3, decoder_first_pipeline_num_layers=2, num_virtual_stages_per_pipeline_rank=2)
+    assert layers_of_stages(model(10), parallel) == (1, 2, 2, 1, 2, 2)
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=5)
+    assert layers_of_stages(model(7), parallel) == (2, 5)
+
+
+def test_what_each_rank_has() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=4)
+    shares = shares_of(model(8), parallel, 8)
+    assert [(s.has_embedding, s.has_head, s.alive, s.waiting) for s in shares] == [
+        (True, False, 4, 0), (False, False, 3, 0), (False, False, 2, 0), (False, True, 1, 0),
+    ]  # fmt: skip
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zbv")
+    shares = shares_of(model(8), parallel, 8)
+    assert (shares[0].has_embedding, shares[0].has_head, shares[3].turns, shares[0].turns) == (True, True, True, False)
+    assert all(s.stages == 2 and s.waiting > 0 and s.alive <= 8 for s in shares)
+    assert shares_of(model(8), ParallelConfig(), 3)[0].others == 0
