@@ -33,7 +33,7 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
 
 @dataclass(frozen=True)
 class RankShare:
-    """What a pipeline rank has of the model and of a step; without a pipeline all of it.
+    """Part of the model and of a step that a pipeline rank has; without a pipeline all of it.
 
     Attributes:
         layers: of all its stages.

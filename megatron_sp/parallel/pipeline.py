@@ -13,6 +13,7 @@ What is computed is not known here (``StageWork``).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -151,13 +152,33 @@ class _End(torch.autograd.Function):
         return None, grad
 
 
-def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork) -> None:
+class Timeline:
+    """When this rank computed what in a step, in seconds of the host's clock, without the waits for messages before it.
+
+    On a GPU these are the times at which the host queued the work.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Action, float, float]] = []
+
+    def begins(self, action: Action) -> None:
+        """An action has all that it needs."""
+        self.spans.append((action, time.perf_counter(), 0.0))
+
+    def ends(self) -> None:
+        """It has been computed, and its result is being sent."""
+        action, start, _ = self.spans[-1]
+        self.spans[-1] = action, start, time.perf_counter()
+
+
+def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeline: Timeline | None = None) -> None:
     """Go through this rank's actions of a plan. Collective over the pipeline.
 
     Args:
         plan: passes ``check_plan``; may consist of F alone (``forward_plan``), then without gradients.
         channels: groups to the neighbours.
         work: computes the actions.
+        timeline: records when each action was computed.
     """
     mail, passes, last = _Mail(plan, channels, work), dict[Action, _Pass](), plan.num_stages - 1
     local: dict[Action, Tensor] = {}  # from one stage of this rank to the next
@@ -167,6 +188,8 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork) -> Non
         source = plan.source(action)
         arrived = None if source is None else local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
         made: Tensor | None = None
+        if timeline is not None:
+            timeline.begins(action)
         if action.kind == "F":
             x = None if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             y = work.forward(action, x)
@@ -181,6 +204,8 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork) -> Non
         else:
             work.weights(action)
         del arrived
+        if timeline is not None:
+            timeline.ends()
         if made is None:
             continue
         if plan.rank_of[action.stage + (1 if action.kind == "F" else -1)] == channels.me:

@@ -17,7 +17,7 @@ from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents
-from megatron_sp.parallel.pipeline import Channels, run_pipeline
+from megatron_sp.parallel.pipeline import Channels, Timeline, run_pipeline
 from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action, PipelineKind, PipelinePlan
@@ -107,6 +107,7 @@ class PipelinedPasses:
         self._faults, self._recorder = faults, recorder
         count = len(micro_batches)
         self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self._contexts: dict[int, tuple[ForwardContext, int]] = {}  # with the number of this rank's stages that still need it
         units = model.units()  # type: ignore[operator]
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
@@ -125,15 +126,21 @@ class PipelinedPasses:
     def _model(self) -> Any:
         return cast("Any", self.model)
 
-    def run(self) -> None:
-        """Run all passes of the step. Collective over the pipeline."""
-        run_pipeline(self.plan, self.pipeline.channels, self)
+    def run(self, timeline: Timeline | None = None) -> None:
+        """Run all passes of the step. Collective over the pipeline.
+
+        Args:
+            timeline: records when each action was computed.
+        """
+        run_pipeline(self.plan, self.pipeline.channels, self, timeline)
 
     def shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """See ``StageWork``."""
-        tokens = self.micro_batches[micro_batch]["tokens"]
-        rows = self._model.cut(tokens, self._context(micro_batch)).tp_seq_slice
-        return (rows.stop - rows.start, tokens.shape[0], self._model.config.hidden_size), self._model.params_dtype, tokens.device
+        if micro_batch not in self._shapes:
+            tokens = self.micro_batches[micro_batch]["tokens"]
+            rows = self._model.cut(tokens, self._context(micro_batch)).tp_seq_slice
+            self._shapes[micro_batch] = rows.stop - rows.start, tokens.shape[0], self._model.config.hidden_size
+        return self._shapes[micro_batch], self._model.params_dtype, self.micro_batches[micro_batch]["tokens"].device
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """See ``StageWork``."""

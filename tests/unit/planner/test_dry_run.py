@@ -78,7 +78,7 @@ def test_sizes_that_a_run_would_measure(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu"))
-    assert record["layout"] == {"dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}
+    assert record["layout"] == {"pp": 1, "dp": 16, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}
     assert record["device"] == "cpu" and record["micro_batches"] == 4 and record["world_size"] == 16
     memory, traffic = record["memory"], record["traffic"]
     assert memory["resident"] == sum(memory["stays"].values()) and memory["peak"] == max(memory["phases"].values())
