@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline_step.py [--cells 2:loopback 2:1 4:sleep] [--micro-batches 4 8] [--json docs/benchmarks/pipeline_step.json]
 
-Two ranks compute, one core each: 12 blocks of a GPT (hidden size 512, 8 heads, 512 tokens, two sequences in a
+Two ranks compute, one core each: four blocks of a GPT (hidden size 512, 8 heads, 512 tokens, one sequence in a
 micro-batch), fp32, from random activations to the mean square of the last output; embedding and head would favour
 whoever computes them faster. torch runs plain modules of the same mathematics (nn.Linear, SDPA, LayerNorm): its zero
 bubble splits gradients on the autograd graph, which custom autograd functions like those of our blocks do not allow.
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import Stats, child_environment, load_average, print_table, ratios, write_json
 from hosts import HostsError, join, run_workers
 
-SHAPE = {"hidden": 512, "heads": 8, "tokens": 512, "batch": 2, "layers": 12}
+SHAPE = {"hidden": 512, "heads": 8, "tokens": 512, "batch": 1, "layers": 4}
 SMOKE = {"hidden": 32, "heads": 2, "tokens": 16, "batch": 2, "layers": 4}
 OURS = {"1f1b": 1, "interleaved": 2, "zb1p": 1, "zb1p, 2 stages": 2, "zbv": 2}
 TORCH = ("torch 1F1B", "torch interleaved", "torch interleaved zero bubble")
