@@ -62,8 +62,8 @@ def plan_pipeline(
         found.append(_in_time(kind == "zbv", rank_of, p, m, costs))
     if kind != "zbv":
         # W put off by as many backward passes as a rank has room for
-        lates = (0,) if kind != "zb1p" else (1,) if v == 1 else (0, 1, 2)
-        found += [tuple(_one_by_one(rank, p, v, m, n, late * rank) for rank in range(p)) for late in lates]
+        delays = (0,) if kind != "zb1p" else (1,) if v == 1 else (0, 1, 2)
+        found += [tuple(_one_by_one(rank, p, v, m, n, late * rank) for rank in range(p)) for late in delays]
     plans = [PipelinePlan(kind, rank_of, m, n, actions, kind in ("zb1p", "zbv")) for actions in found]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: replay_costs(plan, costs).time)
 
