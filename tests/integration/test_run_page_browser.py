@@ -101,7 +101,7 @@ const few = rows();
 document.getElementById("config-show").value = "all";
 document.getElementById("config-show").dispatchEvent(new Event("change"));
 const all = rows();
-document.getElementById("config-filter").value = "--num-layers";
+document.getElementById("config-filter").value = "--hidden-size";
 document.getElementById("config-filter").dispatchEvent(new Event("input"));
 fact("rows", [few, all, rows()]);
 """
