@@ -287,16 +287,22 @@ def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *
     return cast("Group | None", made)
 
 
+def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Return the number of a group for each pair, the same on all ranks; no rank is in two pairs of a group."""
+    colours: dict[tuple[int, int], int] = {}
+    for pair in sorted(pairs):
+        taken = {colour for other, colour in colours.items() if set(other) & set(pair)}
+        colours[pair] = next(colour for colour in range(len(colours) + 1) if colour not in taken)
+    return colours
+
+
 def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Group]:
     """Return a group for each pair of pipeline ranks (source, target) that this rank is one of. Collective over all ranks.
 
     In each group a rank has one neighbour and one direction: on NCCL a group can be a single stream, in which a receive that
     waits would hold up a send behind it. All pairs that have no rank in common share groups, which are of the whole pipeline.
     """
-    colours: dict[tuple[int, int], int] = {}
-    for pair in sorted(pairs):
-        taken = {colour for other, colour in colours.items() if set(other) & set(pair)}
-        colours[pair] = next(colour for colour in range(len(colours) + 1) if colour not in taken)
+    colours = groups_of_pairs(pairs)
     lines = mesh.mesh.flatten(1).t().tolist()  # ranks of each pipeline
     me, groups = dist.get_rank(), dict[int, Group]()
     for colour in range(max(colours.values(), default=-1) + 1):

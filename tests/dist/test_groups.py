@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 from support.waiting import PATIENCE_S
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, groups_of_pairs, init_process_group
 
 CPU = torch.device("cpu")
 
@@ -82,6 +82,18 @@ def _timeouts(tp: int, sp: int, cp: int, pp: int) -> None:
 )  # fmt: skip
 def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int, cp: int, pp: int) -> None:
     run_ranks(_timeouts, world, tmp_path, tp, sp, cp, pp)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_no_pipeline_rank_has_two_neighbours_in_a_group(p: int, is_ring: bool) -> None:
+    """On NCCL a receive from one would hold up a send to the other."""
+    steps = [(r, (r + 1) % p) for r in range(p if is_ring else p - 1)]
+    found = groups_of_pairs({*steps, *((b, a) for a, b in steps)})
+    assert len(found) == len({*steps, *((b, a) for a, b in steps)}) and len(set(found.values())) <= 6
+    for number in set(found.values()):
+        ranks = [rank for pair, group in found.items() if group == number for rank in pair]
+        assert len(ranks) == len(set(ranks))
 
 
 def _indivisible() -> None:

@@ -41,10 +41,17 @@ CASES = [
     *(Case(pp=2, sp=2, schedule=kind, mode=mode, micro_batches=3, model=SIX | DROP) for kind in KINDS for mode in ("split-qkv", "chunked")),
     *(Case(pp=2, cp=2, schedule=kind, micro_batches=3, model=SIX | LLAMA, packed=packed) for kind in KINDS for packed in (False, True)),
 ]  # fmt: skip
+OFTEN = [case for number, case in enumerate(CASES) if (number + number // len(KINDS)) % 2 == 0]  # two schedules of each line, in turn
 
 
-@pytest.mark.parametrize("cases", by_axes(CASES))
+@pytest.mark.parametrize("cases", by_axes(OFTEN))
 def test_a_pipeline_is_one_process(tmp_path: Path, cases: list[Case]) -> None:
+    run_cases(cases, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cases", by_axes([case for case in CASES if case not in OFTEN]))
+def test_the_other_pipelines_are_one_process(tmp_path: Path, cases: list[Case]) -> None:
     run_cases(cases, tmp_path)
 
 
@@ -65,9 +72,11 @@ def _bits(cases: list[Case]) -> None:
         assert not different, f"{case}: {different}"
 
 
-@pytest.mark.parametrize("more", [{}, UNTIED | DROP, LLAMA], ids=["tied", "untied", "llama"])
-@pytest.mark.parametrize("zero", [0, 2])
-def test_all_schedules_have_the_bits_of_1f1b(tmp_path: Path, zero: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("more", "zero"), [
+    ({}, 0), (LLAMA, 2),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (({}, 2), (UNTIED | DROP, 0), (UNTIED | DROP, 2), (LLAMA, 0))),
+])  # fmt: skip
+def test_all_schedules_have_the_bits_of_1f1b(tmp_path: Path, more: dict[str, Any], zero: int) -> None:
     kernels: list[dict[str, Any]] = [{}, FULL, {"mlp_chunks": 2}]
     for of_kernels in kernels:
         cases = [Case(pp=2, schedule=kind, micro_batches=5, model=EIGHT | more, zero=zero, kernels=of_kernels) for kind in KINDS]

@@ -5,7 +5,7 @@ repository, and the tests of the exchanges and layouts run there until the first
 A mutant that survives means that a test is missing. One whose text no longer occurs exactly once in the source is an
 error: the list has to follow the code. The outcome is written to docs/explanation/mutants.md.
 
-    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context|cut|schedules] [--only WORD] [--write]
+    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context|cut|pipelines|schedules] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import bert_mutants, context_cut_mutants, context_mutants, kernel_mutants, schedule_context_mutants, zero_mutants
+from support import (
+    bert_mutants,
+    context_cut_mutants,
+    context_mutants,
+    kernel_mutants,
+    pipeline_mutants,
+    schedule_context_mutants,
+    zero_mutants,
+)
 from support.paths import ROOT
 
 TESTS = [
@@ -199,6 +207,9 @@ SUITES = {
         "docs/explanation/mutants_context_cut.md",
         context_cut_mutants.TESTS,
         [Mutant(*m) for m in context_cut_mutants.MUTANTS],
+    ),
+    "pipelines": Suite(
+        "pipelines", "docs/explanation/mutants_pipelines.md", pipeline_mutants.TESTS, [Mutant(*m) for m in pipeline_mutants.MUTANTS]
     ),
     "schedules": Suite(
         "context parallelism in schedules",

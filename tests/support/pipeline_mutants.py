@@ -1,0 +1,76 @@
+"""Mutants of pipelines: orders, pairing of messages, stages, the tied table, gradients that are put off (``--suite pipelines``)."""
+
+from __future__ import annotations
+
+TESTS = [
+    "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
+    "tests/dist/test_pipeline_layouts.py", "tests/dist/test_train_pipeline.py",
+]  # fmt: skip
+
+ORDERS, CHECK, REPLAY, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", ""))
+STAGES, PASSES, GRADIENTS, MODEL = "parallel/pipeline_stages.py", "training/pipelined.py", "optim/gradients.py", "models/language_model.py"
+SHARDING, OPTIMIZER, GROUPS, STEP = "training/sharding.py", "optim/optimizer.py", "comm/groups.py", "training/step.py"
+SPLIT, PIECES, MAIN = "parallel/split_projection.py", "parallel/chunked_mlp.py", "ops/main_grad.py"
+
+MUTANTS = [
+    # orders
+    ("1f1b: one forward pass too few before the first gradient", ORDERS, "ahead = p - 1 - rank + n - 1 if v == 1", "ahead = max(0, p - 2 - rank) + n - 1 if v == 1"),
+    ("interleaved: as few forward passes as with one stage", ORDERS, "else 2 * (p - 1 - rank) + (v - 1)", "else (p - 1 - rank) + 0 * (v - 1)"),
+    ("groups: what is left is a group of its own", ORDERS, "ends = [m * i // count for i in range(count + 1)]", "ends = [min(m, p * i) for i in range(-(-m // p) + 1)]"),
+    ("backward passes go through the stages forwards", ORDERS, "for chunk in reversed(range(v))", "for chunk in range(v)"),
+    ("slices go backward from the first", ORDERS, "for i in group for j in reversed(range(n))", "for i in group for j in range(n)"),
+    ("zb1p: W is never put off", ORDERS, "else (1,) if v == 1 else", "else (0,) if v == 1 else"),
+    ("a V has no place for the way back", ORDERS, "leaves_room = is_v and part.stage < num_stages // 2", "leaves_room = False"),
+    ("a V holds more than 1f1b", ORDERS, "2 * p if is_v else ahead", "4 * p if is_v else ahead"),
+    ("W before F", ORDERS, '        return Action("W", *rank.weights[0]) if rank.weights else None', '        return Action("W", *rank.weights[-1]) if rank.weights else None'),
+    # the check
+    ("check: an action may be missing", CHECK, "        if counts[action] != 1:\n", "        if counts[action] > 1:\n"),
+    ("check: any rank may have a stage", CHECK, "if plan.rank_of[action.stage] != rank:", "if False:"),
+    ("check: W in any order", CHECK, "if last is not None and at[w] < at[last]:", "if False:"),
+    ("check: slices in any order", CHECK, "if j > 0 and at[f] < at[f._replace(slice=j - 1)]:", "if False:"),
+    ("check: ranks may wait for each other", CHECK, "    if waits:\n", "    if False:\n"),
+    ("replay: a fused gradient is there before W", REPLAY, 'if not plan.splits and action.kind != "F":', "if False:"),
+    ("replay: messages take no time", REPLAY, "(message(source) if crosses else 0.0)", "0.0"),
+    # messages
+    ("a message is used before it is there", RUN, "return self._received.pop(made_by).wait()", "return self._received.pop(made_by)._result"),
+    ("receives in the order in which they are needed", RUN, "        due = len(place)\n        for message in reversed([", "        for message in reversed(["),
+    ("a V's stages send to themselves", RUN, "local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)", "mail.take(source)"),
+    ("gradients of the input are dropped", RUN, "return None if self.x is None else self.x.grad", "return None if self.x is None else torch.zeros_like(self.x)"),
+    ("the gradient of the output is doubled", RUN, "        return None, grad\n", "        return None, None if grad is None else grad + grad\n"),
+    ("messages are of another micro-batch", RUN, "shape, dtype, device = self._work.shape(message.action.micro_batch)", "shape, dtype, device = self._work.shape(0)"),
+    ("groups: two neighbours share one", GROUPS, "if set(other) & set(pair)}", "if other == pair}"),
+    # stages
+    ("the head counts nothing", STAGES, "extra = {0: embedding, num_stages - 1: head}", "extra = {0: embedding, num_stages - 1: 0.0}"),
+    ("stages overlap", STAGES, "ends = [sum(counts[:i]) for i in range(len(counts) + 1)]", "ends = [max(0, sum(counts[:i]) - (i == 1)) for i in range(len(counts) + 1)]"),
+    ("the last stage has no norm", MODEL, "        has_norm = has_head and config.norm_placement", "        has_norm = False and config.norm_placement"),
+    ("layers are numbered from each stage's first", MODEL, "block = TransformerBlock(config, layer, name, seed, dtype, self.layout)", "block = TransformerBlock(config, layer - stage.start, name, seed, dtype, self.layout)"),
+    ("initial weights by the number in the stage", MODEL, 'name = f"{self.stack_name}.layers.{layer}"\n                block', 'name = f"{self.stack_name}.layers.{layer - stage.start}"\n                block'),
+    ("backward begins without the head's parameters", MODEL, '        if stage.is_last:\n            self.use(events, "head")\n        elif', '        if stage.is_last:\n            pass\n        elif'),
+    ("backward begins without the last layer's parameters", MODEL, "            events.before_use(self._first_unit(stage) + len(stage) - 1)\n", "            pass\n"),
+    ("all stages have the first one's parameters first", MODEL, 'return self._index[f"{self.stack_name}.layers.{stage.start}"] if len(stage) else 0', "return 0"),
+    # the tied table
+    ("table: each end has gradients of its own", SHARDING, "own_groups={index: units[index].zero.group for index in shared}", "own_groups={}"),
+    ("table: counted on both ends", SHARDING, "elsewhere = () if self.table is None or groups.pp_rank == 0 else (self.table,)", "elsewhere = ()"),
+    ("table: counted on neither end", SHARDING, "or groups.pp_rank == 0 else (self.table,)", "else (self.table,)"),
+    ("table: the ends of all tp ranks share", GROUPS, "members = ranks[[0, -1]][..., tp_rank].flatten().tolist()", "members = ranks[[0, -1]].flatten().tolist()"),
+    ("table: a V's head writes ahead", SHARDING, "reserves_ahead=not embeds_and_predicts(layout)", "reserves_ahead=True"),
+    ("norm: of one's own stages", OPTIMIZER, "self.holders = everybody if is_sharded else whole or tp", "self.holders = everybody if is_sharded else tp"),
+    # gradients that are put off
+    ("put off: and forgotten", GRADIENTS, "            write()\n            del write", "            del write"),
+    ("put off: written in reverse", GRADIENTS, "        kept.reverse()\n", ""),
+    ("put off: the unit is complete at B", GRADIENTS, "            return  # ``catch_up`` completes it\n", "            pass\n"),
+    ("put off: a unit is never completed", GRADIENTS, "        if before is not None:\n            self.unit_done(before)\n", ""),
+    ("put off: the head, too", PASSES, "self.gradients.put_off(put_off, blocks)", "self.gradients.put_off(put_off, [*blocks, *others])"),
+    ("put off: what comes after, too", PASSES, "        self.gradients.put_off(None)\n", ""),
+    ("put off: blocks count as complete at B", PASSES, "self.gradients.last_micro_batch(others if put_off is not None else [*blocks, *others])", "self.gradients.last_micro_batch([*blocks, *others])"),
+    ("put off: blocks never count as complete", PASSES, "                self.gradients.last_micro_batch(blocks)\n", "                pass\n"),
+    ("blocks are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(blocks)\n", ""),
+    ("embedding and head are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(others)\n", ""),
+    ("put off: rows of a message at once", SPLIT, "        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))\n", "        self._calls = [lambda grad: grad.put_product(grad_out, x, rows)]\n"),
+    ("put off: the last piece of an MLP alone", PIECES, "        self._operands.append((grad_out, x))\n", "        self._operands = [(grad_out, x)]\n"),
+    ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
+    # steps
+    ("a micro-batch's context is another one's", PASSES, "self._contexts[index] = self._context_of(index), len(self.pipeline.own_stages)", "self._contexts[index] = self._context_of(0), len(self.pipeline.own_stages)"),
+    ("ranks without the head do not wait for the totals", STEP, "            self._handle.wait()\n        return self._sums\n", "            self._handle._waited = True\n            self._handle._work = None\n        return self._sums\n"),
+    ("counts are added up for each stage", GROUPS, "self.cp.rank() == 0 and self.pp.rank() == 0", "self.cp.rank() == 0"),
+]  # fmt: skip
