@@ -98,9 +98,12 @@ class ActivationForm:
         ]  # fmt: skip
 
     def blocks_with_attention(self, layer: int) -> int:
+        """Return the blocks whose results of attention this process holds while a pass is in one of them, copies of a CPU's host included."""
+        copies = len(self.stages) - 1 if self.kernels.offload_activations and not self.shape.cuda else 0
+        return copies + (1 if self.offloads else self._blocks_up_to(layer))
+
+    def _blocks_up_to(self, layer: int) -> int:
         """Return the blocks up to one that keep results of their attention on the device while a pass is in that block."""
-        if self.offloads:
-            return 1
         recomputed = {i: first for first, last in self.shape.recomputed for i in range(first, last)}
         if self.attention.keeps_results or layer not in recomputed:
             gone = 0 if self.attention.keeps_results else sum(i in recomputed for i in range(layer))

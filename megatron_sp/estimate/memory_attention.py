@@ -141,7 +141,8 @@ class AttentionForm:
                 is_batch = together > 1 and n * mine <= _BATCHED_BYTES
                 if is_batch:
                     at_once, repeats = mine, 1
-                    of_tile = n * mine * (5 if backward else 3) + keys * (taken * part + results * (1.5 if backward else 1))
+                    gathered = 5 if backward else 3 if stage < 0 else 4  # in later stages also what is continued
+                    of_tile = n * mine * gathered + keys * (taken * part + results * (1.5 if backward else 1))
                 else:
                     at_once = mine if shape.cuda else min(mine, max(1, BLOCK_BYTES // (max(n, keys) * group)) * group)
                     together, repeats = 1, 2 if at_once < mine or count > 1 else 1
