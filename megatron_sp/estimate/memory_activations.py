@@ -98,7 +98,7 @@ class ActivationForm:
         ]  # fmt: skip
 
     def blocks_with_attention(self, layer: int) -> int:
-        """Return the blocks whose results of attention this process holds while a pass is in one of them, copies of a CPU's host included."""
+        """Return the blocks whose attention's results this process holds while a pass is in one of them, copies in host memory included."""
         copies = len(self.stages) - 1 if self.kernels.offload_activations and not self.shape.cuda else 0
         return copies + (1 if self.offloads else self._blocks_up_to(layer))
 
