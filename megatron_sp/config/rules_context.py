@@ -20,7 +20,7 @@ from megatron_sp.config.schema_parallel import ParallelConfig
 
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 _SPELLINGS = {"allgather": "all_gather", "all-gather": "all_gather", "p2p+a2a": "a2a+p2p"}
-_WITH_DROPOUT = ("unfused", "local", "auto")  # auto then takes the plain kernel, whose masks are hashes
+DROPOUT_IN_PIECES = ("unfused", "local", "auto")  # auto then takes the plain kernel, whose masks are hashes
 
 
 def settle_comm_type(parallel: ParallelConfig) -> Iterator[str]:
@@ -117,7 +117,7 @@ def context_violations(config: Config) -> Iterator[str]:
                 " context_parallel_size 1 there are none: add --context-parallel-size N, or leave the flag out"
             )
         return
-    if model.attention_dropout > 0 and backend not in _WITH_DROPOUT:
+    if model.attention_dropout > 0 and backend not in DROPOUT_IN_PIECES:
         yield (
             f"attention_dropout ({model.attention_dropout}) inside --attention-backend {backend} would depend on how context parallelism"
             f" (context_parallel_size {parallel.context_parallel_size}) cuts the sequence: add --attention-dropout 0, or use"

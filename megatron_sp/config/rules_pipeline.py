@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_sp.config.rules_context import DROPOUT_IN_PIECES
 from megatron_sp.config.schema import Config
 
 
@@ -34,7 +35,8 @@ def pipeline_violations(config: Config) -> Iterator[str]:
             )
         return
     said = f"--pipeline-schedule {kind}"
-    if kind == "1f1b" and v > 1:
+    yield from _slices(config)
+    if kind in ("1f1b", "slices") and v > 1:
         yield f"{said} has one stage on each rank, and there are {v}: use interleaved or zb1p, or leave the stages out"
     if kind == "interleaved" and v == 1:
         yield f"{said} needs several stages on each rank: add --num-virtual-stages-per-pipeline-rank 2 or more, or use 1f1b"
@@ -48,7 +50,7 @@ def _without_pipeline(config: Config) -> Iterator[str]:
     parallel = config.parallel
     given = [
         flag for flag, on in (
-            ("--pipeline-schedule", parallel.pipeline_schedule is not None),
+            ("--pipeline-schedule", parallel.pipeline_schedule is not None), ("--pipeline-slices", parallel.pipeline_slices is not None),
             ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
             ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
             ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers is not None),
@@ -59,6 +61,33 @@ def _without_pipeline(config: Config) -> Iterator[str]:
         yield (
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the stages of a pipeline, and with"
             " pipeline_model_parallel_size 1 there is none: add --pipeline-model-parallel-size N, or leave the flag out"
+        )
+
+
+def _slices(config: Config) -> Iterator[str]:
+    """Check that sequences can be cut into slices, if they are to be."""
+    parallel, model, given = config.parallel, config.model, config.parallel.pipeline_slices
+    if parallel.pipeline_kind != "slices":
+        if given is not None:
+            yield (
+                f"--pipeline-slices {given} is for --pipeline-schedule slices, and --pipeline-schedule {parallel.pipeline_schedule} has"
+                " whole micro-batches: leave one of them out"
+            )
+        return
+    if model.is_bert:
+        yield (
+            "--pipeline-schedule slices is for causal models: with BERT's bidirectional attention a slice needs the keys of those after it;"
+            " use 1f1b, zb1p or zbv"
+        )
+    if model.seq_length and parallel.num_pipeline_slices > model.seq_length:
+        yield (
+            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most seq_length ({model.seq_length}): a slice has a position at"
+            f" least; use --pipeline-slices {model.seq_length} or less"
+        )
+    if model.attention_dropout > 0 and config.kernels.attention_backend not in DROPOUT_IN_PIECES:
+        yield (
+            f"attention_dropout ({model.attention_dropout}) inside --attention-backend {config.kernels.attention_backend} would depend on"
+            " how --pipeline-schedule slices cuts the sequence: add --attention-dropout 0, or use --attention-backend unfused"
         )
 
 

@@ -62,12 +62,16 @@ class ParallelConfig:
         low=1,
         high=2**16,
     )
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv"] | None = flag(
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "slices"] | None = flag(
         None,
         "with pp > 1: order of forward and backward passes; interleaved: several stages on each rank, for a shorter wait; zb1p: gradients"
-        " of weights are put off to where a rank would wait; zbv: the same with two stages on a rank, the first with the last (default:"
-        " 1f1b, with several stages on a rank interleaved)",
+        " of weights are put off to where a rank would wait; zbv: the same with two stages on a rank, the first with the last; slices:"
+        " sequences go through the pipeline slice by slice, for long ones (default: 1f1b, with several stages on a rank interleaved)",
     )
+    pipeline_slices: int | None = flag(
+        None, "--pipeline-schedule slices: slices of each sequence, cut so that all take the same time (default: 4)", unit="slices", low=1,
+        high=1024,
+    )  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "with pp > 1: stages on each rank (default: 2 with interleaved and zbv, else 1)", unit="stages", low=1, high=10_000
     )
@@ -206,7 +210,14 @@ class ParallelConfig:
     @property
     def pipeline_kind(self) -> str:
         """Schedule of the pipeline."""
+        if self.pipeline_schedule is None and self.pipeline_slices is not None:
+            return "slices"
         return self.pipeline_schedule or ("1f1b" if self.stages_per_pipeline_rank == 1 else "interleaved")
+
+    @property
+    def num_pipeline_slices(self) -> int:
+        """Number of slices of each sequence that go through the pipeline one after another."""
+        return (self.pipeline_slices or 4) if self.pipeline_kind == "slices" else 1
 
     @property
     def measures_split(self) -> bool:

@@ -48,6 +48,13 @@ def head_in_layers(config: ModelConfig, head_share: float = 1.0) -> float:
     return head * config.num_layers / (dense - head + scores * seen_share(config))
 
 
+def pairs_per_position(config: ModelConfig) -> float:
+    """Return how many pairs of a query and a key cost a layer as many FLOPs as all else of it at one position."""
+    assert config.num_layers and config.num_attention_heads
+    dense, _ = forward_flops_per_token(config, 0.0)
+    return dense / config.num_layers / (4.0 * config.num_attention_heads * config.head_dim)
+
+
 def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
     """Return (causal, full) FLOPs of forward and backward for one token; for BERT, which has no causal mask, both are the same."""
     dense, scores = forward_flops_per_token(config, head_share)

@@ -368,5 +368,6 @@ class _Counter:
         yield self._flow(
             "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
         )
-        yield self._flow("comparison of sequences", "all_reduce", "world", [16 * self.form.workload.dp] if self.shape.cp > 1 else [])
+        compared = [16 * self.form.workload.dp] if self.shape.cp > 1 or self.pp > 1 else []
+        yield self._flow("comparison of sequences", "all_reduce", "world", compared)
         yield self._flow("gradient norm", "all_reduce", holders, [8])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
-from megatron_sp.models.unit_order import recompute_plan, unit_order
+from megatron_sp.models.unit_order import ends_recomputed, recompute_plan, unit_order
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
@@ -234,7 +234,10 @@ class LanguageModel(nn.Module):
 
         With ``ctx.stage`` that stage alone is computed, from what the one before has returned.
         """
-        stage, x = ctx.stage or StageInput(self.stages[0])
+        stage, x, part = ctx.stage or StageInput(self.stages[0])
+        if part == "head":
+            assert x is not None, "a head needs the output of the blocks"
+            return self._normed(stage, x, events)
         cut = self.cut(tokens, ctx)
         positions = self._positions(tokens, ctx)
         ctx = self._prepare(ctx, positions, cut)
@@ -260,34 +263,40 @@ class LanguageModel(nn.Module):
             else:
                 x = _run_layers(layers, range(first, last), first_unit, x, ctx, events, offload)
             below = None if again else first_unit + last - 1
-        if stage.is_last:
-            x = unit_boundary(x, events, self._index["head"], below)
-            self.use(events, "head")
-            if self.stack.final_layernorm is not None:
-                x = self.stack.final_layernorm(x)
+        if stage.is_last and part == "all":
+            x = self._normed(stage, x, events)
         if ctx.cache is not None:
             ctx.cache.advance(tokens.shape[1])
         return x
 
-    def stage_order(self, stage: Stage, *, backward: bool) -> list[int]:
-        """Return the unit indices in the order in which the forward or the backward pass of a stage reads their parameters."""
+    def _normed(self, stage: Stage, x: Tensor, events: UnitEvents | None) -> Tensor:
+        """Return the final hidden states from the output of the last block, within the head's unit."""
+        last = None if ends_recomputed(self.kernels, len(stage)) else self._first_unit(stage) + len(stage) - 1
+        x = unit_boundary(x, events, self._index["head"], last)
+        self.use(events, "head")
+        return x if self.stack.final_layernorm is None else self.stack.final_layernorm(x)
+
+    def stage_order(self, stage: Stage, *, backward: bool, trained: bool = True) -> list[int]:
+        """Return the unit indices in the order in which the forward or the backward pass of a stage reads their parameters.
+
+        Args:
+            stage: one of this rank's.
+            backward: of the backward pass, which begins with the head, forward and backward.
+            trained: False: a backward pass does not follow, and the forward pass has the head.
+        """
         layers = range(self._first_unit(stage), self._first_unit(stage) + len(stage))
+        head = [self._index["head"]] if stage.is_last else []
+        head += [self._index[TABLE if self.shares_table else "embedding"]] if stage.is_last and self.is_tied else []
         if not backward:
             first = [self._index[name] for name in ("embedding", TABLE) if stage.is_first and name in self._index]
-            if not stage.is_last:
-                return [*first, *layers]
-            table = [self._index[TABLE if self.shares_table else "embedding"]] if self.is_tied else []
-            return [*first, *layers, self._index["head"], *table]
+            return [*first, *layers, *(() if trained else head)]
         again = stage.is_first and self._reads_embedding_again
         back = unit_order(self.kernels, len(stage), tied=False, backward=True)[len(stage) + 2 :]
-        head = [self._index["head"]] if stage.is_last else []
         return [*head, *(layers[unit - 1] for unit in back), *([self._index["embedding"]] if again else [])]
 
     def before_backward(self, stage: Stage, events: UnitEvents) -> None:
-        """Report which unit's parameters the backward pass of a stage reads first."""
-        if stage.is_last:
-            self.use(events, "head")
-        elif stage and not recompute_plan(self.kernels, len(stage))[-1][2]:
+        """Report which unit's parameters the backward pass of a stage reads first, unless that is the head, which reports itself."""
+        if not stage.is_last and not ends_recomputed(self.kernels, len(stage)):
             events.before_use(self._first_unit(stage) + len(stage) - 1)
 
     def _first_unit(self, stage: Stage) -> int:
@@ -315,7 +324,8 @@ class LanguageModel(nn.Module):
     def cut(self, tokens: Tensor, ctx: ForwardContext) -> SequenceCut:
         """Return this rank's positions of a micro-batch [b, s]; with cp they follow from the mask, alike on all ranks of a replica."""
         length = tokens.shape[1]
-        return self.layout.cut(RowMask(length) if self.layout.cp.size == 1 else row_mask(ctx.mask, length, self.config.window_size))
+        whole = self.layout.cp.size == 1 and ctx.row_slice is None
+        return self.layout.cut(RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size), ctx.row_slice)
 
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the position ids of the tokens: [s], or [s, b] if they differ between sequences."""
@@ -333,10 +343,10 @@ class LanguageModel(nn.Module):
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole)
-        if self.layout.cp.size > 1:
+        if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
-            ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares))
+            ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares, cut.keys))
         if ctx.dropout is not None:
             keys = ctx.dropout.token_keys
             ctx = replace(ctx, dropout=DropoutKeys(cut.share(keys)), local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice]))

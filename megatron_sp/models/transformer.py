@@ -188,6 +188,7 @@ class AttentionCore:
         found = context_attention(
             q, paired(k, v), plan, self.layer.layout.cp, piece_kernel(self.ctx.kernel, q, rate),
             batch=q.shape[1] * q.shape[2] // len(share.queries), counts=counts, row_keys=row_keys, kept=before,
+            slices=None if self.ctx.row_slice is None else self.ctx.row_slice.of((self.layer.layer, share.queries.start)),
         )  # fmt: skip
         if kept is not None and not kept.replays:
             kept.keep("attention", found.out, found.lse, *found.received)

@@ -19,6 +19,12 @@ def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, in
     return [(i, min(i + number, num_layers), True) for i in range(0, num_layers, number)]
 
 
+def ends_recomputed(kernels: KernelConfig, num_layers: int) -> bool:
+    """Return whether backward begins with a recomputation; True without layers, of which it then reads no parameters first."""
+    groups = [again for first, last, again in recompute_plan(kernels, num_layers) if first < last]
+    return not groups or groups[-1]
+
+
 def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False) -> list[int]:
     """Return the units in the order in which a pass reads their parameters.
 

@@ -67,7 +67,7 @@ class AttentionUse:
         window: keys that a query attends to, itself included; None: all before it.
         documents: sequences are packed documents (--reset-attention-mask).
         deterministic: --deterministic-mode.
-        context: with context parallelism, where keys come in parts whose results are merged by their log-sum-exp.
+        context: keys come in parts whose results are merged by their log-sum-exp: with context parallelism, or slices of a sequence.
     """
 
     device: torch.device

@@ -46,6 +46,8 @@ class FlatGradients:
         reserves_ahead: the LM head may write its table's gradient in the forward pass (``reserve_ahead``), since nothing else
             writes to it before the head's backward pass.
 
+    Attributes:
+        more_follows: the micro-batch has further backward passes, of other slices of its rows: no unit is complete.
     Raises:
         ValueError: a parameter is in two units.
     """
@@ -73,6 +75,7 @@ class FlatGradients:
         self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
         self._completing: set[int] = set()  # units whose next reduction is the step's last
         self._last: set[int] = set()  # units whose reduction under way is the step's last
+        self.more_follows = False
         self._put_off: tuple[Hashable, Collection[int]] = None, ()
         self._kept: dict[Hashable, list[tuple[int, Callable[[], object]]]] = {}
 
@@ -85,6 +88,7 @@ class FlatGradients:
         self._completing.clear()
         self._last.clear()
         self._kept.clear()
+        self.more_follows = False
         if self.host is not None:
             self.host.start_step()
         for unit in self.units:
@@ -168,6 +172,8 @@ class FlatGradients:
         key, put_off = self._put_off
         if key is not None and index in put_off:
             return  # ``catch_up`` completes it
+        if self.more_follows:
+            return
         if self.overlap and (index in self._completing or self._stage(index) >= 2):
             self._reduce(index)
 

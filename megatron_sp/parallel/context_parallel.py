@@ -48,6 +48,7 @@ from megatron_sp.ops.pieces import (
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run
 from megatron_sp.parallel.exchange_group import ExchangeGroup
+from megatron_sp.parallel.row_slices import SliceKeys
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class ContextAttention(NamedTuple):
 def context_attention(
     q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, kernel: PieceKernel, *, batch: int,
     counts: tuple[int, ...] | None = None, row_keys: Tensor | None = None, kept: ContextAttention | None = None,
+    slices: SliceKeys | None = None,
 ) -> ContextAttention:  # fmt: skip
     """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over the cp group.
 
@@ -101,6 +103,8 @@ def context_attention(
         row_keys: int32 [L, m, r], keys of the queries for dropout by hash.
         kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as if it
             had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
+        slices: q and kv are of a slice of the row, which the plan knows (``ContextPlan.keys``): keys and values of the slices before
+            it. The backward passes of a row's slices must run from the last one to the first.
     Returns:
         Attention, and what to keep of it.
     Raises:
@@ -109,7 +113,7 @@ def context_attention(
     """
     columns = _checked(q, kv, plan, cp, batch, counts)
     # whether backward may follow is known here only: inside forward autograd is always off
-    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled())
+    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled(), slices)
     return ContextAttention._make(_regrouped(_ContextAttention.apply(pass_, kept, row_keys, q, kv)))
 
 
@@ -255,7 +259,7 @@ class _Tables:
     def stage(self, j: int) -> Stage:
         """Return the stage of this rank's queries with rank j's keys."""
         if j not in self._stages:
-            own = (self.plan.runs[j],) * self.columns.sequences
+            own = (self.plan.keys[j],) * self.columns.sequences
             runs = own if j == self.rank else self.plan.rows(self.rank, j)
             self._stages[j] = Stage(self.plan.pieces(self.rank, j), self.plan.mask.window, runs, self.plan.mask.documents)
         return self._stages[j]
@@ -275,7 +279,7 @@ class _Tables:
         return self._halves
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # of the slices of a row, in several micro-batches
 def _tables_of(plan: ContextPlan, rank: int, columns: Columns) -> _Tables:
     return _Tables(plan, rank, columns)
 
@@ -289,6 +293,7 @@ class _Pass:
     kernel: PieceKernel
     columns: Columns
     train: bool
+    slices: SliceKeys | None = None
 
     def peer(self, shift: int) -> int:
         """Return the rank at a distance."""
@@ -351,7 +356,8 @@ class _ContextAttention(torch.autograd.Function):
         else:  # tensors of their own for autograd, which marks what is returned as results of this node
             kept = ContextAttention(kept.out.detach(), kept.lse.detach(), tuple(x.detach() for x in kept.received))
         if pass_.train and any(ctx.needs_input_grad):
-            ctx.save_for_backward(row_keys, q, kv, *kept[:2], *kept.received)
+            # keys and values of a slice are kept until the last one that sees them
+            ctx.save_for_backward(row_keys, q, None if pass_.slices is not None else kv, *kept[:2], *kept.received)
         ctx.mark_non_differentiable(kept.lse, *kept.received)
         return kept.out, kept.lse, *kept.received
 
@@ -365,6 +371,8 @@ class _ContextAttention(torch.autograd.Function):
 
 def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> ContextAttention:
     rank, columns, tables = pass_.cp.rank, pass_.columns, pass_.tables
+    if pass_.slices is not None:
+        kv = pass_.slices.add(kv)
     arrivals, received = _Arrivals(pass_, kv), list[Tensor]()
     so_far = Partial(q, columns)
     attend(pass_.kernel, tables.stage(rank), q, Rows.interleaved(kv, columns.sequences), so_far, columns, row_keys)
@@ -379,13 +387,17 @@ def _forward(pass_: _Pass, q: Tensor, kv: Tensor, row_keys: Tensor | None) -> Co
 
 
 def _backward(
-    pass_: _Pass, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], kv: Tensor, row_keys: Tensor | None, received: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
+    pass_: _Pass, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], own_kv: Tensor | None, row_keys: Tensor | None,
+    received: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out."""
-    rank, columns, kernel, tables = pass_.cp.rank, pass_.columns, pass_.kernel, pass_.tables
+    rank, columns, kernel, tables, slices = pass_.cp.rank, pass_.columns, pass_.kernel, pass_.tables, pass_.slices
+    kv = own_kv if slices is None else slices.so_far()
+    assert kv is not None
     wide = wide_dtype(kv.dtype)
     arrivals = _Arrivals(pass_, kv, received)
-    d_q, d_kv = (empty(x.shape, dtype=wide, device=x.device).zero_() for x in (of_queries[0], kv))
+    d_q = empty(of_queries[0].shape, dtype=wide, device=kv.device).zero_()
+    d_kv = empty(kv.shape, dtype=wide, device=kv.device).zero_() if slices is None else slices.gradient(wide)
     own, of_own = Rows.interleaved(kv, columns.sequences), Rows.interleaved(d_kv, columns.sequences)
 
     def add_own(half: _Half) -> None:
@@ -410,6 +422,8 @@ def _backward(
         returning = going_back
     add_own(second)
     _add_arrived(pass_, d_kv, returning)
+    if slices is not None:
+        d_kv = slices.take_gradient()  # the other rows are for the slices before this one
     return d_q.to(kv.dtype), d_kv.to(kv.dtype)
 
 

@@ -230,9 +230,9 @@ class _Index:
             if not (outside and run[0] <= k_start and k_stop <= run[1]):
                 yield _Part(q_start, q_stop, k_start, k_stop)
 
-    def num_received(self, runs: Runs) -> int:
-        """Return how many rows the owner of ``runs`` receives from all others together, in all sequences."""
-        total, own = 0, _Numbering(runs)
+    def num_received(self, runs: Runs, held: Runs) -> int:
+        """Return how many rows a rank with queries ``runs`` and keys ``held`` receives from all others together, in all sequences."""
+        total, own = 0, _Numbering(held)
         for sequence in range(len(self.spans)):
             needed = merge_runs((part.k_start, part.k_stop) for run in runs for part in self.parts(sequence, run, outside=True))
             total += _num_rows(needed) - sum(_num_rows(own.within(start, stop)) for start, stop in needed)
@@ -244,8 +244,13 @@ def _index_of(mask: RowMask) -> _Index:
     return _Index(mask)
 
 
-@lru_cache(maxsize=64)
-def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple[Runs, ...]:
+def areas_before(mask: RowMask) -> Callable[[int], int]:
+    """Return a function of a position: the pairs of all queries before it, in all sequences that the mask describes."""
+    return _index_of(mask).area_before
+
+
+@lru_cache(maxsize=256)
+def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Run | None = None) -> tuple[Runs, ...]:
     """Deal the positions of a row to the cp ranks so that all compute about as many pairs, with about as many positions.
 
     The row is cut into equal chunks, the same number for each rank. With one chunk each, rank i has chunk i; else
@@ -260,6 +265,7 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple
 
     Args:
         num_chunks: chunks for each rank; fewer in a row that has fewer positions.
+        part: only these positions, a slice of the row (``row_slices.py``); None: all.
     Returns:
         Runs of positions of each rank, in order, chunks that follow one another as one run. Numbers of positions differ
         by at most the number of chunks; a rank has none only if there are fewer positions than ranks.
@@ -268,17 +274,17 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None) -> tuple
     """
     if cp_size < 1 or (num_chunks is not None and num_chunks < 1):
         raise ValueError(f"cp_size ({cp_size}) and the number of chunks for each rank ({num_chunks}) must be 1 or more")
-    index = _index_of(mask)
+    index, part = _index_of(mask), part or (0, mask.length)
     if num_chunks is not None:
-        return _dealt(index, cp_size, num_chunks)
-    mean = index.area_before(mask.length) / cp_size
+        return _dealt(index, cp_size, num_chunks, part)
+    mean = index.area([part]) / cp_size
     tried: list[tuple[float, int, tuple[Runs, ...]]] = []
     for k in _CHUNKS_TRIED:
-        if k > 1 and (k > _most_chunks(mask) or cp_size * k > min(mask.length, _CHUNKS_IN_ALL)):
+        if k > 1 and (k > _most_chunks(mask) or cp_size * k > min(part[1] - part[0], _CHUNKS_IN_ALL)):
             break
-        runs = _dealt(index, cp_size, k)
+        runs = _dealt(index, cp_size, k, part)
         areas = [index.area(share) for share in runs]
-        most = max(max(area, _PAIRS_PER_ROW * index.num_received(share)) for area, share in zip(areas, runs, strict=True))
+        most = max(max(area, _PAIRS_PER_ROW * index.num_received(share, share)) for area, share in zip(areas, runs, strict=True))
         if most <= (1 + _MARGIN) * mean:
             return runs
         tried.append((most, max(areas), runs))
@@ -297,13 +303,15 @@ def _most_chunks(mask: RowMask) -> int:
     return 8
 
 
-def _dealt(index: _Index, cp_size: int, num_chunks: int) -> tuple[Runs, ...]:
-    num_chunks = max(1, min(num_chunks, index.length // cp_size))  # no chunk is empty, if there are positions for all ranks
-    chunks = [(chunk.start, chunk.stop) for chunk in deal(index.length, cp_size * num_chunks)]
+def _dealt(index: _Index, cp_size: int, num_chunks: int, part: Run) -> tuple[Runs, ...]:
+    length = part[1] - part[0]
+    num_chunks = max(1, min(num_chunks, length // cp_size))  # no chunk is empty, if there are positions for all ranks
+    chunks = [(part[0] + chunk.start, part[0] + chunk.stop) for chunk in deal(length, cp_size * num_chunks)]
     if num_chunks == 1:
         return tuple(merge_runs([chunk]) for chunk in chunks)
-    before = [index.area_before(start) for start, _ in chunks] + [index.area_before(index.length)]
-    documents = [(span.q_start, span.q_stop) for span in chain.from_iterable(index.spans)] if index.packed else []
+    before = [index.area_before(start) for start, _ in chunks] + [index.area_before(part[1])]
+    spans = chain.from_iterable(index.spans) if index.packed else ()
+    documents = [(max(a, part[0]), min(b, part[1])) for a, b, *_ in spans if max(a, part[0]) < min(b, part[1])]
     shares = deal_chunks([b - a for a, b in pairwise(before)], spread_over(documents, chunks), cp_size)
     return tuple(merge_runs(chunks[chunk] for chunk in share) for share in shares)
 
@@ -351,17 +359,20 @@ class ContextPlan:
 
     Attributes:
         mask: the mask.
-        runs: runs of positions of each rank, in order.
+        runs: runs of positions of each rank, in order, which it has the queries of.
+        keys: runs of positions that it has the keys of: the same, or with slices of the row (``row_slices.py``) those of all slices
+            so far. The L_i of a key's row are those of these runs.
         cp_size: number of ranks.
-        lengths: L_i, number of positions of each rank.
+        lengths: L_i, number of positions of each rank's queries.
         alike: all sequences have the same pieces and rows, which are described once.
     """
 
-    def __init__(self, mask: RowMask, runs: tuple[Runs, ...]) -> None:
-        self.mask, self.runs, self.cp_size = mask, runs, len(runs)
+    def __init__(self, mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> None:
+        self.mask, self.runs, self.keys, self.cp_size = mask, runs, keys or runs, len(runs)
         self.lengths = tuple(_num_rows(share) for share in runs)
         self.alike = mask.sequences == 1
         self._numberings = [_Numbering(share) for share in runs]
+        self._numberings_of_keys = self._numberings if self.keys == runs else [_Numbering(share) for share in self.keys]
         self._index = _index_of(mask)
         self._parts_of: dict[tuple[int, int, bool], list[_Part]] = {}
         self._rows: dict[tuple[int, int], tuple[Runs, ...]] = {}
@@ -377,7 +388,7 @@ class ContextPlan:
             For each sequence (one entry if all are alike) the runs of positions, in order.
         """
         if (i, j) not in self._rows:
-            held = self._numberings[j]
+            held = self._numberings_of_keys[j]
             self._rows[i, j] = tuple(
                 merge_runs(run for part in self._parts(i, sequence, i != j) for run in held.within(part.k_start, part.k_stop))
                 for sequence in range(self.mask.sequences)
@@ -386,7 +397,7 @@ class ContextPlan:
 
     def local_rows(self, i: int, j: int) -> tuple[Runs, ...]:
         """Return ``rows`` as rows of L_j; what lies one after another there is one run, whatever the distance of the positions."""
-        held = self._numberings[j]
+        held = self._numberings_of_keys[j]
         return tuple(merge_runs((held.row(start), held.row(stop - 1) + 1) for start, stop in runs) for runs in self.rows(i, j))
 
     def num_rows(self, i: int, j: int, batch: int) -> int:
@@ -411,17 +422,20 @@ class ContextPlan:
     def num_received(self, i: int, batch: int) -> int:
         """Return the sum of ``rows_received``, in closed form: without a look at every other rank."""
         self._check_batch(batch)
-        return self._index.num_received(self.runs[i]) * (batch if self.alike else 1)
+        return self._index.num_received(self.runs[i], self.keys[i]) * (batch if self.alike else 1)
 
     @property
     def ring_share(self) -> float:
         """Rows that travel, as a share of those of a ring, which brings every row to every rank; 0 for one rank."""
-        return self._ring_share(sum(self._index.num_received(runs) for runs in self.runs) / self.cp_size)
+        return self._ring_share(sum(self._all_received()) / self.cp_size)
 
     @property
     def worst_ring_share(self) -> float:
         """Rows of the rank that receives the most, as a share of a ring's mean; 0 for one rank."""
-        return self._ring_share(max(self._index.num_received(runs) for runs in self.runs))
+        return self._ring_share(max(self._all_received()))
+
+    def _all_received(self) -> list[int]:
+        return [self._index.num_received(runs, held) for runs, held in zip(self.runs, self.keys, strict=True)]
 
     def _ring_share(self, rows: float) -> float:
         of_ring = self.mask.sequences * self.mask.length * (self.cp_size - 1) / self.cp_size
@@ -487,25 +501,29 @@ class ContextPlan:
 
     def _pieces_of_sequence(self, i: int, j: int, sequence: int) -> Iterator[Piece]:
         own, name = i == j, -1 if self.alike else sequence
-        queries, held = self._numberings[i], self._numberings[j]
+        queries, held = self._numberings[i], self._numberings_of_keys[j]
         row_of_key: Callable[[int], int] = (held if own else _Numbering(self.rows(i, j)[sequence])).row
         window = self.mask.window
-        diagonal: Piece | None = None  # of the queries of a document so far
+        diagonal: tuple[Piece, ...] = ()  # of the queries of a document so far: those with the keys of earlier slices, then the triangle
         for part in self._parts(i, sequence, not own):
             first = queries.row(part.q_start)
             last = first + part.q_stop - part.q_start
             if own and self.mask.causal and window is None and part.k_stop == part.q_stop:
                 # whatever lies between a rank's own runs, it has the rows of a document in their order
-                if diagonal is not None and any(held.within(part.k_start, part.q_start)):
-                    diagonal = diagonal._replace(q_stop=last, k_stop=last)
+                if diagonal and any(queries.within(part.k_start, part.q_start)):
+                    *earlier, triangle = diagonal
+                    longer = triangle._replace(q_stop=last, k_stop=triangle.k_start + last - triangle.q_start)
+                    diagonal = (*(piece._replace(q_stop=last) for piece in earlier), longer)
                     continue
-                if diagonal is not None:
-                    yield diagonal
-                diagonal = Piece(name, first, last, first, last, "diagonal", 0)
+                yield from diagonal
+                diagonal, at = (), row_of_key(part.q_start)
+                if any(held.within(part.k_start, part.q_start)):
+                    start = row_of_key(next(held.within(part.k_start, part.q_start))[0])
+                    diagonal = (Piece(name, first, last, start, at, "full", 0),)
+                diagonal = (*diagonal, Piece(name, first, last, at, at + last - first, "diagonal", 0))
                 continue
-            if diagonal is not None:
-                yield diagonal
-                diagonal = None
+            yield from diagonal
+            diagonal = ()
             before_queries = min(part.k_stop, part.q_start) if self.mask.causal else part.k_stop
             keys = list(held.within(part.k_start, before_queries))
             while window is not None and keys and part.q_stop - 1 - keys[0][0] >= window:  # the last query is too far from its first key
@@ -516,21 +534,35 @@ class ContextPlan:
             if keys:
                 yield Piece(name, first, last, row_of_key(keys[0][0]), row_of_key(keys[-1][1] - 1) + 1, "full", 0)
             if own and self.mask.causal and part.k_stop == part.q_stop:
-                yield Piece(name, first, last, first, last, "diagonal" if window is None or last - first <= window else "band", 0)
-        if diagonal is not None:
-            yield diagonal
+                at = row_of_key(part.q_start)
+                kind: PieceKind = "diagonal" if window is None or last - first <= window else "band"
+                yield Piece(name, first, last, at, at + last - first, kind, 0)
+        yield from diagonal
 
 
-@lru_cache(maxsize=32)
-def plan_context(mask: RowMask, runs: tuple[Runs, ...]) -> ContextPlan:
-    """Return the plan for a mask and the runs of positions of each rank, as ``cut_row`` gives them.
+def plan_context(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None = None) -> ContextPlan:
+    """Return the plan for a mask and the runs of positions of each rank, as ``cut_row`` gives them; the same object for the same ones.
 
+    Args:
+        mask: of the whole row.
+        runs: of the queries; with ``keys`` those of a slice of the row.
+        keys: runs of each rank's keys, which are those of the slice and of all before it; None: a row is not sliced.
     Raises:
-        ValueError: the runs do not cover the row once, or those of a rank are not in order or touch.
+        ValueError: the runs do not cover the row (with ``keys`` the slice, and all that is before its end) once, or those of a rank
+            are not in order or touch.
     """
-    if not runs or any(share != merge_runs(share) for share in runs):
-        raise ValueError(f"runs of a rank must be in order, not empty, and apart: {runs}")
-    everything = sorted(run for share in runs for run in share)
-    if [0, *(stop for _, stop in everything)] != [*(start for start, _ in everything), mask.length]:
-        raise ValueError(f"runs of all ranks must cover the {mask.length} positions of the row, each once: {runs}")
-    return ContextPlan(mask, runs)
+    return _plan(mask, runs, keys)
+
+
+@lru_cache(maxsize=128)
+def _plan(mask: RowMask, runs: tuple[Runs, ...], keys: tuple[Runs, ...] | None) -> ContextPlan:
+    for share in (*runs, *(keys or ())):
+        if share != merge_runs(share):
+            raise ValueError(f"runs of a rank must be in order, not empty, and apart: {share}")
+    of_queries, of_keys = (sorted(run for share in shares for run in share) for shares in (runs, keys or runs))
+    begin, end = (of_queries[0][0], of_queries[-1][1]) if keys is not None and of_queries else (0, mask.length)
+    for first, found in ((begin, of_queries), (0, of_keys)):
+        if [first, *(stop for _, stop in found)] != [*(start for start, _ in found), end]:
+            whole = f"{mask.length} positions of the row" if (first, end) == (0, mask.length) else f"positions {first} to {end} of the row"
+            raise ValueError(f"runs of all ranks must cover the {whole}, each once: {found}")
+    return ContextPlan(mask, runs, keys)

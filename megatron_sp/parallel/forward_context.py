@@ -8,7 +8,7 @@ next.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,24 @@ from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 from megatron_sp.parallel.pipeline_stages import Stage
+from megatron_sp.parallel.row_slices import RowSlice
 
 MicroBatch = dict[str, Tensor]
 TABLE = "table"  # unit of an embedding's table that the first and the last rank of a pipeline share
 
 
 class StageInput(NamedTuple):
-    """A stage of a pipeline, and what the one before has computed for it.
+    """A stage of a pipeline, and what has been computed for it.
 
     Attributes:
-        x: [s/parts, b, h]; None for the first stage.
+        x: [s/parts, b, h], the output of the stage before; None for the first stage. With ``part`` "head" the output of this
+            stage's blocks.
+        part: "blocks": embedding and blocks alone, without what the last stage does after them; "head": only that.
     """
 
     stage: Stage
     x: Tensor | None = None
+    part: Literal["all", "blocks", "head"] = "all"
 
 
 class Unit(NamedTuple):
@@ -85,6 +89,7 @@ class ForwardContext:
         recompute_core: recompute the core attention in backward instead of saving its intermediates.
         mlp_chunks: number of chunks of positions in which the MLP is computed.
         stage: the stage that is computed, of a model that is cut into several; None: all of it.
+        row_slice: the slice of the sequence that is computed; None: all of it.
     """
 
     mask: AttentionMask
@@ -104,6 +109,7 @@ class ForwardContext:
     recompute_core: bool = False
     mlp_chunks: int = 1
     stage: StageInput | None = None
+    row_slice: RowSlice | None = None
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:

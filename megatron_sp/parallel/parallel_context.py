@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.parallel.context_parallel import NO_CP, ContextParallel
-from megatron_sp.parallel.context_plan import RowMask, Runs, cut_row
+from megatron_sp.parallel.context_plan import RowMask, Run, Runs, cut_row, merge_runs
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
 from megatron_sp.parallel.pipeline_stages import Stage
+from megatron_sp.parallel.row_slices import RowSlice
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
@@ -31,12 +32,16 @@ class SequenceCut:
     Attributes:
         shares: runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence.
         tp, sp, cp: the groups.
+        row: positions of the row that these are a slice of; 0: the sequence is not sliced.
+        keys: with a slice, runs of positions of each cp rank in it and all slices before it.
     """
 
     shares: tuple[Runs, ...]
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
     cp: ContextParallel = NO_CP
+    row: int = 0
+    keys: tuple[Runs, ...] | None = None
 
     @property
     def runs(self) -> Runs:
@@ -45,8 +50,8 @@ class SequenceCut:
 
     @property
     def whole(self) -> int:
-        """Number of positions of the sequence, s."""
-        return sum(self.length_of(rank) for rank in range(len(self.shares)))
+        """Number of positions of the sequence, s, of a slice those of its row."""
+        return self.row or sum(self.length_of(rank) for rank in range(len(self.shares)))
 
     @property
     def length(self) -> int:
@@ -82,7 +87,7 @@ class SequenceCut:
     def share(self, x: Tensor) -> Tensor:
         """Return this cp rank's positions, in order: [s, ...] -> [L, ...]."""
         assert x.shape[0] == self.whole, f"{x.shape[0]} positions, and the sequence that was cut has {self.whole}"
-        if len(self.shares) == 1:
+        if len(self.shares) == 1 and not self.row:
             return x
         parts = [x[start:stop] for start, stop in self.runs]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x[:0]
@@ -94,6 +99,7 @@ class SequenceCut:
 
     def put_together(self, shares: list[Tensor]) -> Tensor:
         """Return the sequence in order from the shares of all cp ranks, each [at least L of that rank, ...]: [s, ...]."""
+        assert not self.row, "a slice is a part of a sequence, of which the others are not here"
         if len(shares) == 1:
             return shares[0][: self.whole]
         parts: list[tuple[int, Tensor]] = []
@@ -130,6 +136,7 @@ class ParallelContext:
         recorder: recorder of collectives and computation (--report-overlap).
         cp_chunks: chunks of a sequence that each cp rank is dealt; None: as many as the mask needs.
         stages: this pipeline rank's stages of the model, in order; empty: the model is not cut.
+        num_slices: slices of each row, which go through the pipeline one after another.
     """
 
     tp: TensorParallel = NO_TP
@@ -140,17 +147,18 @@ class ParallelContext:
     cp: ContextParallel = NO_CP
     cp_chunks: int | None = None
     stages: tuple[Stage, ...] = ()
+    num_slices: int = 1
 
     @classmethod
     def of(
         cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
         recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1, cp_keep_kv: bool = False,
-        stages: tuple[Stage, ...] = (),
+        stages: tuple[Stage, ...] = (), num_slices: int = 1,
     ) -> ParallelContext:  # fmt: skip
         """Context of a rank's groups, for a model outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
-        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages).in_layer(None)
+        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages, num_slices).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
         """Return the context for a block, whose collectives and computation are recorded under its number."""
@@ -161,9 +169,24 @@ class ParallelContext:
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[HeadChunk, ...]:
         """Return the plan of the exchanges of one tp rank's heads."""
-        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks, pairs=self.cp.size > 1))
+        in_pieces = self.cp.size > 1 or self.num_slices > 1
+        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks, pairs=in_pieces))
 
-    def cut(self, mask: RowMask) -> SequenceCut:
-        """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp."""
-        shares = cut_row(mask, self.cp.size, self.cp_chunks) if self.cp.size > 1 else (((0, mask.length),),)
-        return SequenceCut(shares, self.tp, self.sp, self.cp)
+    def cut(self, mask: RowMask, row_slice: RowSlice | None = None) -> SequenceCut:
+        """Return this rank's positions of a sequence: dealt to the cp ranks by the mask, then split over sp, then with tp_seq over tp.
+
+        Args:
+            mask: of the whole sequence.
+            row_slice: only of this slice of it, which is dealt and split as a sequence is.
+        """
+        if row_slice is None:
+            return SequenceCut(self._deal(mask, None), self.tp, self.sp, self.cp)
+        by_slice = [self._deal(mask, part) for part in row_slice.runs[: row_slice.number + 1]]
+        keys = tuple(merge_runs(run for runs in of_rank for run in runs) for of_rank in zip(*by_slice, strict=True))
+        return SequenceCut(by_slice[-1], self.tp, self.sp, self.cp, mask.length, keys)
+
+    def _deal(self, mask: RowMask, part: Run | None) -> tuple[Runs, ...]:
+        """Return the runs of each cp rank."""
+        if self.cp.size == 1:
+            return (((0, mask.length) if part is None else part,),)
+        return cut_row(mask, self.cp.size, self.cp_chunks, part)

@@ -1,7 +1,7 @@
 """Execution of a pipeline schedule on one rank: the actions of its list, with their messages.
 
     F   x from the rank above (received one action ahead)  ->  y = stage(x)  ->  y to the rank below, without waiting
-    B   dy from the rank below                             ->  dx            ->  dx to the rank above, without waiting
+    B   dy from the rank below, or from the loss of y      ->  dx            ->  dx to the rank above, without waiting
     W   the gradients of the weights, which B has put off (``PipelinePlan.splits``); else B has computed them
 
 Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which both
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,15 +31,18 @@ from megatron_sp.parallel.pipeline_plan import Action, Message, PipelinePlan
 class StageWork(Protocol):
     """Interface of what a pipeline computes (``training/pipelined.py``)."""
 
-    def shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Return shape, dtype and device of what a stage hands on."""
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
-        """Return the output of a stage; the loss that is to be differentiated on the last one.
+        """Return the output of a stage; without gradients the last one computes its losses, too.
 
         Args:
             x: what the stage before has returned; None for the first one.
         """
+
+    def loss(self, action: Action, y: Tensor) -> Tensor:
+        """Return what is to be differentiated, from the output of the last stage; called when its backward pass begins."""
 
     def before_backward(self, action: Action, put_off: Action | None) -> None:
         """Prepare for the backward pass of ``action``; with ``put_off`` gradients of weights are kept under that name."""
@@ -84,7 +88,7 @@ class _Mail:
     def post(self, index: int) -> None:
         """Post the receives that are due before action ``index``."""
         for message in self._posts.get(index, ()):
-            shape, dtype, device = self._work.shape(message.action.micro_batch)
+            shape, dtype, device = self._work.shape(message.action)
             into = empty(shape, dtype=dtype, device=device)
             self._received[message.action] = self._channels.receive(into, message.source)
 
@@ -121,16 +125,23 @@ def _posts(plan: PipelinePlan, me: int) -> dict[int, list[Message]]:
 
 
 class _Pass:
-    """A stage between its F and its B: the input as autograd knows it, and the end of its graph."""
+    """A stage between its F and its B: the input as autograd knows it, and the end of its graph.
 
-    def __init__(self, x: Tensor | None, y: Tensor, *, is_loss: bool) -> None:
-        self.x, self._holder, self.num_bytes = x, _Holder(), y.numel() * y.element_size()
-        self._end = y if is_loss else _End.apply(self._holder, y)
+    Args:
+        x: input.
+        y: output.
+        loss: of the output, on the last stage. It is computed when backward begins: the head makes the gradient of its weight
+            together with the loss, and one for each micro-batch between F and B would take the memory of the weight each.
+    """
+
+    def __init__(self, x: Tensor | None, y: Tensor, loss: Callable[[Tensor], Tensor] | None) -> None:
+        self.x, self._holder, self._loss = x, _Holder(), loss
+        self._end = _End.apply(self._holder, y) if loss is None else y
 
     def backward(self, grad: Tensor | None) -> Tensor | None:
         """Run backward from the gradient of the output (None: from the loss); return that of the input."""
         self._holder.grad = grad
-        torch.autograd.backward(self._end)
+        torch.autograd.backward(self._end if self._loss is None else self._loss(self._end))
         return None if self.x is None else self.x.grad
 
 
@@ -194,7 +205,7 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeli
             x = None if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             y = work.forward(action, x)
             if torch.is_grad_enabled():
-                passes[action] = _Pass(x, y, is_loss=action.stage == last)
+                passes[action] = _Pass(x, y, partial(work.loss, action) if action.stage == last else None)
             made = None if action.stage == last else y.detach()
             del x, y
         elif action.kind == "B":

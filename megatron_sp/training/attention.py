@@ -148,7 +148,7 @@ def use_of(config: Config, device: torch.device) -> AttentionUse:
     return AttentionUse(
         device, getattr(torch, config.precision.params_dtype), model.attention_dropout, model.head_dim,
         model.num_attention_heads // model.num_groups, not model.is_bert, window, config.data.reset_attention_mask,
-        config.kernels.deterministic_mode, config.parallel.context_parallel_size > 1,
+        config.kernels.deterministic_mode, config.parallel.context_parallel_size > 1 or config.parallel.num_pipeline_slices > 1,
     )  # fmt: skip
 
 

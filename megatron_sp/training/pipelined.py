@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,15 +14,17 @@ from torch import Tensor, nn
 from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.flops import pairs_per_position
 from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import WholeWeights
-from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents, row_mask
 from megatron_sp.parallel.pipeline import Channels, Timeline, run_pipeline
 from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import Stage, cut_model
+from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice, cut_into_slices
 
 StageFunction = Callable[[Stage, int, ForwardContext], Tensor]
 
@@ -33,10 +36,11 @@ class Pipeline:
         groups: process groups.
         kind: schedule.
         layers: number of layers of each stage.
+        num_slices: of each row, with the schedule "slices".
     """
 
-    def __init__(self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int]) -> None:
-        self.kind, self.rank, self.size = kind, groups.pp_rank, groups.pp.size()
+    def __init__(self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1) -> None:
+        self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
         self.stages = cut_model(tuple(layers))
         self.stages_per_rank = len(layers) // self.size
         self.rank_of = self.plan(1).rank_of
@@ -56,7 +60,7 @@ class Pipeline:
 
     def plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the schedule of a step of so many micro-batches, checked."""
-        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches)
+        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices)
 
     def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the order of forward passes alone."""
@@ -64,8 +68,8 @@ class Pipeline:
 
 
 @lru_cache(maxsize=64)
-def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int) -> PipelinePlan:
-    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches)
+def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int) -> PipelinePlan:
+    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices)
     check_plan(made)
     return made
 
@@ -76,7 +80,8 @@ def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
     if parallel.pipeline_model_parallel_size == 1:
         return None
     assert num_layers
-    return Pipeline(groups, cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config.model, config.parallel))
+    kind, layers = cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config.model, config.parallel)
+    return Pipeline(groups, kind, layers, parallel.num_pipeline_slices)
 
 
 class PipelinedPasses:
@@ -107,15 +112,18 @@ class PipelinedPasses:
         self._faults, self._recorder = faults, recorder
         count = len(micro_batches)
         self.plan = pipeline.forward_plan(count) if gradients is None else pipeline.plan(count)
-        self._shapes: dict[int, tuple[int, ...]] = {}
-        self._contexts: dict[int, tuple[ForwardContext, int]] = {}  # with the number of this rank's stages that still need it
+        self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._contexts: dict[int, tuple[ForwardContext, KeysOfSlices]] = {}
+        last = "F" if gradients is None else "B"
+        self._to_come = Counter(action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last)
         units = model.units()  # type: ignore[operator]
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
         self._shared = [index for index, unit in enumerate(units) if not unit.alike]
         order: list[int] = []
         for action in self.plan.actions[pipeline.rank]:
             if action.kind != "W":
-                order += self._model.stage_order(pipeline.stages[action.stage], backward=action.kind == "B")
+                backward = action.kind == "B"
+                order += self._model.stage_order(pipeline.stages[action.stage], backward=backward, trained=gradients is not None)
         weights.start_step(1, order)
 
     def _enter(self, direction: Direction) -> None:
@@ -134,40 +142,58 @@ class PipelinedPasses:
         """
         run_pipeline(self.plan, self.pipeline.channels, self, timeline)
 
-    def shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """See ``StageWork``."""
-        if micro_batch not in self._shapes:
-            tokens = self.micro_batches[micro_batch]["tokens"]
-            rows = self._model.cut(tokens, self._context(micro_batch)).tp_seq_slice
-            self._shapes[micro_batch] = rows.stop - rows.start, tokens.shape[0], self._model.config.hidden_size
-        return self._shapes[micro_batch], self._model.params_dtype, self.micro_batches[micro_batch]["tokens"].device
+        part, tokens = (action.micro_batch, action.slice), self.micro_batches[action.micro_batch]["tokens"]
+        if part not in self._shapes:
+            rows = self._model.cut(tokens, self._context(*part)).tp_seq_slice
+            self._shapes[part] = rows.stop - rows.start, tokens.shape[0], self._model.config.hidden_size
+        return self._shapes[part], self._model.params_dtype, tokens.device
 
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """See ``StageWork``."""
         self._enter("forward")
-        stage, index = self.pipeline.stages[action.stage], action.micro_batch
-        context = replace(self._context(index), stage=StageInput(stage, x))
-        self._forget(index)
-        if stage.is_last:
+        stage, index, trained = self.pipeline.stages[action.stage], action.micro_batch, self.gradients is not None
+        context = replace(self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all"))
+        if not trained:
+            self._forget(index)
+        if stage.is_last and not trained:
             return self._loss(index, context)
         x = self._hidden(self.model, self.micro_batches[index], context, self._events)
-        self._faults("step.forward")
+        if not stage.is_last:
+            self._faults("step.forward")
         return x
 
-    def _context(self, index: int) -> ForwardContext:
+    def loss(self, action: Action, y: Tensor) -> Tensor:
+        """See ``StageWork``."""
+        self._enter("forward")
+        stage, index = self.pipeline.stages[action.stage], action.micro_batch
+        context = replace(self._context(index, action.slice), stage=StageInput(stage, y, "head"))
+        made = self._loss(index, context)
+        self._enter("backward")
+        return made
+
+    def _context(self, index: int, number: int) -> ForwardContext:
+        """Return the context of a slice of a micro-batch."""
         if index not in self._contexts:
-            self._contexts[index] = self._context_of(index), len(self.pipeline.own_stages)
-        return self._contexts[index][0]
+            self._contexts[index] = self._context_of(index), KeysOfSlices()
+        context, keys = self._contexts[index]
+        if self.plan.num_slices == 1:
+            return context
+        config, length = self._model.config, self.micro_batches[index]["tokens"].shape[1]
+        mask = row_mask(context.mask, length, config.window_size)
+        runs = cut_into_slices(mask, self.plan.num_slices, pairs_per_position(config))
+        return replace(context, row_slice=RowSlice(number, runs, keys))
 
     def _forget(self, index: int) -> None:
-        """Let go of a micro-batch's context after the last of this rank's stages."""
-        context, left = self._contexts.pop(index)
-        if left > 1:
-            self._contexts[index] = context, left - 1
+        """Count a pass of a micro-batch, and let go of its context after the last one."""
+        self._to_come[index] -= 1
+        if not self._to_come[index]:
+            del self._contexts[index]
 
     def _units(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Return the units of a stage: its blocks, and the others, whose gradients are never put off."""
-        order = self._model.stage_order(stage, backward=False)
+        order = self._model.stage_order(stage, backward=False, trained=False)
         units = self._model.units()
         # a table that the first and the last stage of a rank use is complete when the first one is
         mine = {"embedding": stage.is_first, "head": stage.is_last}
@@ -182,6 +208,7 @@ class PipelinedPasses:
         blocks, others = self._units(stage)
         if action.micro_batch == self.plan.num_micro_batches - 1:
             self.gradients.last_micro_batch(others if put_off is not None else [*blocks, *others])
+        self.gradients.more_follows = action.slice > 0
         self._model.before_backward(stage, self._events)
         self.gradients.put_off(put_off, blocks)
 
@@ -189,8 +216,10 @@ class PipelinedPasses:
         """See ``StageWork``."""
         assert self.gradients is not None
         self.gradients.put_off(None)
-        _, others = self._units(self.pipeline.stages[action.stage])
-        self.gradients.finish_micro_batch(others)
+        if action.slice == 0:
+            _, others = self._units(self.pipeline.stages[action.stage])
+            self.gradients.finish_micro_batch(others)
+        self._forget(action.micro_batch)
         self._faults("step.backward")
 
     def weights(self, action: Action) -> None:
@@ -202,4 +231,5 @@ class PipelinedPasses:
             if action.micro_batch == self.plan.num_micro_batches - 1:
                 self.gradients.last_micro_batch(blocks)
             self.gradients.catch_up(action)
-        self.gradients.finish_micro_batch(blocks)
+        if action.slice == 0:  # the last of a micro-batch
+            self.gradients.finish_micro_batch(blocks)

@@ -1,7 +1,8 @@
 """Comparison of the masks that ranks which share sequences have read: a cp rank plans by its own what others send to it.
 
-Ranks with different masks would wait for rows that nobody sends, or compute with the wrong ones. So with several cp
-ranks each step begins with a comparison of a few bytes on the host; the device is not waited for.
+Ranks with different masks would wait for rows that nobody sends, or compute with the wrong ones; so would stages of a pipeline
+with different lengths or documents. So with several cp or pp ranks each step begins with a comparison of a few bytes on
+the host; the device is not waited for.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _READ_BY_THE_HOST = ("documents", "length")
 def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> None:
     """Check that all ranks of each data-parallel replica have sequences of the same length, documents and padding. Collective.
 
-    With one cp rank nothing is planned, and nothing compared.
+    With one cp and one pp rank nothing is planned, and nothing compared.
 
     Raises:
         DataError: they have not; on every rank.
     """
-    if groups.cp.size() == 1:
+    if groups.cp.size() == groups.pp.size() == 1:
         return
     digest = hashlib.sha256()
     for batch in micro_batches:
@@ -40,10 +41,11 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
     all_reduce(found, groups.control, "max")
     differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest]
     if differ:
-        ranks = groups.cp.size() * groups.sp.size() * groups.tp.size()
-        first = differ[0] * ranks
+        ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
+        firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]
+        which = ", ".join(f"{first} to {first + ranks - 1}" if ranks > 1 else f"{first}" for first in firsts)
+        sizes = f"{f'pp {groups.pp.size()} * ' if pipelined else ''}cp {groups.cp.size()} * sp {groups.sp.size()} * tp {groups.tp.size()}"
         raise DataError(
-            f"ranks {first} to {first + ranks - 1} (cp {groups.cp.size()} * sp {groups.sp.size()} * tp {groups.tp.size()} = {ranks}) share"
-            " each sequence, and have read sequences of different lengths or documents: see that all hosts have the same data files and"
-            " flags"
+            f"ranks {which} ({sizes} = {groups.pp.size() * ranks}) share each sequence, and have read sequences of different lengths or"
+            " documents: see that all hosts have the same data files and flags"
         )

@@ -48,22 +48,25 @@ def test_rows_come_back_in_order(cp: int, sp: int, tmp_path: Path) -> None:
     run_ranks(_gathered, cp * sp, tmp_path, cp, sp)
 
 
-def _read() -> None:
+def _read(axis: str, words: str) -> None:
     """Four ranks, two of each replica: what they have read is compared within a replica."""
-    groups = ParallelGroups.create(torch.device("cpu"), cp_size=2)
-    rank, tokens = groups.rank, torch.zeros(2, 8, dtype=torch.int64)
+    groups = ParallelGroups.create(torch.device("cpu"), **{f"{axis}_size": 2})
+    rank, tokens = (2 * groups.dp_rank + groups.pp_rank if axis == "pp" else groups.rank), torch.zeros(2, 8, dtype=torch.int64)
     documents, lengths = torch.tensor([[0] * 8, [0] * 3 + [1] * 5]), torch.tensor([8, 5])
     require_same_sequences([{"tokens": tokens, "length": lengths - groups.dp_rank}, {"tokens": tokens}], groups)
     for mine in (
         {"tokens": tokens, "length": lengths - int(rank == 3)}, {"tokens": tokens, **({"documents": documents} if rank != 2 else {})},
         {"tokens": tokens[:, : 7 + (rank < 3)]}, {"tokens": tokens, ("documents" if rank == 3 else "length"): documents},
     ):  # fmt: skip
-        with pytest.raises(DataError, match=r"ranks 2 to 3 \(cp 2 \* sp 1 \* tp 1 = 2\) share each sequence, and have read sequences of"):
+        with pytest.raises(DataError, match=f"ranks {words}\\) share each sequence, and have read sequences of"):
             require_same_sequences([{"tokens": tokens}, mine], groups)
 
 
-def test_what_ranks_have_read_is_compared(tmp_path: Path) -> None:
-    run_ranks(_read, 4, tmp_path)
+@pytest.mark.parametrize(
+    ("axis", "words"), [("cp", r"2 to 3 \(cp 2 \* sp 1 \* tp 1 = 2"), ("pp", r"1, 3 \(pp 2 \* cp 1 \* sp 1 \* tp 1 = 2")]
+)
+def test_what_ranks_have_read_is_compared(tmp_path: Path, axis: str, words: str) -> None:
+    run_ranks(_read, 4, tmp_path, axis, words)
 
 
 def _scored() -> None:

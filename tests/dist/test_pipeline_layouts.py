@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.layouts import Case, Sharded, alone, by_axes, run_cases
 from support.ranks import run_ranks
 
@@ -41,6 +42,27 @@ CASES = [
     *(Case(pp=2, sp=2, schedule=kind, mode=mode, micro_batches=3, model=SIX | DROP) for kind in KINDS for mode in ("split-qkv", "chunked")),
     *(Case(pp=2, cp=2, schedule=kind, micro_batches=3, model=SIX | LLAMA, packed=packed) for kind in KINDS for packed in (False, True)),
 ]  # fmt: skip
+ROPE, FRESH = {"position_embedding_type": "rope"}, {"recompute_granularity": "full", "recompute_attention": "full"}
+SLICED = {"pp": 2, "schedule": "slices", "micro_batches": 3}
+SLICES = [
+    *(Case(**SLICED, slices=n, model=SIX, seq=s, steps=2) for n, s in ((1, 8), (2, 7), (5, 8), (8, 8))),
+    *(Case(**SLICED, slices=3, model=SIX | more, zero=zero, steps=2) for zero in (1, 2, 3) for more in ({}, UNTIED | LLAMA)),
+    *(Case(**SLICED, slices=3, model=SIX | LLAMA | DROP, kernels=each, packed=True) for each in (FULL, FRESH)),
+    *(Case(**SLICED, slices=3, model=SIX | DROP | {"attention_dropout": 0.2}, kernels=each) for each in (
+        {"recompute_qkv": True}, {"offload_activations": True, "mlp_chunks": 3}, {"recompute_granularity": "selective"})),
+    *(Case(**SLICED, slices=3, model=SIX | LLAMA | {"window_size": 3}, packed=packed) for packed in (False, True)),
+    Case(**SLICED, slices=3, model=SIX | ROPE, dtype=torch.float32),
+    Case(**SLICED, dp=2, slices=2, model=SIX, zero=3, steps=2),
+    *(Case(**SLICED, slices=3, tp=2, tp_seq=seq, model=SIX, kernels={"mlp_chunks": 2}) for seq in (False, True)),
+    *(Case(**SLICED, slices=3, sp=2, mode=mode, model=SIX | LLAMA, packed=True, kernels=kernels) for mode, kernels in (
+        ("split-qkv", {}), ("chunked", {"recompute_granularity": "full", "recompute_attention": "none"}))),
+    *(Case(**SLICED, slices=n, cp=2, model=SIX | more, packed=packed) for n, packed, more in (
+        (2, False, {}), (3, True, LLAMA), (3, False, {"window_size": 3, "attention_dropout": 0.2}))),
+    Case(**SLICED, slices=3, cp=2, model=SIX | LLAMA, kernels=FULL, zero=3), Case(**SLICED, slices=2, cp=3, model=SIX),
+    Case(**SLICED, slices=2, cp=2, sp=2, mode="chunked", model=SIX | LLAMA),
+    *(Case(pp=4, schedule="slices", slices=n, micro_batches=m, model=EIGHT, zero=m % 2) for n, m in ((3, 1), (2, 2), (2, 5))),
+    Case(pp=3, schedule="slices", slices=4, layers=(1, 4, 1), micro_batches=2, model=SIX),
+]  # fmt: skip
 OFTEN = [case for number, case in enumerate(CASES) if (number + number // len(KINDS)) % 2 == 0]  # two schedules of each line, in turn
 
 
@@ -52,6 +74,17 @@ def test_a_pipeline_is_one_process(tmp_path: Path, cases: list[Case]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("cases", by_axes([case for case in CASES if case not in OFTEN]))
 def test_the_other_pipelines_are_one_process(tmp_path: Path, cases: list[Case]) -> None:
+    run_cases(cases, tmp_path)
+
+
+@pytest.mark.parametrize("cases", by_axes(SLICES[::2]))
+def test_slices_are_one_process(tmp_path: Path, cases: list[Case]) -> None:
+    run_cases(cases, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cases", by_axes(SLICES[1::2]))
+def test_the_other_slices_are_one_process(tmp_path: Path, cases: list[Case]) -> None:
     run_cases(cases, tmp_path)
 
 

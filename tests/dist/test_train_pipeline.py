@@ -29,10 +29,20 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     )),
     "pp2 tp2, stage 3": (4, ("--pp-size", 2, "--tp-size", 2, "--sequence-parallel", "--zero-stage", 3, "--micro-batch-size", 3)),
     "pp2 sp2": (4, ("--pp-size", 2, "--sp-size", 2, "--sp-overlap-mode", "chunked", "--micro-batch-size", 3)),
+    "pp2, slices, stage 1": (2, ("--pp-size", 2, "--pipeline-slices", 3, "--zero-stage", 1, "--micro-batch-size", 3)),
+    "pp2 cp2, slices": (4, (
+        "--pp-size", 2, "--cp-size", 2, "--pipeline-schedule", "slices", "--recompute-granularity", "full", "--micro-batch-size", 3,
+    )),
     "pp2 cp2, zbv": (4, ("--pp-size", 2, "--cp-size", 2, "--enable-zbv-pipeline", "--attention-dropout", 0, "--micro-batch-size", 3)),
 }  # fmt: skip
 NAMES = [name for name in LAYOUTS if name != "alone"]
-OFTEN = ("pp2", "pp2, interleaved, stage 1", "pp2, zbv, stage 3", "pp2 dp2, zb1p, stage 1")  # the rest is marked long
+OFTEN = (
+    "pp2",
+    "pp2, interleaved, stage 1",
+    "pp2, zbv, stage 3",
+    "pp2 dp2, zb1p, stage 1",
+    "pp2, slices, stage 1",
+)  # the rest is marked long
 CHECKED = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in NAMES]
 PAIRS = [
     ("alone", "pp2"), ("pp2", "alone"), ("pp2, zbv, stage 3", "pp2 dp2, zb1p, stage 1"),
@@ -136,7 +146,7 @@ def test_a_signal_stops_all_stages_after_the_same_step(tmp_path: Path) -> None:
           "--override-opt-param-scheduler", ranks=2).expect(0)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb1p", "zbv"])
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb1p", "zbv", "slices"])
 def test_verify_parallelism(tmp_path: Path, kind: str) -> None:
     flags = ("--num-layers", 4, "--verify-parallelism", "--pp-size", 2, "--pipeline-schedule", kind, "--zero-stage", 1)
     train(tmp_path, *flags, "--micro-batch-size", 1, ranks=2).expect(0, f"pp 2 ({kind})", "layout: equal")

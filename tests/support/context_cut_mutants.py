@@ -35,7 +35,7 @@ MUTANTS = [
     # the cut
     ("chunks are out of order", CUT, "for start, stop in self.runs]", "for start, stop in reversed(self.runs)]"),
     ("every rank has the first one's share", CUT, "return self.shares[self.cp.rank]", "return self.shares[0]"),
-    ("chunks of the flag are ignored", CUT, "cut_row(mask, self.cp.size, self.cp_chunks)", "cut_row(mask, self.cp.size)"),
+    ("chunks of the flag are ignored", CUT, "cut_row(mask, self.cp.size, self.cp_chunks, part)", "cut_row(mask, self.cp.size, None, part)"),
     ("padding is in front", CUT, "(0, 0) * (x.ndim - 1) + (0, missing)", "(0, 0) * (x.ndim - 1) + (missing, 0)"),
     ("an empty share has no row", CUT, "max(1, self.length_of(cp_rank))", "self.length_of(cp_rank)"),
     ("a place is looked for in this rank's padding", CUT, "self._padded(cp_rank) // self.sp.size)", "self.padded // self.sp.size)"),
@@ -64,5 +64,5 @@ MUTANTS = [
     ("a2a is cp", RULES, "parallel.sequence_parallel_size, parallel.context_parallel_size = parallel.context_parallel_size, 1", "pass"),
     ("a2a+p2p: the sizes change places", RULES, "parallel.sequence_parallel_size, parallel.context_parallel_size = sizes", "parallel.context_parallel_size, parallel.sequence_parallel_size = sizes"),
     ("all_gather is p2p", RULES, 'parallel.cp_stages_ahead = "all"', "pass"),
-    ("dropout inside a kernel is let through", RULES, "if model.attention_dropout > 0 and backend not in _WITH_DROPOUT:", "if False:"),
+    ("dropout inside a kernel is let through", RULES, "if model.attention_dropout > 0 and backend not in DROPOUT_IN_PIECES:", "if False:"),
 ]  # fmt: skip

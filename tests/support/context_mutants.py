@@ -73,7 +73,7 @@ MUTANTS = [
     ("keys are used before they arrive", CONTEXT, "return self.under_way.popleft().wait()", "handle = self.under_way.popleft()\n        handle._waited, result = True, handle._result\n        return result"),
     ("gradients are used before they arrive", CONTEXT, "add_to(d_kv, handle.wait())", "add_to(d_kv, (handle._result.clone(), handle.wait())[0])"),
     ("the next shift starts after this one's pieces", CONTEXT, "        self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))\n", "        self._start(index + max(1, self.pass_.cp.stages_ahead))\n"),
-    ("gradients are rounded at every sum", CONTEXT, "d_q, d_kv = (empty(x.shape, dtype=wide, ", "d_q, d_kv = (empty(x.shape, dtype=x.dtype, "),
+    ("gradients are rounded at every sum", CONTEXT, "d_q = empty(of_queries[0].shape, dtype=wide, ", "d_q = empty(of_queries[0].shape, dtype=kv.dtype, "),
     ("gradients of a stage are rounded at every sum", CONTEXT, "dtype=kv.dtype if each_key_once(stage) else wide", "dtype=kv.dtype"),
     ("gradients travel in fp32", CONTEXT, "        return d_rows.to(kv.dtype)\n", "        return d_rows.to(wide)\n"),
     ("each sequence has the first one's rows", CONTEXT, "for rows, runs in zip(by_sequence, self.runs, strict=False):", "for rows, runs in zip(by_sequence, (self.runs[0],) * 9, strict=False):"),

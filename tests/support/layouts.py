@@ -55,6 +55,7 @@ class Case:
     cp_chunks: int | None = None
     pp: int = 1
     schedule: PipelineKind = "1f1b"
+    slices: int = 1
     layers: tuple[int, ...] = ()  # of each stage; empty: as balances them, with two stages on a rank if the schedule needs them
     tp_seq: bool = False
     mode: Any = "none"
@@ -89,7 +90,11 @@ class Case:
 
     @property
     def _pipeline(self) -> str:
-        return "" if self.pp == 1 else f"-pp{self.pp} {self.schedule} {'+'.join(map(str, self.stages))}"
+        return (
+            ""
+            if self.pp == 1
+            else f"-pp{self.pp} {self.schedule}{self.slices if self.slices > 1 else ''} {'+'.join(map(str, self.stages))}"
+        )
 
     @property
     def _context(self) -> str:
@@ -287,8 +292,8 @@ def _groups(device: torch.device, tp: int, sp: int, cp: int, pp: int = 1) -> Par
 
 
 @cache
-def _pipeline(groups: ParallelGroups, kind: PipelineKind, layers: tuple[int, ...]) -> Pipeline:
-    return Pipeline(groups, kind, layers)
+def _pipeline(groups: ParallelGroups, kind: PipelineKind, layers: tuple[int, ...], slices: int) -> Pipeline:
+    return Pipeline(groups, kind, layers, slices)
 
 
 class Sharded:
@@ -297,10 +302,10 @@ class Sharded:
     def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
         self.groups = _groups(device, case.tp, case.sp, case.cp, case.pp)
-        self.pipeline = _pipeline(self.groups, case.schedule, case.stages) if case.pp > 1 else None
+        self.pipeline = _pipeline(self.groups, case.schedule, case.stages, case.slices) if case.pp > 1 else None
         self.layout = ParallelContext.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder,
-            cp_chunks=case.cp_chunks, stages=() if self.pipeline is None else self.pipeline.own_stages,
+            cp_chunks=case.cp_chunks, stages=() if self.pipeline is None else self.pipeline.own_stages, num_slices=case.slices,
         )  # fmt: skip
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
@@ -446,7 +451,7 @@ def alone(case: Case) -> OneProcess:
     """
     of_the_layout = (
         "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
-        "pp", "schedule", "layers",
+        "pp", "schedule", "layers", "slices",
     )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 TESTS = [
-    "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
+    "tests/unit/parallel/test_context_plan.py", "tests/dist/test_context_gather.py", "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
     "tests/dist/test_pipeline_layouts.py", "tests/dist/test_train_pipeline.py",
 ]  # fmt: skip
 
 ORDERS, CHECK, REPLAY, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", ""))
 STAGES, PASSES, GRADIENTS, MODEL = "parallel/pipeline_stages.py", "training/pipelined.py", "optim/gradients.py", "models/language_model.py"
 SHARDING, OPTIMIZER, GROUPS, STEP = "training/sharding.py", "optim/optimizer.py", "comm/groups.py", "training/step.py"
+CP, SLICES, BLOCK, CUT, SAME = (
+    "parallel/context_parallel.py", "parallel/row_slices.py", "models/transformer.py", "parallel/parallel_context.py",
+    "training/same_sequences.py",
+)
 SPLIT, PIECES, MAIN = "parallel/split_projection.py", "parallel/chunked_mlp.py", "ops/main_grad.py"
 
 MUTANTS = [
@@ -37,7 +41,7 @@ MUTANTS = [
     ("a V's stages send to themselves", RUN, "local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)", "mail.take(source)"),
     ("gradients of the input are dropped", RUN, "return None if self.x is None else self.x.grad", "return None if self.x is None else torch.zeros_like(self.x)"),
     ("the gradient of the output is doubled", RUN, "        return None, grad\n", "        return None, None if grad is None else grad + grad\n"),
-    ("messages are of another micro-batch", RUN, "shape, dtype, device = self._work.shape(message.action.micro_batch)", "shape, dtype, device = self._work.shape(0)"),
+    ("messages are of another micro-batch", RUN, "shape, dtype, device = self._work.shape(message.action)", "shape, dtype, device = self._work.shape(message.action._replace(micro_batch=0))"),
     ("groups: two neighbours share one", GROUPS, "if set(other) & set(pair)}", "if other == pair}"),
     # stages
     ("the head counts nothing", STAGES, "extra = {0: embedding, num_stages - 1: head}", "extra = {0: embedding, num_stages - 1: 0.0}"),
@@ -45,7 +49,8 @@ MUTANTS = [
     ("the last stage has no norm", MODEL, "        has_norm = has_head and config.norm_placement", "        has_norm = False and config.norm_placement"),
     ("layers are numbered from each stage's first", MODEL, "block = TransformerBlock(config, layer, name, seed, dtype, self.layout)", "block = TransformerBlock(config, layer - stage.start, name, seed, dtype, self.layout)"),
     ("initial weights by the number in the stage", MODEL, 'name = f"{self.stack_name}.layers.{layer}"\n                block', 'name = f"{self.stack_name}.layers.{layer - stage.start}"\n                block'),
-    ("backward begins without the head's parameters", MODEL, '        if stage.is_last:\n            self.use(events, "head")\n        elif', '        if stage.is_last:\n            pass\n        elif'),
+    ("the head's backward does not say what comes next", MODEL, 'x = unit_boundary(x, events, self._index["head"], last)', 'x = unit_boundary(x, events, self._index["head"], None)'),
+    ("a head's unit is complete with the last block's", MODEL, 'x = unit_boundary(x, events, self._index["head"], last)', 'x = unit_boundary(x, events, self._first_unit(stage), last)'),
     ("backward begins without the last layer's parameters", MODEL, "            events.before_use(self._first_unit(stage) + len(stage) - 1)\n", "            pass\n"),
     ("all stages have the first one's parameters first", MODEL, 'return self._index[f"{self.stack_name}.layers.{stage.start}"] if len(stage) else 0', "return 0"),
     # the tied table
@@ -64,13 +69,31 @@ MUTANTS = [
     ("put off: what comes after, too", PASSES, "        self.gradients.put_off(None)\n", ""),
     ("put off: blocks count as complete at B", PASSES, "self.gradients.last_micro_batch(others if put_off is not None else [*blocks, *others])", "self.gradients.last_micro_batch([*blocks, *others])"),
     ("put off: blocks never count as complete", PASSES, "                self.gradients.last_micro_batch(blocks)\n", "                pass\n"),
-    ("blocks are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(blocks)\n", ""),
-    ("embedding and head are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(others)\n", ""),
+    ("blocks are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(blocks)\n", "        pass\n"),
+    ("embedding and head are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(others)\n", "        pass\n"),
     ("put off: rows of a message at once", SPLIT, "        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))\n", "        self._calls = [lambda grad: grad.put_product(grad_out, x, rows)]\n"),
     ("put off: the last piece of an MLP alone", PIECES, "        self._operands.append((grad_out, x))\n", "        self._operands = [(grad_out, x)]\n"),
     ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
+    # slices
+    ("slices: the keys of earlier ones are not seen", CP, "kv = pass_.slices.add(kv)", "pass_.slices.add(kv)"),
+    ("slices: backward has its own keys alone", CP, "if slices is None else slices.so_far()", "if slices is None else slices.so_far()[-slices.layer._slices[slices.number].shape[0]:]"),
+    ("slices: gradients of keys of earlier ones are forgotten", SLICES, "        if self._grad is None:\n", "        if True:\n"),
+    ("slices: a slice takes the first one's gradient", SLICES, "mine = self._grad[rows : rows + own]", "mine = self._grad[:own]"),
+    ("slices: gradients stay for the next micro-batch", SLICES, "        if index == 0:\n            self._grad = None\n", ""),
+    ("slices: keys stay after their last use", SLICES, "own = self._slices.pop(index).shape[0]\n        rows = sum(kv.shape[0] for kv in self._slices.values())", "own = self._slices[index].shape[0]\n        rows = sum(self._slices[i].shape[0] for i in range(index))"),
+    ("slices: all layers have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((0, share.queries.start))"),
+    ("slices: all chunks of heads have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((self.layer.layer, 0))"),
+    ("slices: micro-batches share keys", PASSES, "self._contexts[index] = self._context_of(index), KeysOfSlices()", "self._contexts[index] = self._context_of(index), next(iter(self._contexts.values()), (0, KeysOfSlices()))[1]"),
+    ("slices: a unit is reduced after each", PASSES, "self.gradients.more_follows = action.slice > 0", "self.gradients.more_follows = False"),
+    ("slices: blocks are complete after the last one", PASSES, "        if action.slice == 0:  # the last of a micro-batch\n", "        if action.slice == self.plan.num_slices - 1:\n"),
+    ("slices: head and embedding are complete after the last one", PASSES, "        if action.slice == 0:\n            _, others", "        if action.slice == self.plan.num_slices - 1:\n            _, others"),
+    ("slices: dropout counts keys from the slice's beginning", CP, "own = (self.plan.keys[j],) *", "own = (self.plan.runs[j],) *"),
+    ("slices: others' keys of this slice alone", CUT, "for part in row_slice.runs[: row_slice.number + 1]]", "for part in row_slice.runs[row_slice.number : row_slice.number + 1]]"),
+    ("slices: each has as many positions", SLICES, "return area(position) + pairs_per_position", "return pairs_per_position"),
+    ("slices: messages have the length of the first", RUN, "shape, dtype, device = self._work.shape(message.action)", "shape, dtype, device = self._work.shape(message.action._replace(slice=0))"),
+    ("stages may read different sequences", SAME, "if groups.cp.size() == groups.pp.size() == 1:", "if groups.cp.size() == 1:"),
     # steps
-    ("a micro-batch's context is another one's", PASSES, "self._contexts[index] = self._context_of(index), len(self.pipeline.own_stages)", "self._contexts[index] = self._context_of(0), len(self.pipeline.own_stages)"),
+    ("a micro-batch's context is another one's", PASSES, "self._contexts[index] = self._context_of(index), KeysOfSlices()", "self._contexts[index] = self._context_of(0), KeysOfSlices()"),
     ("ranks without the head do not wait for the totals", STEP, "            self._handle.wait()\n        return self._sums\n", "            self._handle._waited = True\n            self._handle._work = None\n        return self._sums\n"),
     ("counts are added up for each stage", GROUPS, "self.cp.rank() == 0 and self.pp.rank() == 0", "self.cp.rank() == 0"),
 ]  # fmt: skip

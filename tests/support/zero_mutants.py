@@ -68,7 +68,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # the model tells
     ("model: a block does not say that it is used", GPT, "            events.before_use(first_unit + layer)\n", "            pass\n"),
     ("model: the embedding does not say that it is used", GPT, "            self.use(events, \"embedding\")\n", ""),
-    ("model: the head does not say that it is used", GPT, "            self.use(events, \"head\")\n            if self.stack", "            if self.stack"),
+    ("model: the head does not say that it is used", GPT, "        self.use(events, \"head\")\n        return x if", "        return x if"),
     ("model: backward does not say what comes next", CONTEXT, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
     ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, first_unit + layer, first_unit + layer - 1)", "x = unit_boundary(x, events, first_unit + layer + 1, first_unit + layer - 1)"),
     ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if is_block)", "enumerate(alike) if is_block or unit == len(alike) - 1)"),

@@ -28,7 +28,8 @@ def config(flags: str, world_size: int = 4) -> Config:
         ("--pp-size 2 --pipeline-schedule zb1p --num-layers-per-virtual-pipeline-stage 3", "zb1p", 2),
         ("--pp-size 2 --num-layers-per-virtual-pipeline-stage 6", "1f1b", 1), ("--pp-size 2 --enable-zbh1-pipeline", "zb1p", 1),
         ("--pp-size 2 --enable-zero-bubble --zero-bubble-v-schedule", "zbv", 2),
-        ("--pp-size 2 --num-layers-in-first-pipeline-stage 5", "1f1b", 1),
+        ("--pp-size 2 --num-layers-in-first-pipeline-stage 5", "1f1b", 1), ("--pp-size 2 --pipeline-slices 3", "slices", 1),
+        ("--pp-size 2 --pipeline-schedule slices", "slices", 1),
     ],
 )  # fmt: skip
 def test_what_the_flags_mean(flags: str, kind: str, stages: int) -> None:
@@ -55,6 +56,13 @@ def test_what_the_flags_mean(flags: str, kind: str, stages: int) -> None:
         ("--pp-size 2 --num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 3",
          "decoder_first_pipeline_num_layers (3) must be a multiple of the stages on a rank (2): 2 or 4"),
         ("--pp-size 2 --pipeline-schedule zbv --decoder-first-pipeline-num-layers 2", "with zbv one rank has both ends"),
+        ("--pp-size 2 --pipeline-schedule slices --num-virtual-stages-per-pipeline-rank 2", "slices has one stage on each rank"),
+        ("--pp-size 2 --pipeline-schedule zbv --pipeline-slices 4", "--pipeline-slices 4 is for --pipeline-schedule slices"),
+        ("--pp-size 2 --pipeline-slices 33", "pipeline_slices (33) must be at most seq_length (32)"),
+        ("--pp-size 2 --pipeline-slices 4 --attention-backend fused --attention-dropout 0.1",
+         "depend on how --pipeline-schedule slices cuts"),
+        ("--pp-size 2 --pipeline-slices 4 --model-family bert", "slices is for causal models"),
+        ("--pipeline-slices 4", "--pipeline-slices is about the stages of a pipeline"),
         ("--pipeline-schedule zb1p", "--pipeline-schedule is about the stages of a pipeline, and with pipeline_model_parallel_size 1"),
         ("--num-layers-per-virtual-pipeline-stage 2 --decoder-last-pipeline-num-layers 2",
          "--num-layers-per-virtual-pipeline-stage and --decoder-last-pipeline-num-layers are about"),

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, Runs, cut_row, merge_runs, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, Run, Runs, cut_row, merge_runs, plan_context
 from megatron_sp.parallel.heads import deal
+from megatron_sp.parallel.row_slices import cut_into_slices
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key
 
@@ -99,6 +100,32 @@ def check(plan: ContextPlan, given: RowMask, b: int, **mask: object) -> None:
     assert found == Counter(allowed)
 
 
+def check_slices(given: RowMask, slices: tuple[Run, ...], c: int, k: int | None, b: int, **mask: object) -> None:
+    """The plans of all slices of a row have all its pairs, and each has what a slice needs."""
+    s, window = given.length, mask["window"]
+    allowed = {(n, q, key) for n in range(b) for q in range(s) for key in range(s) if sees(n, q, key, **mask)}  # type: ignore[arg-type]
+    found: Counter[Pair] = Counter()
+    so_far: list[Runs] = [()] * c
+    for part in slices:
+        runs = cut_row(given, c, k, part)
+        assert sorted(p for share in runs for p in positions(share)) == list(range(*part))
+        so_far = [merge_runs((*before, *share)) for before, share in zip(so_far, runs, strict=True)]
+        plan = plan_context(given, runs, tuple(so_far))
+        for i, j in itertools.product(range(c), range(c)):
+            mine, theirs, used = positions(plan.runs[i]), positions(plan.keys[j]), [set[int]() for _ in range(plan.mask.sequences)]
+            for piece in plan.pieces(i, j):
+                keys = theirs if i == j else positions(plan.rows(i, j)[max(piece.sequence, 0)])
+                pairs = list(pairs_of(piece, mine, keys, window, b))  # type: ignore[arg-type]
+                found.update(pairs)
+                used[max(piece.sequence, 0)] |= {key for _, _, key in pairs}
+            assert [set(positions(rows)) for rows in plan.rows(i, j)] == used
+            assert [[theirs[row] for row in positions(rows)] for rows in plan.local_rows(i, j)] == [sorted(keys) for keys in used]
+        for i in range(c):
+            assert plan.num_received(i, b) == sum(plan.num_rows(i, j, b) for j in range(c))
+            plan.require_all_pairs(i)
+    assert found == Counter(allowed)
+
+
 def random_ends(chance: random.Random, s: int) -> tuple[int, ...]:
     return (*sorted(chance.sample(range(1, s), chance.randint(0, min(s - 1, chance.choice((2, 5, s)))))), s)
 
@@ -126,6 +153,32 @@ def check_all(lengths: range | list[int], seed: int, rounds: int, chunks: tuple[
                 given = RowMask(s, **mask)  # type: ignore[arg-type]
                 plan = plan_context(given, cut_row(given, c, k))
                 check(plan, given, b, **mask)
+
+
+@pytest.mark.parametrize("s", [2, 3, 7, 11])
+def test_slices_of_a_row_have_all_its_pairs(s: int) -> None:
+    chance = random.Random(s)
+    for c, k, n in itertools.product((1, 2, 3), (None, 1, 2), (1, 2, 3, 5)):
+        for b, mask in masks(chance, s):
+            if mask["causal"] and n <= s:
+                ends = [0, *sorted(chance.sample(range(1, s), n - 1)), s]
+                given = RowMask(s, **mask)  # type: ignore[arg-type]
+                for slices in (tuple(itertools.pairwise(ends)), cut_into_slices(given, n, chance.choice((0.0, 2.0, 100.0)))):
+                    check_slices(given, slices, c, k, b, **mask)
+
+
+def test_slices_take_the_same_time() -> None:
+    for documents in (None, (tuple(range(64, 1025, 64)),), ((512, 1024),)):
+        mask = RowMask(1024, documents=documents)
+        for n, cost in itertools.product((2, 3, 4, 8), (0.0, 100.0, 1e6)):
+            plans = [plan_context(mask, (((a, b),),), (((0, b),),)) for a, b in cut_into_slices(mask, n, cost)]
+            times = [plan.area(0) + cost * plan.lengths[0] for plan in plans]
+            assert max(times) - min(times) <= 2 * (1024 + cost), "to a position at each end"
+    assert cut_into_slices(RowMask(1024), 4, 0.0) == ((0, 512), (512, 724), (724, 887), (887, 1024))
+    assert cut_into_slices(RowMask(8), 4, 1e9) == ((0, 2), (2, 4), (4, 6), (6, 8))
+    for n, mask in ((0, RowMask(8)), (9, RowMask(8)), (2, RowMask(8, causal=False))):
+        with pytest.raises(ValueError, match=r"cannot be cut into|see keys of later slices"):
+            cut_into_slices(mask, n, 1.0)
 
 
 CHEAP = [1, 2, 3, 5, 8, 11]
@@ -461,12 +514,15 @@ def test_what_is_no_cut_is_refused() -> None:
     for c, k in ((0, None), (2, 0)):
         with pytest.raises(ValueError, match="must be 1 or more"):
             cut_row(RowMask(8), c, k)
-    for runs in ((), (((4, 8), (0, 4)),), (((0, 4), (4, 8)),), (((0, 3), (3, 3), (4, 8)),)):
+    for runs in ((((4, 8), (0, 4)),), (((0, 4), (4, 8)),), (((0, 3), (3, 3), (4, 8)),)):
         with pytest.raises(ValueError, match="in order, not empty, and apart"):
             plan_context(RowMask(8), runs)
-    for runs in ((((0, 7),),), (((0, 4),), ((5, 8),)), (((0, 4),), ((3, 8),)), (((1, 8),),), (((0, 9),),)):
+    for runs in ((), (((0, 7),),), (((0, 4),), ((5, 8),)), (((0, 4),), ((3, 8),)), (((1, 8),),), (((0, 9),),)):
         with pytest.raises(ValueError, match="must cover the 8 positions of the row, each once"):
             plan_context(RowMask(8), runs)
+    for runs, keys in (((((2, 5),),), (((0, 6),),)), ((((2, 5),),), (((0, 2),), ((3, 5),)))):
+        with pytest.raises(ValueError, match="must cover the positions 0 to 5 of the row, each once"):
+            plan_context(RowMask(8), runs, keys)
 
 
 def test_a_batch_of_another_size_is_refused() -> None:

@@ -24,7 +24,7 @@ from megatron_sp.utils.faults import FAULT_VARIABLE, FaultPlan
 
 ALONE = cast(
     "ParallelGroups",
-    SimpleNamespace(rank=0, world=SINGLE_RANK, tp_rank=0, dp_rank=0, dp_size=1, is_first_of_replica=True, cp=SINGLE_RANK),
+    SimpleNamespace(rank=0, world=SINGLE_RANK, tp_rank=0, dp_rank=0, dp_size=1, is_first_of_replica=True, cp=SINGLE_RANK, pp=SINGLE_RANK),
 )  # fmt: skip
 EPS = 1.0  # so large that the size of a gradient shows in Adam's first update, and with it a wrong clip or scale
 BATCHES = [make_batch(seed=1), make_batch(seed=2, mask=0.3)]
