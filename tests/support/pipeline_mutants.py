@@ -11,7 +11,10 @@ ORDERS, CHECK, REPLAY, RUN = (f"parallel/pipeline{name}.py" for name in ("_order
 STAGES, PASSES, GRADIENTS, MODEL = "parallel/pipeline_stages.py", "training/pipelined.py", "optim/gradients.py", "models/language_model.py"
 SHARDING, OPTIMIZER, GROUPS, STEP = "training/sharding.py", "optim/optimizer.py", "comm/groups.py", "training/step.py"
 CP, SLICES, BLOCK, CUT, SAME = (
-    "parallel/context_parallel.py", "parallel/row_slices.py", "models/transformer.py", "parallel/parallel_context.py",
+    "parallel/context_parallel.py",
+    "parallel/row_slices.py",
+    "models/transformer.py",
+    "parallel/parallel_context.py",
     "training/same_sequences.py",
 )
 SPLIT, PIECES, MAIN = "parallel/split_projection.py", "parallel/chunked_mlp.py", "ops/main_grad.py"
