@@ -50,7 +50,8 @@ def _without_pipeline(config: Config) -> Iterator[str]:
     parallel = config.parallel
     given = [
         flag for flag, on in (
-            ("--pipeline-schedule", parallel.pipeline_schedule is not None), ("--pipeline-slices", parallel.pipeline_slices is not None),
+            ("--pipeline-schedule", parallel.pipeline_schedule not in (None, "auto")),
+            ("--pipeline-slices", parallel.pipeline_slices is not None),
             ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
             ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
             ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers is not None),
@@ -68,7 +69,7 @@ def _slices(config: Config) -> Iterator[str]:
     """Check that sequences can be cut into slices, if they are to be."""
     parallel, model, given = config.parallel, config.model, config.parallel.pipeline_slices
     if parallel.pipeline_kind != "slices":
-        if given is not None:
+        if given is not None and parallel.pipeline_schedule != "auto":
             yield (
                 f"--pipeline-slices {given} is for --pipeline-schedule slices, and --pipeline-schedule {parallel.pipeline_schedule} has"
                 " whole micro-batches: leave one of them out"

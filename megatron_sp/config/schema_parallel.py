@@ -62,11 +62,12 @@ class ParallelConfig:
         low=1,
         high=2**16,
     )
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "slices"] | None = flag(
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "slices", "auto"] | None = flag(
         None,
         "with pp > 1: order of forward and backward passes; interleaved: several stages on each rank, for a shorter wait; zb1p: gradients"
         " of weights are put off to where a rank would wait; zbv: the same with two stages on a rank, the first with the last; slices:"
-        " sequences go through the pipeline slice by slice, for long ones (default: 1f1b, with several stages on a rank interleaved)",
+        " sequences go through the pipeline slice by slice, for long ones; auto: the shortest by FLOPs of those that take about as much"
+        " memory as 1f1b, slices only with --pipeline-slices (default: 1f1b, with several stages on a rank interleaved)",
     )
     pipeline_slices: int | None = flag(
         None, "--pipeline-schedule slices: slices of each sequence, cut so that all take the same time (default: 4)", unit="slices", low=1,

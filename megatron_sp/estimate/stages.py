@@ -61,7 +61,8 @@ class RankShare:
 def pipeline_plan(parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
     """Return the schedule of a configuration."""
     kind = cast("PipelineKind", parallel.pipeline_kind)
-    return plan_pipeline(kind, parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank, num_micro_batches)
+    p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
+    return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices)
 
 
 @lru_cache(maxsize=256)

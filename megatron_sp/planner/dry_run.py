@@ -17,6 +17,7 @@ from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_rank import largest_form
 from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
@@ -161,6 +162,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         ReportedError: the tokenizer or the checkpoint that determines the model's shape cannot be read.
     """
     note = complete(config, world_size)
+    choice = settle_schedule(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     workload = workload_of(config, world_size, device)
     form = largest_form(workload)
@@ -168,7 +170,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         config, world_size, device, count_parameters(config.model), form.zero.num_params, form.zero.kept_params,
         form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
         find_suggestions(config, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note))),
+        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note, choice))),
     )  # fmt: skip
 
 

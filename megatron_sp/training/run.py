@@ -43,6 +43,7 @@ from megatron_sp.data.build import Datasets
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import LossScaler
@@ -267,6 +268,8 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     plan = plan_steps(context, origin)
     data = build_data(context, plan, tokenizer, closing)
     context = settle_split(context, origin)
+    if line := settle_schedule(config, context.groups.world_size):
+        console.line(line)
     attention = choose_attention(context, origin)
     layout = choose_layout(context, origin, attention)
     memory_estimate = estimate_memory(context, layout, attention)

@@ -28,6 +28,7 @@ from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
+from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
@@ -73,6 +74,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     tokenizer = task.build_tokenizer(config)
     settle_vocab_size(config, tokenizer)
+    if note := settle_schedule(config, groups.world_size):
+        say(note)
     if config.model.attention_dropout > 0:
         say(f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask depends on the layout")
         config.model.attention_dropout = 0.0

@@ -146,7 +146,9 @@ def test_a_signal_stops_all_stages_after_the_same_step(tmp_path: Path) -> None:
           "--override-opt-param-scheduler", ranks=2).expect(0)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb1p", "zbv", "slices"])
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb1p", "zbv", "slices", "auto"])
 def test_verify_parallelism(tmp_path: Path, kind: str) -> None:
     flags = ("--num-layers", 4, "--verify-parallelism", "--pp-size", 2, "--pipeline-schedule", kind, "--zero-stage", 1)
-    train(tmp_path, *flags, "--micro-batch-size", 1, ranks=2).expect(0, f"pp 2 ({kind})", "layout: equal")
+    train(tmp_path, *flags, "--micro-batch-size", 1, ranks=2).expect(
+        0, "--pipeline-schedule auto: " if kind == "auto" else f"pp 2 ({kind})", "layout: equal"
+    )  # fmt: skip

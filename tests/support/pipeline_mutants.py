@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TESTS = [
-    "tests/unit/parallel/test_context_plan.py", "tests/dist/test_context_gather.py", "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
+    "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py", "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
     "tests/dist/test_pipeline_layouts.py", "tests/dist/test_train_pipeline.py",
 ]  # fmt: skip
 
@@ -82,6 +82,7 @@ MUTANTS = [
     ("slices: backward has its own keys alone", CP, "if slices is None else slices.so_far()", "if slices is None else slices.so_far()[-slices.layer._slices[slices.number].shape[0]:]"),
     ("slices: gradients of keys of earlier ones are forgotten", SLICES, "        if self._grad is None:\n", "        if True:\n"),
     ("slices: a slice takes the first one's gradient", SLICES, "mine = self._grad[rows : rows + own]", "mine = self._grad[:own]"),
+    ("slices: gradients stay for the next micro-batch", SLICES, "        if index == 0:\n            self._grad = None\n", ""),
     ("slices: keys stay after their last use", SLICES, "own = self._slices.pop(index).shape[0]\n        rows = sum(kv.shape[0] for kv in self._slices.values())", "own = self._slices[index].shape[0]\n        rows = sum(self._slices[i].shape[0] for i in range(index))"),
     ("slices: all layers have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((0, share.queries.start))"),
     ("slices: all chunks of heads have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((self.layer.layer, 0))"),

@@ -1,0 +1,127 @@
+"""Choice of a pipeline's schedule (--pipeline-schedule auto), from numbers alone, so that every rank and every resume makes the same one.
+
+The schedules that the flags leave are replayed with the FLOPs of their stages, and the shortest is taken of those that take at most a
+fifth more memory than the first one, 1F1B, or with several stages on a rank interleaved. A schedule that saves less than a
+hundredth is not worth what it complicates, so the simpler ones come first. Slices are tried if --pipeline-slices asks for them: they
+round otherwise than the rest, of which each has the bits of 1F1B.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+from megatron_sp.config.rules_pipeline import pipeline_violations
+from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
+from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
+from megatron_sp.estimate.memory import memory_plan
+from megatron_sp.estimate.stages import layers_of_stages, pipeline_plan
+from megatron_sp.estimate.workload import Workload, num_micro_batches, workload_of
+from megatron_sp.models.unit_order import recompute_plan
+from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
+from megatron_sp.parallel.pipeline_replay import replay
+
+_MOST_MEMORY = 1.2  # of what the first schedule takes
+_WORTH = 0.99  # of the time of a simpler one
+_KINDS: tuple[PipelineKind, ...] = ("1f1b", "zb1p", "interleaved", "zbv", "slices")
+
+
+class Tried(NamedTuple):
+    """A schedule that was looked at.
+
+    Attributes:
+        kind: its name.
+        time: of a step, in the time of a layer's forward pass.
+        bubble: share of it in which ranks wait.
+        peak: bytes of the rank that holds most.
+    """
+
+    kind: PipelineKind
+    time: float
+    bubble: float
+    peak: int
+
+
+def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
+    """Return the time of a layer's passes by their FLOPs, in that of its forward pass."""
+    dense, scores = forward_flops_per_token(model, 0.0)
+    scores *= seen_share(model)
+    share = dense / (dense + scores)
+    # the gradients of products' inputs, attention's two for each of its products, and what is computed again
+    again = 1.0 if kernels.recompute_granularity == "full" else 1.0 - share if kernels.recompute_granularity == "selective" else 0.0
+    if again == 1.0 and model.num_layers:
+        again = sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed) / model.num_layers
+    return Costs(1.0, share + 2 * (1 - share) + again, share)
+
+
+def costs_of_stages(model: ModelConfig, kernels: KernelConfig, layers: tuple[int, ...], num_slices: int = 1) -> list[Costs]:
+    """Return the time of each stage's passes, of a slice those of its share, in that of a layer's forward pass.
+
+    The head is computed in the backward pass of the last stage, forward and backward.
+    """
+    each, head = layer_costs(model, kernels), head_in_layers(model)
+    found = [Costs(*(count * time / num_slices for time in each[:3])) for count in layers]
+    found[-1] = found[-1]._replace(backward=found[-1].backward + 3 * head / num_slices)
+    return found
+
+
+def try_schedules(config: Config, world_size: int) -> list[Tried]:
+    """Return the schedules that a configuration allows, the simplest first."""
+    found = []
+    for kind in _KINDS:
+        if kind == "slices" and config.parallel.pipeline_slices is None:
+            continue
+        trial = _with_kind(config, kind)
+        if any(pipeline_violations(trial)):
+            continue
+        workload = workload_of(trial, world_size, "cpu" if config.kernels.device == "cpu" else "cuda")
+        found.append(Tried(kind, *_time_and_bubble(workload), memory_plan(workload).peak))
+    return found
+
+
+def _with_kind(config: Config, kind: PipelineKind) -> Config:
+    trial = copy.copy(config)
+    trial.parallel = copy.copy(config.parallel)
+    trial.parallel.pipeline_schedule = kind
+    if kind != "slices":
+        trial.parallel.pipeline_slices = None
+    return trial
+
+
+def _time_and_bubble(workload: Workload) -> tuple[float, float]:
+    plan = pipeline_plan(workload.parallel, num_micro_batches(workload))
+    costs = costs_of_stages(workload.model, workload.kernels, layers_of_stages(workload.model, workload.parallel), plan.num_slices)
+
+    def seconds(action: Action) -> float:
+        return costs[action.stage].of(action.kind)
+
+    played = replay(plan, seconds)
+    return played.time, played.bubble
+
+
+def choose(tried: list[Tried]) -> Tried:
+    """Return the schedule to take: the shortest of those that take about as much memory as the first one."""
+    best = tried[0]
+    for each in tried[1:]:
+        if each.peak <= _MOST_MEMORY * tried[0].peak and each.time < _WORTH * best.time:
+            best = each
+    return best
+
+
+def settle_schedule(config: Config, world_size: int) -> str:
+    """Replace --pipeline-schedule auto by the schedule to take; the model's ``vocab_size`` must be set.
+
+    Returns:
+        A line about the choice; else an empty string.
+    """
+    if config.parallel.pipeline_schedule != "auto":
+        return ""
+    if config.parallel.pipeline_model_parallel_size == 1:
+        config.parallel.pipeline_schedule = None
+        return ""
+    tried = try_schedules(config, world_size)
+    best = choose(tried)
+    config.parallel = _with_kind(config, best.kind).parallel
+    gib, first = 2**30, tried[0]
+    listed = ", ".join(f"{each.kind} {each.time / first.time:.2f} ({each.peak / gib:.1f} GiB)" for each in tried)
+    return f"--pipeline-schedule auto: {best.kind}, bubble {best.bubble:.0%} (time by FLOPs, and memory: {listed})"
