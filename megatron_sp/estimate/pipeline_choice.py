@@ -16,7 +16,7 @@ from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.stages import layers_of_stages, pipeline_plan
-from megatron_sp.estimate.workload import Workload, num_micro_batches, workload_of
+from megatron_sp.estimate.workload import num_micro_batches, workload_of
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
 from megatron_sp.parallel.pipeline_replay import replay
@@ -26,15 +26,22 @@ _WORTH = 0.99  # of the time of a simpler one
 _KINDS: tuple[PipelineKind, ...] = ("1f1b", "zb1p", "interleaved", "zbv", "slices")
 
 
-class Tried(NamedTuple):
-    """A schedule that was looked at.
+class Allowed(NamedTuple):
+    """A schedule that the flags allow.
 
     Attributes:
         kind: its name.
         time: of a step, in the time of a layer's forward pass.
         bubble: share of it in which ranks wait.
-        peak: bytes of the rank that holds most.
     """
+
+    kind: PipelineKind
+    time: float
+    bubble: float
+
+
+class Tried(NamedTuple):
+    """A schedule that was looked at: the same, and ``peak``, the bytes of the rank that holds most."""
 
     kind: PipelineKind
     time: float
@@ -65,17 +72,24 @@ def costs_of_stages(model: ModelConfig, kernels: KernelConfig, layers: tuple[int
     return found
 
 
-def try_schedules(config: Config, world_size: int) -> list[Tried]:
+def allowed_schedules(config: Config, num_micro_batches: int) -> list[Allowed]:
     """Return the schedules that a configuration allows, the simplest first."""
     found = []
     for kind in _KINDS:
         if kind == "slices" and config.parallel.pipeline_slices is None:
             continue
         trial = _with_kind(config, kind)
-        if any(pipeline_violations(trial)):
-            continue
-        workload = workload_of(trial, world_size, "cpu" if config.kernels.device == "cpu" else "cuda")
-        found.append(Tried(kind, *_time_and_bubble(workload), memory_plan(workload).peak))
+        if not any(pipeline_violations(trial)):
+            found.append(Allowed(kind, *_time_and_bubble(trial, num_micro_batches)))
+    return found
+
+
+def try_schedules(config: Config, world_size: int) -> list[Tried]:
+    """Return the schedules that a configuration allows, with their memory; the model's ``vocab_size`` must be set."""
+    found = []
+    for allowed in allowed_schedules(config, num_micro_batches(workload_of(config, world_size, "cpu"))):
+        workload = workload_of(_with_kind(config, allowed.kind), world_size, "cpu" if config.kernels.device == "cpu" else "cuda")
+        found.append(Tried(*allowed, memory_plan(workload).peak))
     return found
 
 
@@ -88,9 +102,9 @@ def _with_kind(config: Config, kind: PipelineKind) -> Config:
     return trial
 
 
-def _time_and_bubble(workload: Workload) -> tuple[float, float]:
-    plan = pipeline_plan(workload.parallel, num_micro_batches(workload))
-    costs = costs_of_stages(workload.model, workload.kernels, layers_of_stages(workload.model, workload.parallel), plan.num_slices)
+def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, float]:
+    plan = pipeline_plan(config.parallel, num_micro_batches)
+    costs = costs_of_stages(config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices)
 
     def seconds(action: Action) -> float:
         return costs[action.stage].of(action.kind)

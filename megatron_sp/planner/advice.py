@@ -132,7 +132,14 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
 _LAYOUT_FIELDS = frozenset(
     [
         ("parallel", name)
-        for name in ("tensor_model_parallel_size", "sequence_parallel_size", "context_parallel_size", "zero_stage", "sequence_parallel")
+        for name in (
+            "tensor_model_parallel_size",
+            "sequence_parallel_size",
+            "context_parallel_size",
+            "zero_stage",
+            "sequence_parallel",
+            "pipeline_model_parallel_size",
+        )
     ]
     + [("kernels", "recompute_granularity"), ("batch", "micro_batch_size")]
 )

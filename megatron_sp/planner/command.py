@@ -144,11 +144,6 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     config.batch.rampup_batch_size = None
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
-    if config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size}: the planner does not search pipelines yet;"
-            " leave it out, or see what a layout with one takes with --dry-run"
-        )
     one = config.parallel.replica_size
     raise_all(violations(_on_trial(config, given), one))
     complete(config, one)
@@ -166,6 +161,10 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
         parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
     if ("parallel", "tensor_model_parallel_size") not in given:
         parallel.sequence_parallel = False
+    if ("parallel", "pipeline_model_parallel_size") not in given:
+        parallel.pipeline_schedule = parallel.pipeline_slices = None
+        parallel.num_virtual_stages_per_pipeline_rank = parallel.num_layers_per_virtual_pipeline_stage = None
+        parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
     return config
 
 

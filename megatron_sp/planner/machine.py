@@ -1,6 +1,6 @@
 """Model of a machine: placement of ranks on nodes, and the time of a collective.
 
-Ranks are numbered node by node, and the axes run dp, cp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp
+Ranks are numbered node by node, and the axes run pp, dp, cp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp
 group lies within a node if it fits, an sp group if tp * sp does, a cp group if tp * sp * cp does, and the group of
 dp x cp x sp spans all nodes with gpus_per_node / tp ranks on each.
 
@@ -8,6 +8,7 @@ dp x cp x sp spans all nodes with gpus_per_node / tp ranks on each.
                                                     of the group's ranks on a node together, since each byte crosses nodes once
     all_to_all                                      the longer time of: bytes for the own node over the link within it; those for other
                                                     nodes over the rank's own share of the cards
+    send (pp)                                       the rank's own share of the cards, unless all stages are on one node
 
 Latency: that of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
 """
@@ -55,7 +56,9 @@ class Machine:
 
     def ranks_on_node(self, group: str, ranks: int, tp: int, sp: int = 1) -> int:
         """Return the number of a group's ranks on one node; ``tp``, ``sp``: sizes of the axes, of which the latter matters to cp alone."""
-        stride = {"tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1}[group]
+        if group == "pp":  # farthest apart
+            return max(1, min(ranks, self.per_node * ranks // self.gpus))
+        stride = {"tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1, "pp x tp": 1}[group]
         return max(1, min(ranks, self.per_node // stride))
 
     def crosses(self, group: str, ranks: int, tp: int, sp: int = 1) -> bool:
@@ -73,7 +76,7 @@ class Machine:
         if ranks == 1 or number == 0:
             return 0.0
         link = self.link_of(group, ranks, tp, sp)
-        steps = ranks - 1
+        steps = 1 if op == "send" else ranks - 1
         if op == "all_reduce":
             steps = min(2 * steps, 4 * math.ceil(math.log2(ranks)))
         return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self.rate(op, group, ranks, tp, sp)
@@ -85,6 +88,8 @@ class Machine:
         if near == ranks or self.between is None:
             return inside
         card = self.between.gbs * 1e9 * self.cards / self.per_node  # a rank's share
+        if op == "send":
+            return card
         if op == "all_to_all":
             outside = (ranks - near) / (ranks - 1)
             return 1 / max(outside / card, (1 - outside) / inside)

@@ -7,6 +7,7 @@ Fields given on the command line are fixed. The others are varied:
     sp                    divisors of gpus / tp, up to the number of heads
     cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128; with
                           --cp-comm-type auto that with sp is --context-parallel-size
+    pp                    divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the shortest
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
@@ -17,14 +18,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.pipeline_choice import allowed_schedules
 
 Given = frozenset[tuple[str, str]]  # (group, field) given on the command line
 
-Axes = tuple[int, int, int]  # sizes of tp, sp and cp
+Axes = tuple[int, int, int, int]  # sizes of tp, sp, cp and pp
 
 Saving = tuple[int, str | None]
 """ZeRO stage and recomputation."""
@@ -33,6 +35,7 @@ RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 TOKENS = 2**20  # tokens of a step without --global-batch-size
 FEWEST_POSITIONS = 1024  # of a sequence on a rank of sp x cp: with less there is too little to compute under an exchange
 MOST_CP = 128
+MOST_PP = 16
 ENOUGH_TOKENS = 32768  # tokens of a rank at a time beyond which products do not get faster
 
 
@@ -43,6 +46,7 @@ class ParallelPlan:
     Attributes:
         mode: overlap mode of the sp exchanges: "none", "split-qkv" or "chunked".
         chunks: number of chunks with "chunked"; else 0.
+        schedule: of the pipeline; "" without one.
     """
 
     tp: int = 1
@@ -54,15 +58,17 @@ class ParallelPlan:
     recompute: str | None = None
     micro_batch: int = 1
     cp: int = 1
+    pp: int = 1
+    schedule: str = ""
 
     @property
     def axes(self) -> Axes:
-        """Sizes of tp, sp and cp."""
-        return self.tp, self.sp, self.cp
+        """Sizes of tp, sp, cp and pp."""
+        return self.tp, self.sp, self.cp, self.pp
 
     def dp(self, gpus: int) -> int:
         """Data-parallel size on so many GPUs."""
-        return gpus // (self.tp * self.sp * self.cp)
+        return gpus // (self.tp * self.sp * self.cp * self.pp)
 
     def words(self, gpus: int) -> str:
         """Return the layout as text."""
@@ -72,6 +78,7 @@ class ParallelPlan:
             self.sp > 1
         )
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
+        parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
@@ -83,6 +90,7 @@ class ParallelPlan:
         made += [f"--sequence-parallel-size {self.sp}"] * (self.sp > 1)
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
         made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
+        made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -97,8 +105,14 @@ class ParallelPlan:
         parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = self.sp, self.cp, self.zero
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.cp_comm_type = None
+        parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = self.pp, self.schedule or None  # type: ignore[assignment]
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
+        if self.schedule != "slices":
+            parallel.pipeline_slices = None
+        if self.pp == 1:  # flags about stages that there are not
+            parallel.num_virtual_stages_per_pipeline_rank = parallel.num_layers_per_virtual_pipeline_stage = None
+            parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
         if self.cp == 1:  # flags about exchanges that there are not
             parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
         if self.recompute != kernels.recompute_granularity:
@@ -125,7 +139,45 @@ def default_batch(config: Config, gpus: int) -> int:
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield layouts in tp, tp_seq, sp, cp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
+    """Yield layouts in pp, tp, tp_seq, sp, cp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
+    for pp in _pps(base, given, gpus, per_node):
+        for schedule in _schedules(base, pp) if pp > 1 else ("",):
+            for frame in _without_stages(base, given, gpus // pp, per_node):
+                if pp == 1 or _goes_with_stages(frame, given):
+                    yield replace(frame, pp=pp, schedule=schedule)
+
+
+def _goes_with_stages(frame: ParallelPlan, given: Given) -> bool:
+    """Return whether a layout is worth a look within a pipeline, of which there are many: cp is for one that a flag asks for, and of the
+    modes with which exchanges overlap the best is about the same as without a pipeline."""
+    named = {name for _, name in given}
+    return all((
+        frame.cp == 1 or named & {"context_parallel_size", "cp_comm_type"}, frame.tp == 1 or frame.tp_seq or "sequence_parallel" in named,
+        (frame.mode, frame.chunks) in (("none", 0), ("chunked", 2)) or named & {"sp_overlap_mode", "sp_overlap_comm", "sp_head_chunks"},
+    ))  # fmt: skip
+
+
+def _pps(base: Config, given: Given, gpus: int, per_node: int) -> list[int]:
+    """Return the pp sizes to try; without the flag only those that leave whole nodes to a stage, where a pipeline is the cheapest cut."""
+    if ("parallel", "pipeline_model_parallel_size") in given:
+        return [base.parallel.pipeline_model_parallel_size]
+    nodes, most = gpus // per_node, min(MOST_PP, base.model.num_layers or 1)
+    return [size for size in range(1, nodes + 1) if nodes % size == 0 and (size == 1 or size <= most)]
+
+
+def _schedules(base: Config, pp: int) -> tuple[str, ...]:
+    """Return the schedules to try: that of the flags, or of all that they allow the simplest one and the shortest."""
+    parallel = base.parallel
+    if parallel.pipeline_schedule not in (None, "auto") or parallel.pipeline_slices is not None:
+        return (parallel.pipeline_kind,)
+    trial = copy.copy(base)
+    trial.parallel = replace(parallel, pipeline_model_parallel_size=pp)
+    tried = allowed_schedules(trial, 4 * pp)
+    return tuple(dict.fromkeys((tried[0].kind, min(tried, key=lambda each: each.time).kind))) if tried else ()
+
+
+def _without_stages(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
+    """Yield the layouts of one stage."""
     named = ("parallel", "context_parallel_size") in given and not base.parallel.measures_split
     fixed = base.parallel.context_parallel_size if named else 1
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):

@@ -75,7 +75,8 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
     ]  # fmt: skip
     seconds = {
         "step": time.seconds, "products": time.products, "attention": time.attention, "memory": time.memory, "update": time.update,
-        "host": time.host, "overlap": time.overlap, "copies": time.copies, "exposed": time.exposed, "of_it_recomputed": time.recompute,
+        "host": time.host, "overlap": time.overlap, "copies": time.copies, "exposed": time.exposed, "bubble": time.bubble,
+        "of_it_recomputed": time.recompute,
     }  # fmt: skip
     return {
         "layout": {**asdict(candidate.layout), "dp": candidate.layout.dp(candidate.machine.gpus)}, "flags": flags(candidate, extra),
@@ -138,7 +139,7 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
     said = [
         f"plan: {format_count(count_parameters(model))} parameters, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
         f" {base.precision.params_dtype}, on {where}",
-        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp, sp and cp:",
+        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each {'tp, sp, cp and pp' if any(c.layout.pp > 1 for c in found.candidates) else 'tp, sp and cp'}:",
     ]
     return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 
@@ -167,6 +168,7 @@ def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
         f" update {time.update:.3g}, exposed communication {time.exposed:.3g}, slowed by communication {time.overlap:.3g},"
         f" waiting for Python {time.host:.3g}"
         + (f", copies to host memory and back {time.copies:.3g}" if time.copies else "")
+        + (f", bubble of the pipeline {time.bubble:.3g}" if time.bubble else "")
         + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),
     ]
     for exchange in sorted(time.exchanges, key=lambda e: -e.flow.num_bytes):

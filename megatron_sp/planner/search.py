@@ -72,7 +72,7 @@ class Rejected:
     """Layouts rejected for the same reason.
 
     Attributes:
-        who: their common tp, sp and cp sizes.
+        who: their common tp, sp, cp and pp sizes.
         why: the rule they break, or the memory of the one that needs least.
         needs: bytes of that one; 0 if they break a rule.
     """
@@ -99,7 +99,7 @@ class Findings:
     tried: int = 0
 
     def best_of_each(self) -> list[Candidate]:
-        """Return the first candidate for each choice of tp, sp and cp sizes."""
+        """Return the first candidate for each choice of tp, sp, cp and pp sizes."""
         found: dict[Axes, Candidate] = {}
         for candidate in self.candidates:
             found.setdefault(candidate.layout.axes, candidate)
@@ -217,8 +217,9 @@ class _Frame:
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
-    """Return the number of a rank's communicators with more than one member: world, tp, sp, cp, dp x cp x sp."""
-    return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
+    """Return the number of a rank's communicators with more than one member: world, tp, sp, cp, dp x cp x sp, five of a pipeline."""
+    of_stages = 5 * (layout.pp > 1)  # each direction to each neighbour, and all stages
+    return of_stages + sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
 
 
 def _too_large(least: dict[Axes, tuple[int, ParallelPlan]], fitting: set[Axes], machine: Machine) -> list[Rejected]:
@@ -244,4 +245,5 @@ def _names(layouts: list[ParallelPlan]) -> str:
 
 
 def _name(layout: ParallelPlan) -> str:
-    return f"tp {layout.tp}, sp {layout.sp}" + (f", cp {layout.cp}" if layout.cp > 1 else "")
+    more = (f", cp {layout.cp}" if layout.cp > 1 else "") + (f", pp {layout.pp}" if layout.pp > 1 else "")
+    return f"tp {layout.tp}, sp {layout.sp}{more}"

@@ -64,7 +64,7 @@ def why_this_split(best: Candidate, others: Sequence[Candidate]) -> list[str]:
         inside = machine.link_of("sp", layout.sp, layout.tp).name
         said = f"both: Ulysses (sp {layout.sp}) over {inside}, where bytes are cheap, and cp {layout.cp} around it, since {hides}"
     same = [
-        c for c in others if c.layout.tp == layout.tp and c.layout.sp * c.layout.cp == ranks and c.layout.axes != layout.axes
+        c for c in others if (c.layout.tp, c.layout.pp) == (layout.tp, layout.pp) and c.layout.sp * c.layout.cp == ranks and c.layout.axes != layout.axes
     ]  # fmt: skip
     lines = [f"sp and cp: {said}"]
     if same:

@@ -1,7 +1,7 @@
 """Time of a step: computation, communication, and the overlap of the two.
 
     step = micro-batches * (forward + backward + recomputation) / sustained + exposed communication + update
-           + overlap_cost * hidden communication + exposed copies to host memory
+           + overlap_cost * hidden communication + exposed copies to host memory + bubble of a pipeline
 
 ``overlap_cost`` is the share of a GPU's multiprocessors that NCCL takes for a collective. With --nccl-sp-ctas and
 --nccl-dp-ctas it takes no more than those, and moves no more than their share of what the link between GPUs carries.
@@ -20,17 +20,23 @@
 
 Gradients and parameters come after the others on the same link: the time that those use the link is subtracted. A pass
 takes at least the time that Python needs to launch its kernels.
+
+Of a pipeline the rank is one that computes longest. Its bubble is what the replay of the schedule takes beyond that, with the times of all
+stages' passes and of messages between them; of a long step the first rounds are replayed, and the rest is as busy as that rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
+from megatron_sp.estimate.stages import layers_of_stages, pipeline_plan
 from megatron_sp.estimate.traffic import Flow, traffic_plan
-from megatron_sp.estimate.workload import workload_of
+from megatron_sp.estimate.workload import Workload, workload_of
+from megatron_sp.parallel.pipeline_plan import Action
+from megatron_sp.parallel.pipeline_replay import replay
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.work import Pass, Work
 
@@ -68,6 +74,7 @@ class StepTime:
         overlap: slowdown of computation by communication that it hides.
         copies: exposed copies of activations to host memory and back.
         exchanges: communication by kind.
+        bubble: time that a pipeline's busiest rank waits for others.
     """
 
     products: float
@@ -79,6 +86,7 @@ class StepTime:
     overlap: float
     copies: float
     exchanges: tuple[Exchange, ...]
+    bubble: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -88,7 +96,8 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Predicted time of a step."""
-        return self.products + self.attention + self.memory + self.update + self.host + self.overlap + self.copies + self.exposed
+        computed = self.products + self.attention + self.memory + self.update + self.host
+        return computed + self.overlap + self.copies + self.exposed + self.bubble
 
     @property
     def bound(self) -> str:
@@ -96,6 +105,7 @@ class StepTime:
         parts = {
             "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
             "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
+            "bubble of the pipeline": self.bubble,
         }  # fmt: skip
         name = max(parts, key=lambda part: parts[part])
         if name == "communication":
@@ -107,8 +117,30 @@ class StepTime:
 def step_time(config: Config, machine: Machine) -> StepTime:
     """Predict a step of a validated configuration on a machine."""
     workload = workload_of(config, machine.gpus, "cpu" if machine.is_cpu else "cuda")
-    form = RankForm(workload)
-    return _Clock(machine, form, Work(form, machine.gpu)).step(traffic_plan(workload).flows)
+    clocks = [_Clock(machine, form, Work(form, machine.gpu)) for form in forms_of_ranks(workload)]
+    busiest = max(clocks, key=lambda clock: clock.micro_batch)
+    found = busiest.step(traffic_plan(workload).flows)
+    if workload.parallel.pipeline_model_parallel_size == 1:
+        return found
+    return replace(found, bubble=_bubble(workload, busiest))
+
+
+def _bubble(workload: Workload, clock: _Clock) -> float:
+    """Return the seconds of a step that the busiest rank of a pipeline waits."""
+    parallel, machine, shape = workload.parallel, clock.machine, clock.form.shape
+    count, p = shape.num_micro_batches, parallel.pipeline_model_parallel_size
+    plan = pipeline_plan(parallel, min(count, 4 * p * parallel.stages_per_pipeline_rank))  # beyond that all rounds are alike
+    layers, each = layers_of_stages(workload.model, parallel), 1 / plan.num_slices
+    weights = clock.backward.weight_products
+    passes = {"F": clock.forward.seconds, "B": clock.backward.seconds + clock.again.seconds - weights, "W": weights}
+    message = machine.seconds("send", "pp", p, shape.tp, 1, shape.stream * each)
+
+    def seconds(action: Action) -> float:
+        of_head = clock.ends.seconds if action.kind == "B" and action.stage == plan.num_stages - 1 else 0.0
+        return (layers[action.stage] * passes[action.kind] + of_head) * each
+
+    played = replay(plan, seconds, lambda action: message)
+    return max(0.0, played.time - max(played.busy))
 
 
 def _is_of_replicas(flow: Flow) -> bool:
@@ -124,8 +156,13 @@ class _Clock:
         slower = 1 / machine.gpu.sustained
         self.forward, self.backward = work.block_forward().times(slower), work.block_backward().times(slower)
         self.again = work.recomputed(form.workload.kernels.recompute_granularity, again).times(slower)
-        self.ends = work.ends().times(slower)
+        self.ends = work.ends().times(slower if form.shape.share.has_head else 0.0)
         self.repeats = again  # forward passes of a block beyond the first
+
+    @property
+    def micro_batch(self) -> float:
+        """Seconds of computation of a micro-batch."""
+        return ((self.forward + self.backward + self.again).times(self.layers) + self.ends).seconds
 
     def step(self, flows: Iterable[Flow]) -> StepTime:
         passes = (self.forward + self.backward + self.again).times(self.layers) + self.ends

@@ -131,7 +131,8 @@ def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow:
         best = found.best_of_each()
         assert best[0] is found.candidates[0] and len({c.layout.axes for c in best}) == len(best)
     pairs = {(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1)}
-    assert {c.layout.axes for c in roomy.candidates} == pairs | {(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)}
+    assert {c.layout.axes[:3] for c in roomy.candidates} == pairs | {(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)}
+    assert {c.layout.pp for c in roomy.candidates} == {1}, "on one node"
 
 
 def test_memory_is_that_of_the_dry_run(roomy: Findings) -> None:
@@ -398,3 +399,74 @@ def test_every_line_of_memory_has_a_kind(roomy: Findings) -> None:
     assert set(kinds) == set(report.KINDS) and all(kinds.values())
     memory: Any = roomy.candidates[0].memory
     assert kinds["optimizer"] == sum(line.num_bytes for line in memory.stays if line.name in ("master weights", "optimizer state"))
+
+
+# ---- pipelines
+
+
+def nodes(count: int, per_node: int = 4, link: str = "ib-400g") -> Machine:
+    return Machine(H100, count * per_node, count, LINKS["nvlink4"], LINKS[link], per_node, H100.memory_bytes)
+
+
+def stages_found(flags: str = "", link: str = "ib-400g") -> Findings:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 32 --micro-batch-size 1 {flags}".split(), 8, False)
+    return search(base, given, nodes(2, link=link))
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Findings:
+    return stages_found("--tensor-model-parallel-size 2")
+
+
+def test_stages_are_of_whole_nodes_with_the_simplest_schedule_and_the_shortest(two_nodes: Findings) -> None:
+    kinds = {(c.layout.pp, c.layout.schedule) for c in two_nodes.candidates}
+    assert kinds > {(1, ""), (2, "1f1b")} and {pp for pp, _ in kinds} == {1, 2} and len(kinds) == 3
+    for c in two_nodes.candidates:
+        assert not violations(c.config, 8)
+        assert (c.time.bubble > 0) == (c.layout.pp > 1)
+        assert c.time.seconds == pytest.approx(step_time(c.config, c.machine).seconds)
+        if c.layout.pp > 1:
+            assert "--pipeline-model-parallel-size 2 --pipeline-schedule " in " ".join(c.layout.flags())
+            assert c.layout.dp(8) * c.layout.tp * c.layout.sp * c.layout.pp == 8
+            assert any(exchange.flow.group == "pp" for exchange in c.time.exchanges)
+
+
+def test_the_flags_of_a_pipeline_are_kept() -> None:
+    found = stages_found("--pipeline-model-parallel-size 4 --pipeline-schedule zb1p")
+    assert {(c.layout.pp, c.layout.schedule) for c in found.candidates} == {(4, "zb1p")}
+    found = stages_found("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 4")
+    assert {c.layout.schedule for c in found.candidates} <= {"zb1p", "interleaved"}
+    found = stages_found("--pipeline-model-parallel-size 2 --pipeline-slices 4 --tensor-model-parallel-size 4")
+    assert {c.layout.schedule for c in found.candidates} == {"slices"}
+
+
+def test_a_bubble_is_that_of_the_schedule(two_nodes: Findings) -> None:
+    """Of 1F1B (p - 1) times the passes of a stage; fewer with what is put off; more micro-batches have the same."""
+
+    def bubble(flags: str) -> tuple[float, float]:
+        base, given, _ = read_model(
+            f"{MODEL} --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 0 --vocab-size 500 {flags}".split(),
+            8, False,
+        )  # fmt: skip
+        time = search(base, given, nodes(2)).candidates[0].time
+        return time.bubble, time.products + time.attention + time.memory
+
+    plain, computed = bubble("--global-batch-size 8 --pipeline-schedule 1f1b --recompute-granularity full")
+    assert plain == pytest.approx(computed / 8, rel=0.1)  # but for the head and the sum of gradients
+    more, _ = bubble("--global-batch-size 64 --pipeline-schedule 1f1b --recompute-granularity full")
+    assert more == pytest.approx(plain, rel=0.05)
+    late, _ = bubble("--global-batch-size 8 --pipeline-schedule zb1p --recompute-granularity full")
+    assert late < 0.8 * plain
+
+
+def test_between_nodes_messages_cross_and_stages_are_apart() -> None:
+    machine = nodes(4)
+    assert machine.crosses("pp", 4, 2) and machine.crosses("pp", 2, 2) and machine.ranks_on_node("pp", 8, 1) == 2
+    assert machine.seconds("send", "pp", 4, 2, 1, 1e9) == pytest.approx(1e9 / (machine.between.gbs * 1e9), rel=0.05)  # type: ignore[union-attr]
+    assert not nodes(1, 8).crosses("pp", 4, 2)
+
+
+def test_a_report_says_the_stages(two_nodes: Findings) -> None:
+    base, _, _ = read_model(f"{MODEL} --global-batch-size 32".split(), 8, False)
+    text = report.text(two_nodes, base, nodes(2), [], 5)
+    assert "the fastest for each tp, sp, cp and pp:" in text and "pp 2 " in text
