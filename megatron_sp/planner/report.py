@@ -136,10 +136,11 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
         where += f", {machine.nodes} nodes with {machine.per_node} each ({machine.inside.name} inside, {cards} a node)"
     else:
         where += f" ({machine.inside.name})"
+    sizes = ", cp and pp" if any(c.layout.pp > 1 for c in found.candidates) else " and cp"
     said = [
         f"plan: {format_count(count_parameters(model))} parameters, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
         f" {base.precision.params_dtype}, on {where}",
-        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each {'tp, sp, cp and pp' if any(c.layout.pp > 1 for c in found.candidates) else 'tp, sp and cp'}:",
+        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp, sp{sizes}:",
     ]
     return said + ([f"assumed, because nothing was given: {' '.join(extra)}"] if extra else [])
 

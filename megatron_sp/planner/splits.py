@@ -63,9 +63,8 @@ def why_this_split(best: Candidate, others: Sequence[Candidate]) -> list[str]:
     else:
         inside = machine.link_of("sp", layout.sp, layout.tp).name
         said = f"both: Ulysses (sp {layout.sp}) over {inside}, where bytes are cheap, and cp {layout.cp} around it, since {hides}"
-    same = [
-        c for c in others if (c.layout.tp, c.layout.pp) == (layout.tp, layout.pp) and c.layout.sp * c.layout.cp == ranks and c.layout.axes != layout.axes
-    ]  # fmt: skip
+    beside = [c for c in others if (c.layout.tp, c.layout.pp) == (layout.tp, layout.pp) and c.layout.axes != layout.axes]
+    same = [c for c in beside if c.layout.sp * c.layout.cp == ranks]
     lines = [f"sp and cp: {said}"]
     if same:
         words = (f"sp {c.layout.sp} x cp {c.layout.cp} {best.tokens_per_second / c.tokens_per_second:.2f}" for c in same)

@@ -444,10 +444,8 @@ def test_a_bubble_is_that_of_the_schedule(two_nodes: Findings) -> None:
     """Of 1F1B (p - 1) times the passes of a stage; fewer with what is put off; more micro-batches have the same."""
 
     def bubble(flags: str) -> tuple[float, float]:
-        base, given, _ = read_model(
-            f"{MODEL} --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 0 --vocab-size 500 {flags}".split(),
-            8, False,
-        )  # fmt: skip
+        sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 0 --vocab-size 500"
+        base, given, _ = read_model(f"{MODEL} --micro-batch-size 1 {sizes} {flags}".split(), 8, False)
         time = search(base, given, nodes(2)).candidates[0].time
         return time.bubble, time.products + time.attention + time.memory
 
