@@ -18,6 +18,7 @@ from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.utils.errors import DataError
 
 _READ_BY_THE_HOST = ("documents", "length")
+_NOBODY = -(2**62)
 
 
 def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> None:
@@ -36,10 +37,10 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
         for name in _READ_BY_THE_HOST:
             digest.update(f"{name}: ".encode() + (batch[name].cpu().numpy().tobytes() if name in batch else b"none"))
     mine = int.from_bytes(digest.digest()[:7], "little")
-    found = torch.full((groups.dp_size, 2), -(2**62), dtype=torch.int64)
+    found = torch.full((groups.dp_size, 2), _NOBODY, dtype=torch.int64)
     found[groups.dp_rank] = torch.tensor([mine, -mine])  # largest, and smallest with another sign
     all_reduce(found, groups.control, "max")
-    differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest]
+    differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest and largest != _NOBODY]
     if differ:
         ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
         firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]

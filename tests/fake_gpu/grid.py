@@ -14,7 +14,7 @@ SPLIT = "--sp-overlap-mode split-qkv --sp-overlap-comm --attention-dropout 0"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TP, TP_SEQ, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel-size 2"
-CP = "--context-parallel-size 2"
+CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 JOBS = {
     "bf16": Job("--bf16"), "fp16": Job("--fp16"), "fp32": Job(""), "llama": Job(LLAMA), "SGD": Job("--bf16 --optimizer sgd"),
@@ -54,6 +54,16 @@ JOBS = {
     "cp, sp, uneven": Job(f"--bf16 {CP} --sequence-parallel-size 3 {CHUNKED} --num-query-groups 2", 6),
     "cp, unfused, dropout": Job(f"--bf16 {CP} --attention-backend unfused", 2),
     "cp, BERT": Job(f"--bf16 {CP} --attention-dropout 0", 2, "bert"), "cp, report": Job(f"{LLAMA} {CP} {SP} --report-overlap 1", 4),
+    "pp": Job(f"--bf16 {PP} --num-layers 4", 2, micro_batches=3),
+    "pp, interleaved, stage 1": Job(f"{LLAMA} {PP} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1", 4, micro_batches=3),
+    "pp, zb1p, stage 3": Job(f"--bf16 {PP} --num-layers 4 --pipeline-schedule zb1p --zero-stage 3 {FULL}", 4, micro_batches=3),
+    "pp, zbv, tp_seq": Job(f"--bf16 {PP} {TP_SEQ} --num-layers 4 --pipeline-schedule zbv --mlp-chunks 2", 4, micro_batches=3),
+    "pp, slices, sp": Job(f"{LLAMA} {PP} {SP} {CHUNKED} --num-layers 4 --pipeline-slices 3 --zero-stage 2", 4),
+    "pp, cp, slices, documents": Job(f"--bf16 {PP} {CP} {NO_DROPOUT} --num-layers 4 --pipeline-slices 2 {DOCUMENTS}", 4),
+    "pp, three stages, BERT": Job("--bf16 --pipeline-model-parallel-size 3 --attention-dropout 0", 3, "bert", micro_batches=4),
+    "pp, activations on the host, validation": Job(
+        f"--bf16 --attention-dropout 0 {PP} --num-layers 4 --offload-activations --eval-iters 1 --eval-interval 1", 2, micro_batches=3
+    ),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
     "overlap report, tp_seq": Job(f"--bf16 {TP_SEQ} --mlp-chunks 4 --report-overlap 1", 2),

@@ -66,7 +66,9 @@ class Job:
         case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop, "square_from": self.square_from}
         if self.program != "pretrain" or self.large:
             return {**case, "flags": words, "large": self.large}
-        axes = ("--tensor-model-parallel-size", "--sequence-parallel-size", "--context-parallel-size")
+        axes = (
+            "--tensor-model-parallel-size", "--sequence-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size",
+        )  # fmt: skip
         sizes = [int(words[words.index(axis) + 1]) for axis in axes if axis in words]
         replicas = self.world_size
         for size in sizes:

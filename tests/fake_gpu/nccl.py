@@ -26,10 +26,10 @@ from fake_gpu.device import Device, is_on_device, place
 
 
 class Work:
-    """A collective under way; keeps its tensors until it is waited for."""
+    """A collective or message under way; keeps its tensors until it is waited for."""
 
-    def __init__(self, device: Device, event: int, tensors: list[Tensor]) -> None:
-        self._device, self._event, self._tensors = device, event, tensors
+    def __init__(self, device: Device, event: int, tensors: list[Tensor], *, is_message: bool) -> None:
+        self._device, self._event, self._tensors, self._is_message = device, event, tensors, is_message
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait for the collective."""
@@ -39,8 +39,8 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """True: nothing takes time here."""
-        return True
+        """True: nothing takes time here. Of a message it may take for ever, so that what waits for it waits for the other rank."""
+        return not self._is_message
 
 
 class Nccl:
@@ -63,9 +63,13 @@ class Nccl:
 
     def run(
         self, group: Any, name: str, reads: list[Tensor], writes: list[Tensor], sizes: Sequence[int], received: Sequence[int] = (),
-        *, async_op: bool,
+        *, async_op: bool, pair: tuple[int, int] | None = None,
     ) -> Work | None:  # fmt: skip
-        """Call a collective; returns its Work, or None after waiting for it.
+        """Call a collective, or send or receive; returns its Work, or None after waiting for it.
+
+        Args:
+            pair: ranks of the source and the target of a message. Each pair of a group has a communicator and a stream of its own; its
+                ranks here are (source, target, source), which are no collective's.
 
         Raises:
             RuntimeError, ValueError: NCCL would refuse the call.
@@ -79,20 +83,28 @@ class Nccl:
         if len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name}: tensors of one dtype, found {[t.dtype for t in tensors]}")
         device, ranks = self._device, tuple(dist.get_process_group_ranks(group))
-        if group.group_name not in self._streams:
-            self._streams[group.group_name] = device.new_stream(f"NCCL's stream of ranks {list(ranks)}")
-            self._ranks[group.group_name] = ranks
+        key = group.group_name
+        if pair is not None:
+            assert set(pair) <= set(ranks), f"{name}: ranks {pair} are not both in the group {ranks}"
+            key, ranks = f"{key}, {min(pair)}:{max(pair)}", (*pair, pair[0])
+            if self._ranks.get(key, ranks) != ranks:
+                raise RuntimeError(
+                    f"{name}: messages from {pair[1]} to {pair[0]} share a stream with those the other way, and wait for them"
+                )
+        if key not in self._streams:
+            self._streams[key] = device.new_stream(f"NCCL's stream of ranks {list(ranks)}")
+            self._ranks[key] = ranks
             self.communicators.append(ranks)
-        stream = self._streams[group.group_name]
+        stream = self._streams[key]
         ready, done = device.new_event(), device.new_event()
         device.record(ready)
         device.wait(ready, stream)
         device.use(stream, reads, writes, name)
         device.count(name, reads, writes)
         device.record(done, stream)
-        after = tuple((other, device.clocks.seen(stream, self._streams[key])) for key, other in self._ranks.items() if other != ranks)
+        after = tuple((other, device.clocks.seen(stream, self._streams[name])) for name, other in self._ranks.items() if other != ranks)
         self.calls.append(Call(ranks, name, tuple(sizes), tuple(received), str(tensors[0].dtype), place(2), after))
-        work = Work(device, done, tensors)
+        work = Work(device, done, tensors, is_message=pair is not None)
         if async_op:
             return work
         device.wait(done)
@@ -156,10 +168,17 @@ def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
             return _on_host(t, async_op)
         return nccl.run(group, f"broadcast from {src if group_src is None else group_src}", [t], [t], [t.numel()], async_op=async_op)
 
+    def isend(x: Tensor, dst: int, group: Any = None) -> Any:
+        return nccl.run(group, "message", [x], [], [x.numel()], async_op=True, pair=(dist.get_rank(), dst))
+
+    def irecv(x: Tensor, src: int, group: Any = None) -> Any:
+        return nccl.run(group, "message", [], [x], [x.numel()], async_op=True, pair=(src, dist.get_rank()))
+
     import megatron_sp.comm.collectives as collectives
     import megatron_sp.comm.groups as groups
 
     dist.init_process_group, dist.all_reduce, dist.all_gather = init_process_group, all_reduce, gather_list
+    dist.isend, dist.irecv = isend, irecv
     dist.all_to_all_single, dist.broadcast, dist.barrier = all_to_all, broadcast, lambda *_args, **_kwargs: None
     collectives._all_gather, collectives._reduce_scatter = all_gather, reduce_scatter
     groups.fresh_store = lambda *_args: dist.HashStore()

@@ -15,13 +15,13 @@ from fake_gpu.jobs import require_agreement, require_sound, run_rank
 
 IN_EVERY_RUN = (
     "tp_seq, sp, dp, stage 1", "stage 2, bf16 reduction", "documents, sp", "activations on the host, sp, stage 3",
-    "full recomputation, stage 3", "BERT, tp, sp", "saves", "cp, sp, chunked, stage 3",
+    "full recomputation, stage 3", "BERT, tp, sp", "saves", "cp, sp, chunked, stage 3", "pp, slices, sp",
 )  # fmt: skip
 GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
 PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "classifier", "verify, tp_seq")
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
 OTHER_PROGRAMS = [pytest.param(name, marks=[] if name in PROGRAMS_IN_EVERY_RUN else pytest.mark.long) for name in PROGRAMS]
-COMPARED_IN_EVERY_RUN = ("sp, uneven", "generate, tp, sp", "serve, sp")
+COMPARED_IN_EVERY_RUN = ("sp, uneven", "generate, tp, sp", "serve, sp", "pp, interleaved, stage 1")
 COMPARED = [
     pytest.param(name, marks=[] if name in COMPARED_IN_EVERY_RUN else pytest.mark.long)
     for name, job in (JOBS | PROGRAMS).items()
