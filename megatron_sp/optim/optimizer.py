@@ -44,13 +44,13 @@ class FlatOptimizer:
         everybody: all ranks over which units are split, by tp or into ranges.
         whole: ranks that have the whole model once, if units are not split into ranges: over tp and the stages of a pipeline;
             None: those of tp.
+        host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on
+            the model's device.
+        kernel: whose kernel updates with AdamW; the state is the same.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
 
     Attributes:
         counted_units: units whose parts of this rank go into sums over ``holders``.
-        host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on
-            the model's device.
-        kernel: whose kernel updates with AdamW; the state is the same.
     """
 
     def __init__(
