@@ -1,12 +1,16 @@
 """A training step through a pipeline: ours in every schedule against torch.distributed.pipelining.
 
     python benchmarks/pipeline_step.py [--cells 2:loopback 2:1 4:sleep] [--micro-batches 4 8] [--json docs/benchmarks/pipeline_step.json]
+    python benchmarks/pipeline_step.py --cells 2:loopback --tokens 8192 --layers 2 --micro-batches 2 --only 1F1B 1f1b slices --rounds 3
 
 Two ranks compute, one core each: four blocks of a GPT (hidden size 512, 8 heads, 512 tokens, one sequence in a
 micro-batch), fp32, from random activations to the mean square of the last output; embedding and head would favour
 whoever computes them faster. torch runs plain modules of the same mathematics (nn.Linear, SDPA, LayerNorm): its zero
 bubble splits gradients on the autograd graph, which custom autograd functions like those of our blocks do not allow.
 The update is not part of a step.
+
+With ``--tokens 8192`` attention is half of the time of a block, which is what slices are for: cut by their FLOPs they take about as long
+as each other, and the first rank holds the activations of little more than one sequence.
 
 Four ranks cannot compute side by side on two cores: in a cell 4:sleep each action sleeps for a fixed time, and only the
 runtime is real.
@@ -39,12 +43,12 @@ from hosts import HostsError, join, run_workers
 
 SHAPE = {"hidden": 512, "heads": 8, "tokens": 512, "batch": 1, "layers": 4}
 SMOKE = {"hidden": 32, "heads": 2, "tokens": 16, "batch": 2, "layers": 4}
-OURS = {"1f1b": 1, "interleaved": 2, "zb1p": 1, "zb1p, 2 stages": 2, "zbv": 2}
+OURS = {"1f1b": 1, "interleaved": 2, "zb1p": 1, "zb1p, 2 stages": 2, "zbv": 2, "slices, 4": 1}
 TORCH = ("torch 1F1B", "torch interleaved", "torch interleaved zero bubble")
 SLEEP = {"F": 0.043, "B": 0.052, "W": 0.034}  # seconds of half of a rank's blocks
 LIKE = {
     "1f1b": "torch 1F1B", "interleaved": "torch interleaved", "zb1p": "torch 1F1B", "zb1p, 2 stages": "torch interleaved zero bubble",
-    "zbv": "torch interleaved zero bubble",
+    "zbv": "torch interleaved zero bubble", "slices, 4": "torch 1F1B",
 }  # fmt: skip
 
 
@@ -53,6 +57,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cells", nargs="+", default=["2:loopback", "2:1", "4:sleep"], metavar="RANKS:LINK")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, help="of a sequence")
+    parser.add_argument("--layers", type=int, help="of all ranks")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders whose names contain one of these")
     parser.add_argument("--smoke", action="store_true", help="tiny blocks: does it run at all?")
     parser.add_argument("--json")
@@ -64,13 +70,16 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--worker"]:
         return worker(json.loads(sys.argv[2]))
     options = parse(argv)
-    shape = SMOKE if options.smoke else SHAPE
+    given = {name: getattr(options, name) for name in ("tokens", "layers") if getattr(options, name) is not None}
+    shape = (SMOKE if options.smoke else SHAPE) | given
     everything: dict[str, Any] = {"shape": shape, "rounds": options.rounds, "cells": {}}
     versions: dict[str, str] = {}
     for cell in options.cells:
         ranks, _, link = cell.partition(":")
         names = [f"ours, {name}" for name in OURS] + (list(TORCH) if link != "sleep" else [])
         names = [name for name in names if not options.only or any(part in name for part in options.only)]
+        # a stage has a block at least
+        names = [name for name in names if link == "sleep" or shape["layers"] % (int(ranks) * _stages_per_rank(name)) == 0]
         for count in options.micro_batches:
             task = {"shape": shape, "names": names, "rounds": options.rounds, "micro_batches": count, "sleeps": link == "sleep"}
             try:
@@ -83,6 +92,10 @@ def main(argv: list[str] | None = None) -> int:
             everything["cells"][f"{cell}, {count} micro-batches"] = report(cell, count, raw) | {"load_average": load_average()}
     write_json(options.json, "pipeline_step", everything, versions)
     return 0
+
+
+def _stages_per_rank(name: str) -> int:
+    return OURS[name.removeprefix("ours, ")] if name.startswith("ours") else 1 if "1F1B" in name else 2
 
 
 def report(cell: str, count: int, raw: dict[str, Any]) -> dict[str, Any]:
@@ -193,12 +206,14 @@ class Ours:
 
         self.task, self.rank, p, v = task, dist.get_rank(), dist.get_world_size(), OURS[name]
         kind: Any = name.partition(",")[0]
-        self.plan = plan_pipeline(kind, p, v, task["micro_batches"], 1, Costs(86, 105, 68))
+        num_slices = int(name.rpartition(" ")[2]) if kind == "slices" else 1
+        self.plan = plan_pipeline(kind, p, v, task["micro_batches"], num_slices, Costs(86, 105, 68))
         groups = ParallelGroups.create(torch.device("cpu"), pp_size=p)
         of = self.plan.rank_of
         pairs = {pair for a, b in pairwise(of) if a != b for pair in ((a, b), (b, a))}
         self.channels = Channels(pipes(groups.mesh, pairs, groups.device), groups.pp_ranks, self.rank)
         self.inputs = inputs(task)
+        self.slices = Slices(task, num_slices)
         self.times: dict[Any, list[float]] = defaultdict(list)
         if not task["sleeps"]:
             self._build(self.plan.stages_of(self.rank), self.plan.num_stages)
@@ -210,7 +225,9 @@ class Ours:
         from megatron_sp.parallel.layers import attach_main_grad
 
         each = self.task["shape"]["layers"] // num_stages
-        self.blocks = {stage: [our_block(self.task, layer) for layer in range(stage * each, (stage + 1) * each)] for stage in stages}
+        self.blocks = {
+            stage: [our_block(self.task, layer, self.slices) for layer in range(stage * each, (stage + 1) * each)] for stage in stages
+        }
         units, self.units = [], {}
         for stage, blocks in self.blocks.items():
             self.units[stage] = list(range(len(units), len(units) + len(blocks)))
@@ -219,12 +236,12 @@ class Ours:
         for blocks in self.blocks.values():
             for block in blocks:
                 attach_main_grad(block, self.gradients)
-        self.context = our_context(self.task)
 
     def step(self) -> None:
         from megatron_sp.parallel.pipeline import Timeline, run_pipeline
 
         timeline = Timeline()
+        self.slices.start_step()
         if not self.task["sleeps"]:
             self.gradients.start_step()
         run_pipeline(self.plan, self.channels, self, timeline)
@@ -267,27 +284,30 @@ class Ours:
 
     # StageWork
 
-    def shape(self, micro_batch: int) -> Any:
-        x = self.inputs[micro_batch]
+    def shape(self, action: Any) -> Any:
+        x = self.slices.part(self.inputs[action.micro_batch], action)
         return tuple(x.shape), x.dtype, x.device
 
     def forward(self, action: Any, x: Any) -> Any:
         if self.task["sleeps"]:
             return self._asleep(action, x)
-        y = self.inputs[action.micro_batch] if x is None else x
+        y = self.slices.part(self.inputs[action.micro_batch], action) if x is None else x
+        context = self.slices.context(action)
         for block in self.blocks[action.stage]:
-            y = block(y, self.context)
-        return y.square().mean() if action.stage == self.plan.num_stages - 1 else y
+            y = block(y, context)
+        return y
+
+    def loss(self, action: Any, y: Any) -> Any:
+        return y.square().sum() / self.inputs[action.micro_batch].numel()
 
     def _asleep(self, action: Any, x: Any) -> Any:
         import torch
 
         self._sleep("F")
-        y = torch.zeros_like(self.inputs[action.micro_batch]).requires_grad_() if x is None else x * 1.0
-        return y.sum() if action.stage == self.plan.num_stages - 1 else y
+        return torch.zeros(self.shape(action)[0]).requires_grad_() if x is None else x * 1.0
 
     def _sleep(self, kind: str) -> None:
-        time.sleep(SLEEP[kind] * 2 / (self.plan.num_stages // self.plan.num_ranks))
+        time.sleep(SLEEP[kind] * 2 / (self.plan.num_stages // self.plan.num_ranks) / self.plan.num_slices)
 
     def before_backward(self, action: Any, put_off: Any) -> None:
         if self.task["sleeps"]:
@@ -297,6 +317,7 @@ class Ours:
             return
         if put_off is None and action.micro_batch == self.plan.num_micro_batches - 1:
             self.gradients.last_micro_batch(self.units[action.stage])
+        self.gradients.more_follows = action.slice > 0
         self.gradients.put_off(put_off, self.units[action.stage])
 
     def after_backward(self, action: Any) -> None:
@@ -319,8 +340,10 @@ class _Nothing:
         self.shape, self._like = like.shape, like
 
     def forward(self, action: Any, x: Any) -> Any:
-        y = self._like.inputs[0].clone().requires_grad_() if x is None else x * 1.0
-        return y.sum() if action.stage == self._like.plan.num_stages - 1 else y
+        return self._like.slices.part(self._like.inputs[0], action).clone().requires_grad_() if x is None else x * 1.0
+
+    def loss(self, action: Any, y: Any) -> Any:
+        return y.sum()
 
     def before_backward(self, action: Any, put_off: Any) -> None:
         pass
@@ -342,21 +365,50 @@ def our_config(task: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def our_block(task: dict[str, Any], layer: int) -> Any:
+def our_block(task: dict[str, Any], layer: int, slices: Slices) -> Any:
     import torch
 
     from megatron_sp.models.transformer import TransformerBlock
-    from megatron_sp.parallel.parallel_context import ParallelContext
 
-    return TransformerBlock(our_config(task), layer, f"decoder.layers.{layer}", 1, torch.float32, ParallelContext())
+    return TransformerBlock(our_config(task), layer, f"decoder.layers.{layer}", 1, torch.float32, slices.layout)
 
 
-def our_context(task: dict[str, Any]) -> Any:
-    from megatron_sp.ops.attention import AttentionMask
-    from megatron_sp.parallel.forward_context import ForwardContext
+class Slices:
+    """Slices of the sequences, if there are several, with the keys that they leave for those to come."""
 
-    tokens = task["shape"]["tokens"]
-    return ForwardContext(AttentionMask(), length=tokens, whole_length=tokens)
+    def __init__(self, task: dict[str, Any], count: int) -> None:
+        from megatron_sp.estimate.flops import pairs_per_position
+        from megatron_sp.parallel.context_plan import RowMask
+        from megatron_sp.parallel.parallel_context import ParallelContext
+        from megatron_sp.parallel.row_slices import cut_into_slices
+
+        self.layout = ParallelContext(num_slices=count)
+        self._tokens, self._mask = task["shape"]["tokens"], RowMask(task["shape"]["tokens"])
+        self._runs = cut_into_slices(self._mask, count, pairs_per_position(our_config(task)))
+        self._keys: dict[int, Any] = {}
+
+    def start_step(self) -> None:
+        """Nothing is left of the last one."""
+        self._keys.clear()
+
+    def part(self, x: Any, action: Any) -> Any:
+        """The rows of a slice."""
+        start, stop = self._runs[action.slice]
+        return x[start:stop]
+
+    def context(self, action: Any) -> Any:
+        """What a block needs to know."""
+        from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.parallel.context_plan import plan_context
+        from megatron_sp.parallel.forward_context import ForwardContext
+        from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
+
+        if len(self._runs) == 1:
+            return ForwardContext(AttentionMask(), length=self._tokens, whole_length=self._tokens)
+        which = RowSlice(action.slice, self._runs, self._keys.setdefault(action.micro_batch, KeysOfSlices()))
+        cut = self.layout.cut(self._mask, which)
+        plan = plan_context(self._mask, cut.shares, cut.keys)
+        return ForwardContext(AttentionMask(), length=cut.length, whole_length=self._tokens, plan=plan, row_slice=which)
 
 
 def plain_block(task: dict[str, Any]) -> Any:
