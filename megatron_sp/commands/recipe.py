@@ -140,7 +140,7 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
-    """Return flags for tiny sizes: a layer for each stage, gradient accumulation (with a full pipeline) and ramp-up if the full size has it."""
+    """Return flags for tiny sizes: layers for all stages; gradient accumulation (a full pipeline) and ramp-up if the full size has them."""
     tp, sp, cp, pp, world_size = variables.smoke_layout
     flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
     batch, dp = full.batch, full.parallel.dp_size(variables.full_layout.processes)

@@ -17,8 +17,8 @@ from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
 VARIABLES = (
-    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
-    "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE",
+    "TRAIN_ITERS", "DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
 )  # fmt: skip
 # Script: processes of its smoke test, what the run says of the layout, and what the dry run says of the full size.
 SCRIPTS = {

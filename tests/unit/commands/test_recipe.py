@@ -48,7 +48,8 @@ def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
     ({"TP": "x"}, "TP=x must be a whole number, 1 or more"), ({"TP": "0"}, "TP=0 must be a whole number, 1 or more"),
     ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP, CP and PP leave)"),
     ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
-    ({"PP": "two"}, "PP=two must be a whole number, 1 or more"), ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
+    ({"PP": "two"}, "PP=two must be a whole number, 1 or more"),
+    ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
     ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
 ])  # fmt: skip
 def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> None:
@@ -58,19 +59,22 @@ def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> N
 
 
 def test_empty_variables_are_as_if_not_set() -> None:
-    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE", "SMOKE", "DRY_RUN")
+    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE",
+             "SMOKE", "DRY_RUN")  # fmt: skip
     assert Variables.read(dict.fromkeys(names, "")) == Variables.read({})
 
 
 @pytest.mark.parametrize("variables, full, smoke", [
-    ({}, (1, 8, 1, 1, 8), (1, 2, 1, 1, 2)), ({"TP": "2"}, (2, 4, 1, 1, 8), (2, 2, 1, 1, 4)), ({"TP": "8"}, (8, 1, 1, 1, 8), (2, 1, 1, 1, 2)),
+    ({}, (1, 8, 1, 1, 8), (1, 2, 1, 1, 2)),
+    ({"TP": "2"}, (2, 4, 1, 1, 8), (2, 2, 1, 1, 4)), ({"TP": "8"}, (8, 1, 1, 1, 8), (2, 1, 1, 1, 2)),
     ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 1, 1, 32), (2, 2, 1, 1, 4)), ({"SP": "1"}, (1, 1, 1, 1, 8), (1, 1, 1, 1, 2)),
     ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1)),
     ({"TP": "16", "NNODES": "2"}, (16, 1, 1, 1, 16), (2, 1, 1, 1, 2)), ({"CP": "4", "NNODES": "4"}, (1, 8, 4, 1, 32), (1, 2, 2, 1, 4)),
     ({"CP": "2"}, (1, 4, 2, 1, 8), (1, 2, 2, 1, 4)), ({"CP": "8", "NNODES": "4", "TP": "2"}, (2, 2, 8, 1, 32), (2, 2, 2, 1, 8)),
     ({"CP": "16"}, (1, 1, 16, 1, 8), (1, 1, 2, 1, 2)), ({"CP": "2", "NNODES": "4"}, (1, 8, 2, 1, 32), (1, 2, 2, 1, 4)),
     ({"PP": "2"}, (1, 4, 1, 2, 8), (1, 2, 1, 2, 4)), ({"PP": "2", "NNODES": "2"}, (1, 8, 1, 2, 16), (1, 2, 1, 2, 4)),
-    ({"PP": "16", "NNODES": "16", "TP": "8"}, (8, 1, 1, 16, 128), (2, 1, 1, 2, 4)), ({"PP": "4", "SP": "1"}, (1, 1, 1, 4, 8), (1, 1, 1, 2, 2)),
+    ({"PP": "16", "NNODES": "16", "TP": "8"}, (8, 1, 1, 16, 128), (2, 1, 1, 2, 4)),
+    ({"PP": "4", "SP": "1"}, (1, 1, 1, 4, 8), (1, 1, 1, 2, 2)),
     ({"PP": "2", "CP": "2", "NNODES": "4"}, (1, 8, 2, 2, 32), (1, 2, 2, 2, 8)), ({"PP": "2", "CP": "2"}, (1, 2, 2, 2, 8), (1, 2, 2, 2, 8)),
     ({"PP": "4", "NNODES": "2", "TP": "2"}, (2, 2, 1, 4, 16), (2, 2, 1, 2, 8)), ({"PP": "16"}, (1, 1, 1, 16, 8), (1, 1, 1, 2, 2)),
 ])  # fmt: skip
