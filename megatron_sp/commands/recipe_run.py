@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_sp.commands.recipe import Recipe, build
 from megatron_sp.estimate.suggestions import shortage
 from megatron_sp.planner.dry_run import RunPlan, plan_run
+from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.format import format_bytes, format_count
 
@@ -64,20 +65,22 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
     where = _many(recipe.world_size, "CPU process", "CPU processes") if plan.device == "cpu" else _many(recipe.world_size, "GPU", "GPUs")
     exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
     context = f", cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    p = parallel.pipeline_model_parallel_size
+    pipeline = f", pp {p} ({parallel.pipeline_kind})" if p > 1 else ""
     return (
         f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
-        f" {parallel.sequence_parallel_size}{exchanges}{context}, dp {parallel.dp_size(recipe.world_size)},"
+        f" {parallel.sequence_parallel_size}{exchanges}{context}{pipeline}, dp {parallel.dp_size(recipe.world_size)},"
         f" ZeRO stage {parallel.zero_stage}, recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
     )
 
 
 def _step(recipe: Recipe, plan: RunPlan) -> str:
-    batch, length = recipe.config.batch, recipe.config.model.seq_length or 0
-    sequences = batch.global_batch_size or batch.micro_batch_size * recipe.config.parallel.dp_size(recipe.world_size)
-    tokens, steps = sequences * length, batch.train_iters
-    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(steps * tokens)} tokens" if steps else ""
+    length, steps = recipe.config.model.seq_length or 0, recipe.config.batch.train_iters
+    batch = BatchPlan.from_config(recipe.config.batch, recipe.config.parallel.dp_size(recipe.world_size))
+    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(batch.samples_after(steps) * length)} tokens" if steps else ""
+    ramp = f" ({batch.start:,} at the start)" if batch.ramp_samples else ""
     each = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
-    return f"{_many(sequences, 'sequence', 'sequences')}, {tokens:,} tokens, {each}{whole}"
+    return f"{_many(batch.full, 'sequence', 'sequences')}{ramp}, {batch.full * length:,} tokens, {each}{whole}"
 
 
 def _many(count: int, one: str, more: str) -> str:

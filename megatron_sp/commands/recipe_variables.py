@@ -15,6 +15,7 @@ class RankCounts(NamedTuple):
     tp: int
     sp: int
     cp: int
+    pp: int
     processes: int
 
 
@@ -23,7 +24,7 @@ class Variables:
     """Validated environment variables of a script.
 
     Attributes:
-        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp where it is larger than the number of hosts.
+        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp * pp where that is more than the number of hosts.
     """
 
     nproc: int
@@ -31,6 +32,8 @@ class Variables:
     tp: int
     sp: int
     cp: int
+    pp: int
+    pp_schedule: str
     zero: int
     overlap: str
     recompute: str
@@ -52,8 +55,9 @@ class Variables:
         sp = environ.get("SP", "1")
         found = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
-            0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP and CP leave)"),
-            _whole(environ, "CP", "1"), _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none",
+            0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP, CP and PP leave)"),
+            _whole(environ, "CP", "1"), _whole(environ, "PP", "1"), environ.get("PP_SCHEDULE", ""),
+            _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none",
             environ.get("RECOMPUTE", "") or "none",
             _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
             environ.get("DATA_PATH", "") or "mock", environ.get("TOKENIZER_MODEL", ""), environ.get("VOCAB_FILE", ""),
@@ -66,14 +70,15 @@ class Variables:
     @property
     def full_layout(self) -> RankCounts:
         """Full layout."""
-        cp_of_host = -(-self.cp // self.nnodes)
-        return RankCounts(self.tp, self.sp or max(1, self.nproc // (self.tp * cp_of_host)), self.cp, self.nproc * self.nnodes)
+        others_of_host = -(-self.cp * self.pp // self.nnodes)
+        sp = self.sp or max(1, self.nproc // (self.tp * others_of_host))
+        return RankCounts(self.tp, sp, self.cp, self.pp, self.nproc * self.nnodes)
 
     @property
     def smoke_layout(self) -> RankCounts:
         """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes."""
-        tp, sp, cp = (min(size, 2) for size in self.full_layout[:3])
-        return RankCounts(tp, sp, cp, max(tp * sp * cp, 2 if self.zero else 1))
+        tp, sp, cp, pp = (min(size, 2) for size in self.full_layout[:4])
+        return RankCounts(tp, sp, cp, pp, max(tp * sp * cp * pp, 2 if self.zero else 1))
 
     @property
     def layout(self) -> RankCounts:
@@ -83,7 +88,8 @@ class Variables:
     def text(self) -> str:
         """Return the variables of the layout as text for messages."""
         names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host"}
-        names |= ({"CP": self.cp} if self.cp > 1 else {}) | {"ZERO": self.zero}
+        names |= ({"CP": self.cp} if self.cp > 1 else {}) | ({"PP": self.pp} if self.pp > 1 else {})
+        names |= ({"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {}) | {"ZERO": self.zero}
         return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
 
 

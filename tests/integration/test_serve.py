@@ -13,15 +13,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from support import stored_models
 from support.training import Outcome, train
 from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.commands import serve
 from megatron_sp.inference.generation import Sampling, complete
+from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.gpt import GPTModel
 
 for name in ("starlette.applications", "starlette.responses", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.lifespan.off"):
@@ -122,6 +124,17 @@ def server(stored: tuple[Path, GPTModel], tmp_path_factory: pytest.TempPathFacto
 def alone(model: GPTModel, prompt: str, count: int, sampling: Sampling) -> str:
     ids = complete(model, [list(prompt.encode())], max_new_tokens=count, sampling=sampling, eod=256, vocab_size=257)[0][0]
     return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+def test_what_a_pipeline_has_trained(tmp_path: Path) -> None:
+    """By two processes that share its layers."""
+    flags = ("--pp-size", 2, "--micro-batch-size", 1, "--train-iters", 2, "--init-method-std", 0.2, "--save", tmp_path / "run")
+    data = ("--mock-data", "--tokenizer-type", "ByteTokenizer", "--max-position-embeddings", 64)
+    train(tmp_path, *flags, ranks=2, data=data).expect(0)
+    model = find_stored(tmp_path / "run", None, "GPT", {}, print).load(GPTModel, torch.device("cpu"), torch.float32)
+    with Server(tmp_path / "server", tmp_path / "run", "--tp-size", "2", ranks=2) as server:
+        status, answer = server.ask({"prompt": "ab", "max_tokens": 9, "temperature": 0})
+        assert status == 200 and answer["choices"][0]["text"] == alone(cast("GPTModel", model), "ab", 9, Sampling(0.0))
 
 
 def test_answers_what_the_model_generates(server: Server, stored: tuple[Path, GPTModel]) -> None:

@@ -17,20 +17,22 @@ from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
 VARIABLES = (
-    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
-    "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE",
+    "TRAIN_ITERS", "DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
 )  # fmt: skip
 # Script: processes of its smoke test, what the run says of the layout, and what the dry run says of the full size.
 SCRIPTS = {
     "pretrain_gpt_125m_1gpu": (1, "1 x cpu (dp 1)", "1 process on GPUs: dp 1, ZeRO stage 0, bfloat16, 32 micro-batches of 8 x 2048"),
     "pretrain_gpt_1b_64k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 65536"),
     "pretrain_gpt_7b_16k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 16384"),
+    "pretrain_gpt_175b": (4, "pp 2: interleaved, layers 1+1+1+1, tp 2", "dp 1, pp 16 (interleaved, layers 3+3+3+3"),
     "pretrain_llama_8b_128k": (2, "sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 8 micro-batches of 1 x 131072"),
     "pretrain_llama_8b_1m": (4, "cp 2, sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 4 micro-batches of 1 x 1048576"),
     "pretrain_bert_large": (2, "2 x cpu (dp 2)", "dp 8, ZeRO stage 1, bfloat16, 4 micro-batches of 32 x 512"),
 }  # fmt: skip
 SIZES = {
     "pretrain_gpt_125m_1gpu": (1, 125_226_240), "pretrain_gpt_1b_64k": (8, 1_311_086_592), "pretrain_gpt_7b_16k": (8, 6_648_836_096),
+    "pretrain_gpt_175b": (8, 174_604_259_328),
     "pretrain_llama_8b_128k": (8, 8_030_261_248),
     "pretrain_llama_8b_1m": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
 }  # fmt: skip
@@ -50,7 +52,7 @@ def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "pretrain_gpt_7b_16k" else n for n in SCRIPTS])
 def test_smoke(tmp_path: Path, name: str) -> None:
     """Through the real launcher; variables of several hosts, which a job's shell may have, do not reach it."""
-    code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=2, NODE_RANK=1)
+    code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=16 if "175b" in name else 2, NODE_RANK=1)
     assert code == 0, out + err
     ranks, layout, _ = SCRIPTS[name]
     assert layout in out and f"{ranks} x cpu" in out and "bfloat16" in out, out
@@ -89,6 +91,47 @@ def test_context_parallelism_within_a_host_and_between_hosts() -> None:
     code, out, err = run("pretrain_llama_8b_1m", DRY_RUN=1, NNODES=8)
     assert code == 0, out + err
     assert "64 GPUs of 8 hosts: tp 1, sp 8 (exchanges: chunked), cp 8, dp 1" in out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name, variables", [("pretrain_gpt_125m_1gpu", {"NPROC_PER_NODE": 2, "PP_SCHEDULE": "zbv"}), ("pretrain_bert_large", {})]
+)
+def test_a_smoke_test_of_a_pipeline(tmp_path: Path, name: str, variables: dict[str, object]) -> None:
+    """Two processes, which have two layers each with the two stages of zbv."""
+    code, out, err = run(name, SMOKE=1, PP=2, SAVE=tmp_path / "run", **variables)
+    assert code == 0, out + err
+    kind = variables.get("PP_SCHEDULE", "1f1b")
+    assert f"2 CPU processes: tp 1, sp 1, pp 2 ({kind}), dp 1" in out and f"2 x cpu (dp 1, pp 2: {kind}" in out, out
+    assert [r["step"] for r in records(tmp_path / "run")] == list(range(1, SMOKE_STEPS + 1))
+    assert state(tmp_path / "run")["config"]["parallel"]["pipeline_model_parallel_size"] == 2
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_pipeline_of_two_hosts(name: str) -> None:
+    variables = {"NPROC_PER_NODE": SIZES[name][0], "NNODES": 2, "PP": 2, "PP_SCHEDULE": "zb1p", "CP": 1}
+    code, out, err = run(name, DRY_RUN=1, **variables)
+    assert code == 0, out + err
+    assert "of 2 hosts: tp " in out and ", pp 2 (zb1p), dp " in out and "pp 2 (zb1p, layers " in out, out
+
+
+def test_the_layout_and_the_batches_of_gpt_3() -> None:
+    code, out, err = run("pretrain_gpt_175b", DRY_RUN=1)
+    assert code == 0, out + err
+    assert "128 GPUs of 16 hosts: tp 8, sp 1, pp 16 (interleaved), dp 1, ZeRO stage 1, recomputation: none" in out
+    assert "1,536 sequences (16 at the start), 3,145,728 tokens" in out and "300.0 B tokens" in out
+    code, more, err = run("pretrain_gpt_175b", DRY_RUN=1, NNODES=32)
+    assert code == 0 and "256 GPUs of 32 hosts" in more and "pp 16 (interleaved), dp 2" in more, more + err
+
+
+@pytest.mark.parametrize("words, variables", [
+    (r"a GPU holds (\d+) GiB", {}), (r"PP_SCHEDULE=1f1b takes (\d+) GiB", {"PP_SCHEDULE": "1f1b"}),
+    (r"RECOMPUTE=full takes (\d+) GiB", {"RECOMPUTE": "full"}),
+])  # fmt: skip
+def test_the_memory_that_gpt_3_says_it_takes(words: str, variables: dict[str, object]) -> None:
+    (said,) = re.findall(words, (ROOT / "scripts" / "pretrain_gpt_175b.sh").read_text())
+    (peak,) = re.findall(r"^peak: ([\d.]+) GiB", run("pretrain_gpt_175b", DRY_RUN=1, **variables)[1], re.MULTILINE)
+    assert float(peak) == pytest.approx(float(said), rel=0.05)
 
 
 def test_what_cannot_work_is_said() -> None:

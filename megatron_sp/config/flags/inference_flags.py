@@ -36,3 +36,5 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
                         help="processes that share each sequence and, at attention, its heads (default: 1)")  # fmt: skip
     layout.add_argument("--context-parallel-size", "--cp-size", type=integer(2**16), default=1, metavar="N", dest="cp_size",
                         help="processes that share each sequence and exchange keys and values; for evaluation (default: 1)")  # fmt: skip
+    layout.add_argument("--pipeline-model-parallel-size", "--pp-size", type=integer(2**16), default=1, metavar="N", dest="pp_size",
+                        help="1: pipelines are for training, and their checkpoints load without one (default: 1)")  # fmt: skip

@@ -46,8 +46,9 @@ def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
 
 @pytest.mark.parametrize("variables, message", [
     ({"TP": "x"}, "TP=x must be a whole number, 1 or more"), ({"TP": "0"}, "TP=0 must be a whole number, 1 or more"),
-    ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP and CP leave)"),
+    ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP, CP and PP leave)"),
     ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
+    ({"PP": "two"}, "PP=two must be a whole number, 1 or more"),
     ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
     ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
 ])  # fmt: skip
@@ -58,17 +59,24 @@ def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> N
 
 
 def test_empty_variables_are_as_if_not_set() -> None:
-    names = ("NPROC_PER_NODE", "NNODES", "TP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE", "SMOKE", "DRY_RUN")
+    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE",
+             "SMOKE", "DRY_RUN")  # fmt: skip
     assert Variables.read(dict.fromkeys(names, "")) == Variables.read({})
 
 
 @pytest.mark.parametrize("variables, full, smoke", [
-    ({}, (1, 8, 1, 8), (1, 2, 1, 2)), ({"TP": "2"}, (2, 4, 1, 8), (2, 2, 1, 4)), ({"TP": "8"}, (8, 1, 1, 8), (2, 1, 1, 2)),
-    ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 1, 32), (2, 2, 1, 4)), ({"SP": "1"}, (1, 1, 1, 8), (1, 1, 1, 2)),
-    ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1, 1), (1, 1, 1, 1)),
-    ({"TP": "16", "NNODES": "2"}, (16, 1, 1, 16), (2, 1, 1, 2)), ({"CP": "4", "NNODES": "4"}, (1, 8, 4, 32), (1, 2, 2, 4)),
-    ({"CP": "2"}, (1, 4, 2, 8), (1, 2, 2, 4)), ({"CP": "8", "NNODES": "4", "TP": "2"}, (2, 2, 8, 32), (2, 2, 2, 8)),
-    ({"CP": "16"}, (1, 1, 16, 8), (1, 1, 2, 2)), ({"CP": "2", "NNODES": "4"}, (1, 8, 2, 32), (1, 2, 2, 4)),
+    ({}, (1, 8, 1, 1, 8), (1, 2, 1, 1, 2)),
+    ({"TP": "2"}, (2, 4, 1, 1, 8), (2, 2, 1, 1, 4)), ({"TP": "8"}, (8, 1, 1, 1, 8), (2, 1, 1, 1, 2)),
+    ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 1, 1, 32), (2, 2, 1, 1, 4)), ({"SP": "1"}, (1, 1, 1, 1, 8), (1, 1, 1, 1, 2)),
+    ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1)),
+    ({"TP": "16", "NNODES": "2"}, (16, 1, 1, 1, 16), (2, 1, 1, 1, 2)), ({"CP": "4", "NNODES": "4"}, (1, 8, 4, 1, 32), (1, 2, 2, 1, 4)),
+    ({"CP": "2"}, (1, 4, 2, 1, 8), (1, 2, 2, 1, 4)), ({"CP": "8", "NNODES": "4", "TP": "2"}, (2, 2, 8, 1, 32), (2, 2, 2, 1, 8)),
+    ({"CP": "16"}, (1, 1, 16, 1, 8), (1, 1, 2, 1, 2)), ({"CP": "2", "NNODES": "4"}, (1, 8, 2, 1, 32), (1, 2, 2, 1, 4)),
+    ({"PP": "2"}, (1, 4, 1, 2, 8), (1, 2, 1, 2, 4)), ({"PP": "2", "NNODES": "2"}, (1, 8, 1, 2, 16), (1, 2, 1, 2, 4)),
+    ({"PP": "16", "NNODES": "16", "TP": "8"}, (8, 1, 1, 16, 128), (2, 1, 1, 2, 4)),
+    ({"PP": "4", "SP": "1"}, (1, 1, 1, 4, 8), (1, 1, 1, 2, 2)),
+    ({"PP": "2", "CP": "2", "NNODES": "4"}, (1, 8, 2, 2, 32), (1, 2, 2, 2, 8)), ({"PP": "2", "CP": "2"}, (1, 2, 2, 2, 8), (1, 2, 2, 2, 8)),
+    ({"PP": "4", "NNODES": "2", "TP": "2"}, (2, 2, 1, 4, 16), (2, 2, 1, 2, 8)), ({"PP": "16"}, (1, 1, 1, 16, 8), (1, 1, 1, 2, 2)),
 ])  # fmt: skip
 def test_step_parity(variables: dict[str, str], full: tuple[int, ...], smoke: tuple[int, ...]) -> None:
     found = Variables.read({**EIGHT, **variables})
@@ -93,6 +101,41 @@ def test_context_parallelism_between_hosts() -> None:
     with pytest.raises(ConfigError, match=r"\(1 \* 2 \* 3 = 6\)") as caught:
         recipe(CP="3")
     assert "SP=host CP=3 ZERO=1" in str(caught.value)
+
+
+def test_pipelines() -> None:
+    made = recipe(PP="4", SP="1", PP_SCHEDULE="zb1p")
+    assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb1p --zero-stage 1" in " ".join(made.flags)
+    assert "tp 1, sp 1, pp 4 (zb1p), dp 2" in describe(made, plan_run(made.config, made.world_size))
+    flags = " ".join(recipe(PP="2").flags)
+    assert "--sequence-parallel-size 4 " in flags and "--pipeline-model-parallel-size 2" in flags and "--pipeline-schedule" not in flags
+    assert "pipeline" not in " ".join(recipe(PP_SCHEDULE="interleaved").flags)  # as OVERLAP with SP=1
+    with pytest.raises(ConfigError, match="1f1b, interleaved, zb1p, zbv, slices") as caught:
+        recipe(PP="2", PP_SCHEDULE="gpipe")
+    assert "SP=host PP=2 PP_SCHEDULE=gpipe ZERO=1" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"\(1 \* 2 \* 3 = 6\)") as caught:
+        recipe(PP="3")
+    assert "SP=host PP=3 ZERO=1" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"each stage needs a layer, and num_layers \(32\) is less than .*\(64\)"):
+        recipe(PP="64", NNODES="64", SP="1")
+
+
+@pytest.mark.parametrize("kind, layers", [("", 2), ("interleaved", 4), ("zb1p", 2), ("zbv", 4), ("slices", 2)])
+def test_a_smoke_test_has_layers_for_all_stages_and_fills_the_pipeline(kind: str, layers: int) -> None:
+    made = recipe(PP="8", SP="1", PP_SCHEDULE=kind, SMOKE="1")
+    assert (made.world_size, made.config.model.num_layers, made.config.batch.global_batch_size) == (2, layers, 4)
+    assert (made.config.parallel.pipeline_model_parallel_size, made.config.parallel.pipeline_kind) == (2, kind or "1f1b")
+    mine = recipe("--num-virtual-stages-per-pipeline-rank", "3", PP="8", SP="1", SMOKE="1")
+    assert (mine.config.model.num_layers, mine.config.parallel.pipeline_kind) == (6, "interleaved")
+
+
+def test_batches_that_grow() -> None:
+    ramp = ("--global-batch-size", "32", "--rampup-batch-size", "16", "8", "48")
+    made = recipe(own=(*OWN, *ramp), TRAIN_ITERS="4")
+    told = describe(made, plan_run(made.config, made.world_size))  # 16, 16 and 24 sequences, then 32
+    assert "32 sequences (16 at the start), 524,288 tokens, 32 micro-batches; 4 steps, 1.4 M tokens" in told
+    small = recipe(own=(*OWN, *ramp), SMOKE="1").config.batch
+    assert (small.global_batch_size, small.rampup_batch_size) == (2, (1, 1, 1))
 
 
 def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:
