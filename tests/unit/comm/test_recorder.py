@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
-from megatron_sp.comm.recorder import WAIT, Axis, CallSite, Direction, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, CallSite, Direction, Pipe, Recorder, StepTimes, WallClock
 
 
 class Clock:
@@ -19,6 +19,7 @@ class Clock:
     def __init__(self) -> None:
         self.time = 100.0
         self.settled = 0
+        self.lanes: list[Axis | Pipe] = []
 
     def now(self) -> float:
         return self.time
@@ -29,7 +30,8 @@ class Clock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def when_done(self, work: Any, axis: Axis, tell: Callable[[float], None]) -> None:
+    def when_done(self, work: Any, lane: Axis | Pipe, tell: Callable[[float], None]) -> None:
+        self.lanes.append(lane)
         work.tell = tell
 
 
@@ -145,6 +147,28 @@ def test_directions_and_layers(clock: Clock, recorder: Recorder) -> None:
     assert [(f.direction, f.what.axis, f.layer) for f in flights] == [
         (d, a, layer) for d in directions for a, layer in (("sp", 1), ("tp", None))
     ]
+
+
+def test_messages_belong_to_what_made_them(clock: Clock, recorder: Recorder) -> None:
+    """Whatever pass is computed when their receive is posted; each pair of ranks has a lane of its own."""
+    for pipe, direction, stage in (((1, 0), "backward", 1), ((0, 1), "forward", 0)):
+        site = CallSite(recorder, "pp", stage, pipe, direction)  # type: ignore[arg-type]
+        flight = site.start("receive", (), (8,), torch.bfloat16, "made")
+        Handle(Work(clock, clock.time + 1), torch.zeros(8), "receive").recorded(flight).wait()  # type: ignore[arg-type]
+    start(recorder.at("sp", 0), Work(clock, clock.time)).wait()
+    flights = ended(recorder).flights
+    assert [(f.what.pipe, f.direction, f.layer, f.exposed) for f in flights] == [
+        ((1, 0), "backward", 1, 1.0), ((0, 1), "forward", 0, 1.0), (None, "forward", 0, 0.0),
+    ]  # fmt: skip
+    assert flights[0].what == ("pp", "receive", (), (8,), "bfloat16", (1, 0)) and clock.lanes == [(1, 0), (0, 1), "sp"]
+
+
+def test_actions_are_those_of_their_step(clock: Clock, recorder: Recorder) -> None:
+    recorder.actions = [("F", 101.0, 102.0)]
+    recorder.start_step()  # an error has ended the step before
+    assert recorder.actions == []
+    recorder.actions = [("F", 101.0, 102.0), ("B", 102.5, 104.0)]
+    assert ended(recorder).actions == [("F", 1.0, 2.0), ("B", 2.5, 4.0)] and recorder.actions == []
 
 
 def test_it_stops_after_its_steps(clock: Clock, recorder: Recorder) -> None:
