@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
-from megatron_sp.comm.recorder import WAIT, Axis, CallSite, Direction, Pipe, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, CallSite, CudaClock, Direction, Pipe, Recorder, StepTimes, WallClock
 
 
 class Clock:
@@ -216,3 +216,39 @@ def test_the_wall_clock() -> None:
     told: list[float] = []
     clock.when_done(NoFuture(), "sp", told.append)  # type: ignore[arg-type]
     assert told == []
+
+
+def test_each_pipe_has_a_stream_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one pair of ranks waits for holds up nobody else's end; without a GPU streams and events are names here."""
+    made: list[str] = []
+    entered: list[str] = []
+
+    class On:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            entered.append(self.stream)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def stream(device: object) -> str:
+        made.append(f"stream {len(made)}")
+        return made[-1]
+
+    class Waited:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", On)
+    monkeypatch.setattr(CudaClock, "now", lambda self: entered[-1])
+    clock, of_axes, work, told = CudaClock(torch.device("cuda")), len(made), Waited(), list[str]()
+    lanes: list[Axis | Pipe] = [(0, 1), "sp", (1, 0), (0, 1), "sp"]
+    for lane in lanes:
+        clock.when_done(work, lane, told.append)  # type: ignore[arg-type]
+    assert told == entered and work.waits == len(lanes) and len(made) == of_axes + 2
+    assert told[0] == told[3] and told[1] == told[4] and len(set(told)) == 3
