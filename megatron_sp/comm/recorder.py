@@ -1,7 +1,8 @@
 """Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``, ``TensorParallel``) hold a
-``CallSite``: a recorder and their place in the model. Without one nothing is recorded, at the cost of one ``is None``.
+There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``, ``TensorParallel``, and of
+a pipeline ``Channels``) hold a ``CallSite``: a recorder and their place in the model. Without one nothing is recorded, at the cost
+of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
@@ -9,7 +10,7 @@ There is no global state: the objects that start collectives (``SequenceParallel
 The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock,
 and a collective ends when gloo's thread reports it. On CUDA they are events: marks and waits are recorded on the
 compute stream, so "blocked" means that the stream was idle, and the end of a collective on a stream that waits only for
-the collectives of its axis.
+the collectives of its axis, or for the messages from one rank of a pipeline to another.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-Axis = Literal["cp", "sp", "tp"]
+Axis = Literal["cp", "pp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+Pipe = tuple[int, int]  # source and target of messages, as ranks of a pipeline
 Direction = Literal["forward", "backward", "update"]
 Moment = Any  # what a clock's now() gives: seconds, or a CUDA event
 WAIT = "wait"
@@ -41,8 +43,12 @@ class Clock(Protocol):
     def seconds(self, begin: Moment, end: Moment) -> float:
         """Return the seconds between two moments; only after ``settle``."""
 
-    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
-        """Call ``tell`` with the moment at which a collective ends, without blocking; never called if that cannot be known."""
+    def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
+        """Call ``tell`` with the moment at which a collective ends, without blocking; never called if that cannot be known.
+
+        Args:
+            lane: axis of a collective, or pipe of a message: what ends in the order in which it began.
+        """
 
 
 class WallClock:
@@ -57,7 +63,7 @@ class WallClock:
     def seconds(self, begin: Moment, end: Moment) -> float:
         return float(end - begin)
 
-    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
+    def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
         try:
             future = work.get_future()
         except RuntimeError:  # a backend without futures: the flight then ends with its wait
@@ -70,7 +76,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watchers: dict[Axis, torch.cuda.Stream] = {axis: torch.cuda.Stream(device) for axis in AXES}
+        self._watchers: dict[Axis | Pipe, torch.cuda.Stream] = {axis: torch.cuda.Stream(device) for axis in AXES}
 
     def now(self) -> Moment:
         event = torch.cuda.Event(enable_timing=True)
@@ -83,11 +89,13 @@ class CudaClock:
     def seconds(self, begin: Moment, end: Moment) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
-    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
+    def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
         # flights of one group end in the order in which they began, so one stream for each group can wait for them, one
         # after another. With this wait torch forgets the tensors: the handle keeps them until the compute stream has
         # waited too.
-        with torch.cuda.stream(self._watchers[axis]):
+        if lane not in self._watchers:
+            self._watchers[lane] = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._watchers[lane]):
             work.wait()
             tell(self.now())
 
@@ -97,10 +105,11 @@ class Collective(NamedTuple):
 
     Attributes:
         axis: axis of its group.
-        op: all_to_all, all_reduce, all_gather or reduce_scatter.
-        sends: number of elements of the input; for an all_to_all, to each rank.
-        receives: number of elements of the output; for an all_to_all, from each rank.
+        op: all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive.
+        sends: number of elements of the input; for an all_to_all, to each rank; none for a receive.
+        receives: number of elements of the output; for an all_to_all, from each rank; none for a send.
         dtype: torch's name, such as float32.
+        pipe: source and target of a message; None for a collective.
     """
 
     axis: Axis
@@ -108,6 +117,7 @@ class Collective(NamedTuple):
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     dtype: str
+    pipe: Pipe | None = None
 
 
 @dataclass
@@ -115,8 +125,8 @@ class CollectiveRecord:
     """Record of one collective.
 
     Attributes:
-        name: what it transfers.
-        layer: index of its block; None for embedding or head.
+        name: what it transfers; of a message the action that made it.
+        layer: index of its block; None for embedding or head; of a message the stage that made it.
         began: when it was started.
         ended: when its result was available; None if unknown.
         waits: begin and end of the wait for it; None if nobody has waited.
@@ -134,7 +144,7 @@ class CollectiveRecord:
     def watch(self, work: dist.Work) -> None:
         """Add this record to the recorder once the collective has been started, and have its end recorded."""
         self.recorder.flights.append(self)
-        self.recorder.clock.when_done(work, self.what.axis, self._end)
+        self.recorder.clock.when_done(work, self.what.pipe or self.what.axis, self._end)
 
     def _end(self, moment: Moment) -> None:
         self.ended = moment
@@ -157,19 +167,28 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSite:
-    """A recorder with its user's place in the model: the axis of its collectives, and the block (None for embedding or head)."""
+    """A recorder with its user's place in the model.
+
+    Attributes:
+        axis: axis of its collectives.
+        layer: its block; None for embedding or head; for messages the stage that makes them.
+        pipe: source and target of its messages.
+        direction: pass that its messages belong to; None: the one that is computed.
+    """
 
     recorder: Recorder
     axis: Axis
     layer: int | None = None
+    pipe: Pipe | None = None
+    direction: Direction | None = None
 
     def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> CollectiveRecord | None:
         """Return a new record, or None while nothing is recorded; call it right before a collective is started."""
         recorder = self.recorder
         if not recorder.recording:
             return None
-        what = Collective(self.axis, op, sends, receives, str(dtype).removeprefix("torch."))
-        return CollectiveRecord(recorder, what, name, self.layer, recorder.direction, recorder.clock.now())
+        what = Collective(self.axis, op, sends, receives, str(dtype).removeprefix("torch."), self.pipe)
+        return CollectiveRecord(recorder, what, name, self.layer, self.direction or recorder.direction, recorder.clock.now())
 
     def mark(self, label: str) -> None:
         """Record that the computation named ``label`` begins."""
@@ -201,11 +220,19 @@ class CollectiveTimes(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """Times of one step: its duration, its computations and waits without gaps, and its collectives."""
+    """Times of one step, in seconds after its start.
+
+    Attributes:
+        seconds: its duration.
+        spans: its computations and waits, without gaps.
+        flights: its collectives and messages.
+        actions: with a pipeline, the actions of its schedule as (action, begin, end).
+    """
 
     seconds: float
     spans: list[Span] = field(default_factory=list)
     flights: list[CollectiveTimes] = field(default_factory=list)
+    actions: list[tuple[Any, float, float]] = field(default_factory=list)
 
 
 class Recorder:
@@ -214,6 +241,9 @@ class Recorder:
     Args:
         clock: clock of the device that computes.
         num_steps: number of steps to record.
+
+    Attributes:
+        actions: of a pipeline in this step, as (action, begin, end); set by who runs them (``pipeline.Timeline``).
     """
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
@@ -222,6 +252,7 @@ class Recorder:
         self.recording = False
         self.direction: Direction = "forward"
         self.flights: list[CollectiveRecord] = []
+        self.actions: list[tuple[Any, Moment, Moment]] = []
         self._marks: list[Mark] = []
         self._began: Moment = None
 
@@ -236,7 +267,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """Start recording a step. Records that an error has left of an earlier step are dropped."""
-        self.flights, self._marks = [], []
+        self.flights, self.actions, self._marks = [], [], []
         self.recording = not self.is_complete
         if self.recording:
             self._began = self.clock.now()
@@ -267,8 +298,9 @@ class Recorder:
             exposed = 0.0 if waited is None else waited[1] - waited[0]
             finish = max(begin, min(known, default=begin))
             step.flights.append(CollectiveTimes(flight.what, flight.name, flight.layer, flight.direction, begin, finish, exposed))
+        step.actions = [(action, at(begin), at(end)) for action, begin, end in self.actions]
         self.steps.append(step)
-        self.flights, self._marks = [], []
+        self.flights, self.actions, self._marks = [], [], []
 
     def mark(self, label: str, layer: int | None) -> None:
         """Record that the computation named ``label`` begins in this block."""

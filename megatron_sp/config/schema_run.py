@@ -70,6 +70,7 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace")
     report_overlap: int | None = flag(
         None,
-        "after N steps (10 if no number is given) print how much of each layer's exchanges ran under computation, and draw the time line",
+        "after N steps (10 if no number is given) print how much of each layer's exchanges ran under computation, and draw the time line;"
+        " of a pipeline print and draw the schedule, planned and measured",
         unit="steps", low=1, alone=10, high=10_000)  # fmt: skip
     enable_fault_injection: bool = flag(False, "honour the variable MEGATRON_SP_FAULT (tests only)")

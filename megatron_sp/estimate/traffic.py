@@ -18,7 +18,7 @@ group:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -359,7 +359,8 @@ class _Counter:
         forward, backward = share.stages - share.has_head - turns, share.stages - share.has_embedding - turns
         for kind, number in (("outputs of stages", forward), ("gradients of stages' inputs", backward)):
             sizes = [shape.stream] * (number * shape.num_micro_batches)
-            yield self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
+            flow = self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
+            yield replace(flow, number=flow.number * self.parallel.num_pipeline_slices)  # the slices of a micro-batch have its bytes
 
     def scalars(self) -> Iterator[Flow]:
         """Scalars: token counts, digests of samples, loss sums, with cp digests of sequences, gradient norm."""

@@ -13,7 +13,6 @@ What is computed is not known here (``StageWork``).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, receive_async, send_async
 from megatron_sp.comm.groups import Group
+from megatron_sp.comm.recorder import CallSite, Clock, CollectiveRecord, Moment, Recorder, WallClock
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.pipeline_plan import Action, Message, PipelinePlan
 
@@ -61,18 +61,31 @@ class Channels:
         groups: of each pair (source, target) of pipeline ranks that this rank is one of (``comm.groups.pipes``).
         ranks: rank in the world of each pipeline rank.
         me: this one.
+
+    Attributes:
+        recorder: records messages whose action is given (--report-overlap); None: nothing does.
     """
 
     def __init__(self, groups: Mapping[tuple[int, int], Group], ranks: Sequence[int], me: int) -> None:
         self._groups, self._ranks, self.me = groups, list(ranks), me
+        self.recorder: Recorder | None = None
 
-    def send(self, x: Tensor, target: int) -> Handle:
-        """Start sending to a pipeline rank."""
-        return send_async(x, self._groups[self.me, target], self._ranks[target])
+    def send(self, x: Tensor, target: int, made_by: Action | None = None) -> Handle:
+        """Start sending to a pipeline rank what an action has made."""
+        record = self._record("send", x, (self.me, target), made_by)
+        return send_async(x, self._groups[self.me, target], self._ranks[target]).recorded(record)
 
-    def receive(self, into: Tensor, source: int) -> Handle:
-        """Start receiving from a pipeline rank; messages arrive in the order in which they are sent."""
-        return receive_async(into, self._groups[source, self.me], self._ranks[source])
+    def receive(self, into: Tensor, source: int, made_by: Action | None = None) -> Handle:
+        """Start receiving from a pipeline rank what an action makes; messages arrive in the order in which they are sent."""
+        record = self._record("receive", into, (source, self.me), made_by)
+        return receive_async(into, self._groups[source, self.me], self._ranks[source]).recorded(record)
+
+    def _record(self, op: str, x: Tensor, pipe: tuple[int, int], made_by: Action | None) -> CollectiveRecord | None:
+        if self.recorder is None or made_by is None:
+            return None
+        sends, receives = ((x.numel(),), ()) if op == "send" else ((), (x.numel(),))
+        site = CallSite(self.recorder, "pp", made_by.stage, pipe, "forward" if made_by.kind == "F" else "backward")
+        return site.start(op, sends, receives, x.dtype, str(made_by))
 
 
 class _Mail:
@@ -90,7 +103,7 @@ class _Mail:
         for message in self._posts.get(index, ()):
             shape, dtype, device = self._work.shape(message.action)
             into = empty(shape, dtype=dtype, device=device)
-            self._received[message.action] = self._channels.receive(into, message.source)
+            self._received[message.action] = self._channels.receive(into, message.source, message.action)
 
     def take(self, made_by: Action) -> Tensor:
         """Wait for a message."""
@@ -98,7 +111,7 @@ class _Mail:
 
     def send(self, made_by: Action, x: Tensor) -> None:
         """Start sending the result of an action, and let go of what has been sent."""
-        self._sent.append(self._channels.send(x, self._targets[made_by]))
+        self._sent.append(self._channels.send(x, self._targets[made_by], made_by))
         self.forget_sent()
 
     def forget_sent(self) -> None:
@@ -164,22 +177,28 @@ class _End(torch.autograd.Function):
 
 
 class Timeline:
-    """When this rank computed what in a step, in seconds of the host's clock, without the waits for messages before it.
+    """When this rank computed what in a step, without the waits for messages before it.
 
-    On a GPU these are the times at which the host queued the work.
+    Args:
+        clock: that of the device; on a GPU moments are CUDA events of the stream that computes, so nothing is waited for
+            here. The default is the host's, in seconds.
+
+    Attributes:
+        spans: (action, begin, end), in order.
     """
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[Action, float, float]] = []
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or WallClock()
+        self.spans: list[tuple[Action, Moment, Moment]] = []
 
     def begins(self, action: Action) -> None:
         """An action has all that it needs."""
-        self.spans.append((action, time.perf_counter(), 0.0))
+        self.spans.append((action, self._clock.now(), None))
 
     def ends(self) -> None:
         """It has been computed, and its result is being sent."""
         action, start, _ = self.spans[-1]
-        self.spans[-1] = action, start, time.perf_counter()
+        self.spans[-1] = action, start, self._clock.now()
 
 
 def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeline: Timeline | None = None) -> None:

@@ -11,7 +11,7 @@ from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record, number
 from megatron_sp.report.sections import Section, card, quiet, section, shortened
 
-_AXES = {"cp": "context", "sp": "ulysses", "tp": "tensor"}
+_AXES = {"cp": "context", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
 
 
 def numerics_section(run: RunFiles) -> Section | None:
@@ -97,7 +97,7 @@ def exchanges_section(run: RunFiles) -> Section | None:
     lead += f" in a step of {show(step, 'seconds')} ({show(share, 'percent')})."
     if exposed > exchange:
         lead += " It waited longer than they take alone: for a slower rank, or because computation competes for the processor."
-    head = ["axis", "layer", "direction", "count", "alone", "exposed", "hidden", "alone and exposed"]
+    head = ["axis", "layer (pipeline: stage)", "direction", "count", "alone", "exposed", "hidden", "alone and exposed"]
     note = quiet(
         "Of rank 0. Alone: timed with nothing running beside it. Exposed: time that the rank waited. overlap-trace.json has the timeline."
     )

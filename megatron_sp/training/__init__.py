@@ -37,4 +37,6 @@ While it runs:
     environment.py      versions, device, hosts
     overlap.py          --report-overlap: measured shares of hidden communication
     overlap_picture.py  the same as a picture
+    pipeline_times.py   the schedule of a pipeline, planned and measured
+    pipeline_picture.py the same as text and as a picture
 """

@@ -1,4 +1,4 @@
-"""Overlap report (--report-overlap): the share of each layer's communication that was hidden, as a table, a trace and a picture.
+"""Overlap report (--report-overlap): the share of each layer's communication that was hidden, as a table, a trace and pictures.
 
     exposed   time that a rank was blocked in ``wait()``, summed over a layer's collectives of one pass (a slow peer counts too)
     exchange  the same collectives, each run alone: same sizes, same groups, no computation meanwhile
@@ -7,6 +7,10 @@
 Collectives are recorded during some steps (``comm/recorder.py``). Then each distinct collective is run alone, in turn
 over several rounds, so that a temporary slowdown of the machine affects all of them; the median of each is used. Tables
 and pictures are rank 0's.
+
+Messages between the stages of a pipeline are exchanges of their own, counted by the stage that made them. A rank waits for
+most of them because they have not been sent yet, which is the bubble of the schedule: the report says how much of the waits
+that is, and shows the schedule of rank 0's pipeline as planned and as run (``pipeline_times.py``, ``pipeline_picture.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,22 +35,30 @@ from megatron_sp.comm.collectives import (
     reduce_scatter_async,
 )
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CollectiveTimes, CudaClock, Direction, Recorder, StepTimes, WallClock
 from megatron_sp.ops import availability
-from megatron_sp.training.overlap_picture import draw_steps, in_lanes
+from megatron_sp.parallel.pipeline import Channels
+from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
+from megatron_sp.training.pipeline_picture import pipeline_svg, summary, text_rows
+from megatron_sp.training.pipeline_times import RankTimes, measured, planned, waits_for_messages
+from megatron_sp.training.pipelined import Pipeline
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.format import format_bytes
 
-TRACE_NAME, PICTURE_NAME = "overlap-trace.json", "overlap.png"
-AXIS_WORDS: dict[Axis, str] = {"cp": "context", "sp": "ulysses", "tp": "tensor"}
+TRACE_NAME, PICTURE_NAME, PIPELINE_NAME = "overlap-trace.json", "overlap.png", "overlap-pipeline.svg"
+AXIS_WORDS: dict[Axis, str] = {"cp": "context", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
 _ROUNDS = 7
 _SECONDS = 20.0  # after which no further round begins
 _TRACED_STEPS = 3
 
 
 class OverlapEntry(NamedTuple):
-    """The collectives of one axis, layer and direction in one step; times in seconds; layer None: embedding and head."""
+    """The collectives of one axis, layer and direction in one step; times in seconds.
+
+    ``layer`` is None for embedding and head. With axis pp it is the stage that made the messages; a rank either sends or
+    receives those of a stage and direction.
+    """
 
     axis: Axis
     layer: int | None
@@ -70,13 +82,18 @@ class OverlapReport:
         groups: process groups of the layout.
         run_dir: folder for trace and picture.
         say: prints a line on rank 0.
+        pipeline: that of the run, whose messages are recorded, too; None: the model is not cut.
     """
 
-    def __init__(self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._groups, self._run_dir, self._say = groups, run_dir, say
+    def __init__(
+        self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None], pipeline: Pipeline | None = None
+    ) -> None:
+        self._groups, self._run_dir, self._say, self._pipeline = groups, run_dir, say, pipeline
         self._clock: Clock = CudaClock(groups.device) if groups.device.type == "cuda" else WallClock()
         self.recorder = Recorder(self._clock, num_steps)
         self._written = False
+        if pipeline is not None:
+            pipeline.channels.recorder = self.recorder
 
     def is_due(self, *, last: bool) -> bool:
         """Return whether to write the report now: enough steps are recorded, or there will be no more. The same on every rank."""
@@ -85,22 +102,64 @@ class OverlapReport:
     def write(self) -> list[OverlapEntry]:
         """Time the collectives alone; on rank 0 print the table and write trace and picture. Collective; returns this rank's rows."""
         self._written = True
-        steps = comparable(self.recorder.steps)
+        recorded = self.recorder.steps
+        steps = comparable(recorded)
         self.recorder.num_steps, self.recorder.steps = 0, []
-        alone = time_alone([flight.what for flight in steps[-1].flights], self._groups, self._clock)
+        # the step of median length: not one that something else on the machine slowed down
+        typical = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
+        alone = self._time_alone([flight.what for flight in steps[-1].flights])
         rows = tabulate(steps, alone)
         length = statistics.median(step.seconds for step in steps)
         shares = [float(share) for share in gather_json(sum(row.share_of_step for row in rows), self._groups.control)]
         over_cp = gather_json(bytes_sent(steps[-1], "cp", self._groups.cp.rank()), self._groups.control)
+        of_pipeline = [] if self._pipeline is None else self._gather_pipeline(recorded, typical)
         if self._groups.rank == 0:
             for line in table(rows, len(steps), length, shares):
                 self._say(line)
             if self._groups.cp.size() > 1:
                 self._say(_line_about_context(over_cp))
-            self._write_files(steps, rows, length)
+            if self._pipeline is not None:
+                self._write_pipeline(self._pipeline, of_pipeline)
+            self._write_files(steps, typical, rows, length)
         return rows
 
-    def _write_files(self, steps: list[StepTimes], rows: list[OverlapEntry], length: float) -> None:
+    def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
+        """Return the seconds of each collective and message when run alone. Collective."""
+        collectives = iter(time_alone([what for what in flights if what.pipe is None], self._groups, self._clock))
+        found: dict[Collective, float] = {}
+        if self._pipeline is not None:
+            messages = {what for what in flights if what.pipe is not None}
+            found = time_messages(messages, self._pipeline.channels, self._groups, self._clock)
+        return [next(collectives) if what.pipe is None else found[what] for what in flights]
+
+    def _gather_pipeline(self, recorded: Sequence[StepTimes], typical: StepTimes) -> list[tuple[RankTimes, int]]:
+        """Return times and sent bytes of each rank of rank 0's pipeline in the step that rank 0 finds typical. Collective."""
+        index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), self._groups.control)
+        mine, ranks = recorded[index], self._groups.pp_ranks
+        about = [RankTimes.of(mine).as_json(), bytes_sent(mine, "pp", self._groups.pp_rank)] if ranks[0] == 0 else None
+        return [(RankTimes.from_json(found[0]), found[1]) for found in gather_json(about, self._groups.control) if found is not None]
+
+    def _write_pipeline(self, pipeline: Pipeline, found: Sequence[tuple[RankTimes, int]]) -> None:
+        """Print the schedule as planned and as run, and draw it; if that fails, print a line and go on."""
+        ranks = [times for times, _ in found]
+        plan = pipeline.plan(1 + max(box.action.micro_batch for box in ranks[0].actions))
+        as_run = measured(plan, ranks)
+        as_planned = planned(plan, as_run)
+        for line in _lines_about_messages([sent for _, sent in found], *waits_for_messages(ranks)):
+            self._say(line)
+        self._say(f"pipeline ({pipeline.kind}): {summary(as_planned, as_run)}")
+        for line in text_rows(as_planned, as_run):
+            self._say(line)
+        path = self._run_dir / PIPELINE_NAME
+        title = f"{pipeline.kind}: {pipeline.size} ranks, {plan.num_micro_batches} micro-batches"
+        title += f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        try:
+            atomic_write_text(path, pipeline_svg(as_planned, as_run, title))
+            self._say(f"overlap: schedule in {path}")
+        except OSError as error:
+            self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
+
+    def _write_files(self, steps: list[StepTimes], typical: StepTimes, rows: list[OverlapEntry], length: float) -> None:
         """Write trace and picture; if that fails, print a line and go on."""
         path = self._run_dir / TRACE_NAME
         try:
@@ -108,24 +167,25 @@ class OverlapReport:
             self._say(f"overlap: trace in {path} (open it at ui.perfetto.dev or chrome://tracing)")
         except OSError as error:
             self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
+        if self._pipeline is not None and not windows(typical):  # nothing but messages, which the schedule shows
+            return
         plots = availability.find("matplotlib")
         if not plots.available:
             self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib (or this package with [plot]) gets it")
             return
         path = self._run_dir / PICTURE_NAME
-        # the step of median length: not one that something else on the machine slowed down
-        step = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
         titles = {d: _summary([row for row in rows if row.direction == d]) for d in ("forward", "backward")}
         try:
-            draw_steps(step, path, titles)
+            draw_steps(typical, path, titles)
             self._say(f"overlap: time line in {path}")
         except Exception as error:  # a full disk, or a broken library: a missing picture must not end the run
             self._say(f"warning: overlap: {path} cannot be drawn: {type(error).__name__}: {error}; training goes on")
 
 
 def bytes_sent(step: StepTimes, axis: Axis, rank: int) -> int:
-    """Return the bytes that a rank sends to others of an axis in a step's all_to_alls; ``rank``: its place there."""
-    sizes = ((sum(what.sends) - what.sends[rank], what.dtype) for what in (f.what for f in step.flights) if what.axis == axis)
+    """Return the bytes that a rank sends to others of an axis in a step's all_to_alls or messages; ``rank``: its place there."""
+    of_axis = (flight.what for flight in step.flights if flight.what.axis == axis)
+    sizes = ((sum(what.sends) - (what.sends[rank] if what.pipe is None else 0), what.dtype) for what in of_axis)
     return sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes)
 
 
@@ -142,6 +202,16 @@ def _line_about_context(of_ranks: list[int]) -> str:
     )
 
 
+def _lines_about_messages(of_ranks: Sequence[int], until_sent: float, under_way: float) -> list[str]:
+    """Return what the ranks of a pipeline have sent, and what they have waited for."""
+    return [
+        f"  messages of rank 0's pipeline: {format_bytes(sum(of_ranks))} in all, by a rank {format_bytes(min(of_ranks))} to"
+        f" {format_bytes(max(of_ranks))}",
+        f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f} ms until they were sent,"
+        f" {1e3 * under_way:.1f} ms while they were under way",
+    ]
+
+
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:
     """Return the steps to evaluate: not the first (warm-up), and only those with as many collectives as the last (batch ramp-up)."""
     kept = steps[1:] or steps
@@ -152,31 +222,81 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
     """Return the seconds of each collective when run alone: the median over rounds. Collective.
 
     Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
-    (uneven heads), and all ranks have to take part, so the ranks compare their lists first.
+    (uneven heads), and all ranks have to take part, so the ranks compare their lists first. Those of one pipeline stage are
+    run beside those of the others, which may have more or fewer layers.
 
     Raises:
-        RuntimeError: the ranks ran different numbers of collectives.
+        RuntimeError: the ranks of a stage ran different numbers of collectives.
     """
     numbers: dict[Collective, int] = {}
     mine = [numbers.setdefault(what, len(numbers)) for what in collectives]
-    everyone = gather_json(mine, groups.control)
-    counts = {len(theirs) for theirs in everyone}
-    if len(counts) > 1:
-        raise RuntimeError(f"the ranks have run different numbers of collectives in one step: {[len(theirs) for theirs in everyone]}")
-    kinds: dict[tuple[int, ...], list[float]] = {}
-    kind_of = [tuple(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+    everyone = gather_json([groups.pp.rank(), mine], groups.control)
+    stages: dict[int, list[list[int]]] = {}
+    for stage, theirs in everyone:
+        stages.setdefault(stage, []).append(theirs)
+    if any(len({len(theirs) for theirs in of_ranks}) > 1 for of_ranks in stages.values()):
+        raise RuntimeError(f"the ranks have run different numbers of collectives in one step: {[len(theirs) for _, theirs in everyone]}")
+    kinds = {stage: [tuple(of_ranks) for of_ranks in zip(*lists, strict=True)] for stage, lists in stages.items()}
+    kind_of = kinds[groups.pp.rank()]
     example = {kind: what for kind, what in zip(reversed(kind_of), reversed(collectives), strict=True)}
     buffers = _buffers(collectives, groups.device)
+
+    def start(what: Collective) -> Handle:
+        send, receive = buffers[what.dtype]
+        return _start(what, groups, send[: sum(what.sends)], receive[: sum(what.receives)])
+
+    turns: list[Collective | None] = [example[kind] for kind in dict.fromkeys(kind_of)]
+    turns += [None] * (max(len(set(each)) for each in kinds.values()) - len(turns))
+    found = dict(zip(dict.fromkeys(kind_of), _time_in_turns(turns, start, groups, clock), strict=False))
+    return [found[kind] for kind in kind_of]
+
+
+def time_messages(messages: Collection[Collective], channels: Channels, groups: ParallelGroups, clock: Clock) -> dict[Collective, float]:
+    """Return the seconds of each message between stages when it is sent alone, as its sender or its receiver sees it. Collective.
+
+    Args:
+        messages: distinct messages that this rank has sent or received in a step.
+        channels: those of the run.
+    """
+    line = groups.pp_ranks[0]
+    sent = [[*(what.pipe or ()), sum(what.sends), what.dtype] for what in messages if what.op == "send"]
+    everyone = gather_json([line, sent], groups.control)
+    lines: dict[int, set[tuple[int, int, int, str]]] = {}
+    for of_line, theirs in everyone:
+        lines.setdefault(of_line, set()).update(map(tuple, theirs))
+    own: list[Collective | None] = []
+    for source, target, size, dtype in sorted(lines[line]):
+        ends = {source: Collective("pp", "send", (size,), (), dtype, (source, target)),
+                target: Collective("pp", "receive", (), (size,), dtype, (source, target))}  # fmt: skip
+        own.append(ends.get(channels.me))
+    own += [None] * (max(map(len, lines.values())) - len(own))
+    buffers = _buffers([what for what in own if what is not None], groups.device)
+
+    def start(what: Collective) -> Handle:
+        assert what.pipe is not None
+        send, receive = buffers[what.dtype]
+        if what.op == "send":
+            return channels.send(send[: sum(what.sends)], what.pipe[1])
+        return channels.receive(receive[: sum(what.receives)], what.pipe[0])
+
+    return {what: seconds for what, seconds in zip(own, _time_in_turns(own, start, groups, clock), strict=True) if what is not None}
+
+
+def _time_in_turns(
+    turns: Sequence[Collective | None], start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
+) -> list[float]:
+    """Return the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others. Collective."""
+    found: list[list[float]] = [[] for _ in turns]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
-        for kind in dict.fromkeys(kind_of):
-            seconds = _time_once(example[kind], groups, clock, *buffers[example[kind].dtype])
+        for what, seconds in zip(turns, found, strict=True):
+            took = _time_once(what, start, groups, clock)
             if index > 0:  # the first round is for warm-up
-                kinds.setdefault(kind, []).append(seconds)
+                seconds.append(took)
         spent = torch.tensor([time.monotonic() - began], dtype=torch.float64)
         if index > 0 and float(all_reduce(spent, groups.control, "max")) > _SECONDS:
             break
-    return [statistics.median(kinds[kind]) for kind in kind_of]
+    return [statistics.median(seconds) for seconds in found]
 
 
 def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
@@ -188,11 +308,12 @@ def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[st
     return found  # type: ignore[return-value]
 
 
-def _time_once(what: Collective, groups: ParallelGroups, clock: Clock, send: Tensor, receive: Tensor) -> float:
+def _time_once(what: Collective | None, start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock) -> float:
     clock.settle()
     barrier(groups.control)
     begin = clock.now()
-    _start(what, groups, send[: sum(what.sends)], receive[: sum(what.receives)]).wait()
+    if what is not None:
+        start(what).wait()
     end = clock.now()
     clock.settle()
     return clock.seconds(begin, end)
@@ -211,7 +332,7 @@ def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tens
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
-    """Return one row for each axis, layer and direction: cp, sp, tp, layers in order, embedding and head at the end.
+    """Return one row for each axis, layer and direction: cp, pp, sp, tp, layers in order, embedding and head at the end.
 
     Args:
         steps: steps with the same collectives in the same order.
@@ -248,6 +369,8 @@ def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: S
                 lines.append(_line(word, "all", direction, _added(of_all)))
     if any(row.layer is None for row in rows):
         lines.append('  ("ends": embedding and head)')
+    if any(row.axis == "pp" for row in rows):
+        lines.append('  ("pipeline": messages, by the stage that made them; exposed is also the wait until they were sent)')
     if sum(row.exposed for row in rows) > sum(row.exchange for row in rows):
         lines.append("  (exposed above exchange: the ranks wait for each other, or computation takes the processor from the exchanges)")
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
@@ -286,7 +409,7 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
             label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
             about = {"layer": span.layer, "direction": span.direction}
             events.append(_event(0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about))
-        for first, axis in ((1, "sp"), (11, "cp"), (21, "tp")):
+        for first, axis in ((1, "sp"), (11, "cp"), (21, "tp"), (31, "pp")):
             for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
                 names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
                 events.append(_event(first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)))
@@ -301,7 +424,8 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
 
 def _about(flight: CollectiveTimes) -> dict[str, Any]:
     return {
-        "layer": flight.layer, "direction": flight.direction, "op": flight.what.op, "elements": sum(flight.what.sends),
+        "layer": flight.layer, "direction": flight.direction, "op": flight.what.op,
+        "elements": sum(flight.what.receives if flight.what.op == "receive" else flight.what.sends),
         "dtype": flight.what.dtype, "exposed_us": 1e6 * flight.exposed,
     }  # fmt: skip
 

@@ -487,8 +487,8 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
             context.console.line(report)
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
-    overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line)
     pipeline = build_pipeline(config, groups)
+    overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line, pipeline)
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",

@@ -32,6 +32,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
+from megatron_sp.parallel.pipeline import Timeline
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
@@ -282,13 +283,17 @@ class TrainStep:
     def _pipelined(self, pipeline: Pipeline, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
         """Run forward and backward of every micro-batch through this rank's stages. Collective over the pipeline."""
         key = _on_device(step, losses.device) if self.options.drops else step
+        recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
+        timeline = None if recorder is None else Timeline(recorder.clock)
         assert self.loss.hidden is not None, "a task without stages, which the flags refuse"
         PipelinedPasses(
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
             hidden=self.loss.hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
             events=self.events, weights=self.weights, gradients=self.gradients,
-            faults=lambda place: self.faults.at(place, step), recorder=self.recorder,
-        ).run()  # fmt: skip
+            faults=lambda place: self.faults.at(place, step), recorder=recorder,
+        ).run(timeline)  # fmt: skip
+        if recorder is not None and timeline is not None:
+            recorder.actions = timeline.spans
 
     def _decide(
         self, losses: list[float], grad_norm: float, lr: float, weight_decay: float, is_queued: bool, *, stop_requested: bool,

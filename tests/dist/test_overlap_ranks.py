@@ -29,7 +29,7 @@ CASES = [
 # collectives of a block: (forward, backward) for each axis
 NUMBERS: list[dict[str, tuple[int, int]]] = [
     {"sp": (4, 4)},
-    {"sp": (2, 2 + 2)},
+    {"sp": (2, 1 + 2)},
     {"sp": (2 * 4, 2 * 4)},
     {"tp": (2, 2)},
     {"sp": (4, 4), "tp": (4, 6)},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
-from megatron_sp.comm.recorder import WAIT, Axis, CallSite, Direction, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, CallSite, CudaClock, Direction, Pipe, Recorder, StepTimes, WallClock
 
 
 class Clock:
@@ -19,6 +19,7 @@ class Clock:
     def __init__(self) -> None:
         self.time = 100.0
         self.settled = 0
+        self.lanes: list[Axis | Pipe] = []
 
     def now(self) -> float:
         return self.time
@@ -29,7 +30,8 @@ class Clock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def when_done(self, work: Any, axis: Axis, tell: Callable[[float], None]) -> None:
+    def when_done(self, work: Any, lane: Axis | Pipe, tell: Callable[[float], None]) -> None:
+        self.lanes.append(lane)
         work.tell = tell
 
 
@@ -147,6 +149,28 @@ def test_directions_and_layers(clock: Clock, recorder: Recorder) -> None:
     ]
 
 
+def test_messages_belong_to_what_made_them(clock: Clock, recorder: Recorder) -> None:
+    """Whatever pass is computed when their receive is posted; each pair of ranks has a lane of its own."""
+    for pipe, direction, stage in (((1, 0), "backward", 1), ((0, 1), "forward", 0)):
+        site = CallSite(recorder, "pp", stage, pipe, direction)  # type: ignore[arg-type]
+        flight = site.start("receive", (), (8,), torch.bfloat16, "made")
+        Handle(Work(clock, clock.time + 1), torch.zeros(8), "receive").recorded(flight).wait()  # type: ignore[arg-type]
+    start(recorder.at("sp", 0), Work(clock, clock.time)).wait()
+    flights = ended(recorder).flights
+    assert [(f.what.pipe, f.direction, f.layer, f.exposed) for f in flights] == [
+        ((1, 0), "backward", 1, 1.0), ((0, 1), "forward", 0, 1.0), (None, "forward", 0, 0.0),
+    ]  # fmt: skip
+    assert flights[0].what == ("pp", "receive", (), (8,), "bfloat16", (1, 0)) and clock.lanes == [(1, 0), (0, 1), "sp"]
+
+
+def test_actions_are_those_of_their_step(clock: Clock, recorder: Recorder) -> None:
+    recorder.actions = [("F", 101.0, 102.0)]
+    recorder.start_step()  # an error has ended the step before
+    assert recorder.actions == []
+    recorder.actions = [("F", 101.0, 102.0), ("B", 102.5, 104.0)]
+    assert ended(recorder).actions == [("F", 1.0, 2.0), ("B", 2.5, 4.0)] and recorder.actions == []
+
+
 def test_it_stops_after_its_steps(clock: Clock, recorder: Recorder) -> None:
     assert not recorder.is_complete
     for _ in range(4):
@@ -192,3 +216,39 @@ def test_the_wall_clock() -> None:
     told: list[float] = []
     clock.when_done(NoFuture(), "sp", told.append)  # type: ignore[arg-type]
     assert told == []
+
+
+def test_each_pipe_has_a_stream_of_its_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one pair of ranks waits for holds up nobody else's end; without a GPU streams and events are names here."""
+    made: list[str] = []
+    entered: list[str] = []
+
+    class On:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            entered.append(self.stream)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def stream(device: object) -> str:
+        made.append(f"stream {len(made)}")
+        return made[-1]
+
+    class Waited:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", On)
+    monkeypatch.setattr(CudaClock, "now", lambda self: entered[-1])
+    clock, of_axes, work, told = CudaClock(torch.device("cuda")), len(made), Waited(), list[str]()
+    lanes: list[Axis | Pipe] = [(0, 1), "sp", (1, 0), (0, 1), "sp"]
+    for lane in lanes:
+        clock.when_done(work, lane, told.append)  # type: ignore[arg-type]
+    assert told == entered and work.waits == len(lanes) and len(made) == of_axes + 2
+    assert told[0] == told[3] and told[1] == told[4] and len(set(told)) == 3

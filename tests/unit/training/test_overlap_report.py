@@ -16,6 +16,8 @@ from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.recorder import WAIT, Collective, CollectiveTimes, Recorder, Span, StepTimes
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.ops import availability
+from megatron_sp.parallel.pipeline_orders import plan_pipeline
+from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
 from megatron_sp.training import overlap
 from megatron_sp.training.overlap import OverlapEntry, OverlapReport, comparable, table, tabulate, trace
 from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
@@ -24,6 +26,8 @@ from megatron_sp.utils.errors import ConfigError
 SP = Collective("sp", "all_to_all", (4, 4), (4, 4), "float32")
 TP = Collective("tp", "all_reduce", (8,), (8,), "float32")
 CP = Collective("cp", "all_to_all", (0, 4), (0, 2), "float32")
+DOWN = Collective("pp", "send", (6,), (), "bfloat16", (0, 1))
+UP = Collective("pp", "receive", (), (6,), "bfloat16", (1, 0))
 FLAGS = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=2", "--seq-length=8", "--lr=1", "--train-iters=2", "--mock-data",
          "--vocab-size=9"]  # fmt: skip
 
@@ -132,8 +136,104 @@ def test_exchanges_of_cp_are_counted_apart(tmp_path: Path) -> None:
     draw_steps(step, tmp_path / "a.png", {})
 
 
+def with_messages(step: StepTimes) -> StepTimes:
+    """The same with two micro-batches through rank 0 of two stages: what it sends, and what it waits for."""
+    for i in range(2):
+        step.actions.append((Action("F", 0, i), 0.1 * i, 0.1 * i + 0.1))
+        step.flights.append(CollectiveTimes(DOWN, f"F0:{i}", 0, "forward", 0.1 * i + 0.1, 0.1 * i + 0.15, 0.0))
+    for i in range(2):
+        step.actions += [(Action("B", 0, i), 0.5 + 0.2 * i, 0.7 + 0.2 * i), (Action("W", 0, i), 0.7 + 0.2 * i, 0.7 + 0.2 * i)]
+        step.flights.append(CollectiveTimes(UP, f"B1:{i}", 1, "backward", 0.1, 0.45 + 0.2 * i, 0.25 * (1 - i)))
+    return step
+
+
+def test_messages_of_a_pipeline_are_counted_apart(tmp_path: Path) -> None:
+    """By the stage that made them, in rows, trace and picture; bytes are those that are sent."""
+    step = with_messages(make_step())
+    assert overlap.bytes_sent(step, "pp", 0) == 2 * 6 * 2
+    rows = tabulate([step], [0.1 if flight.what.axis == "pp" else 0.01 for flight in step.flights])
+    of_pipeline = [row for row in rows if row.axis == "pp"]
+    assert rows[:2] == of_pipeline and [row[1:6] for row in of_pipeline] == [
+        (0, "forward", 2, pytest.approx(0.2), 0.0), (1, "backward", 2, pytest.approx(0.2), pytest.approx(0.25)),
+    ]  # fmt: skip
+    lines = table(rows, 1, 1.0, [0.1])
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    assert "pipeline 1 backward 2 200.00 ms 0 % 250.00 ms 25.00 %" in text and "by the stage that made them" in text
+    assert "by the stage" not in "\n".join(table(tabulate([make_step()], [0.1] * 14), 1, 1.0, [0.1]))
+    events = trace([step], rows, 1.0)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [names[tid] for tid in sorted(names) if tid > 30] == ["pipeline exchanges", "pipeline exchanges (2)", "pipeline exchanges (3)"]
+    found = next(e for e in events if e["name"] == "B1:0")
+    assert found["args"] == {
+        "layer": 1, "direction": "backward", "op": "receive", "elements": 6, "dtype": "bfloat16", "exposed_us": 250000,
+    }  # fmt: skip
+    pytest.importorskip("matplotlib")
+    draw_steps(step, tmp_path / "a.png", {})
+
+
+class OfTwo:
+    """A pipeline of two ranks, of which this is the first."""
+
+    kind, size = "1f1b", 2
+
+    def __init__(self) -> None:
+        self.channels = SimpleNamespace(recorder=None, me=0)
+
+    def plan(self, num_micro_batches: int) -> PipelinePlan:
+        return plan_pipeline("1f1b", 2, 1, num_micro_batches)
+
+
+def report_of_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[StepTimes]) -> list[str]:
+    """The lines of a report on steps written by hand; the other rank computes when this one waits."""
+    lines: list[str] = []
+    other = {
+        "actions": [
+            ["F", 1, 0, 0, 0.15, 0.25], ["B", 1, 0, 0, 0.25, 0.45], ["W", 1, 0, 0, 0.45, 0.45],
+            ["F", 1, 1, 0, 0.45, 0.55], ["B", 1, 1, 0, 0.55, 0.65], ["W", 1, 1, 0, 0.65, 0.65],
+        ],
+        "sent": {"B1:0": 0.4, "B1:1": 0.65}, "received": {"F0:0": [0.15, 0.15], "F0:1": [0.45, 0.0]},
+    }  # fmt: skip
+    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock: [0.04] * len(collectives))
+    monkeypatch.setattr(overlap, "time_messages", lambda messages, channels, groups, clock: dict.fromkeys(messages, 0.01))
+    monkeypatch.setattr(overlap, "broadcast_json", lambda value, group: value)
+    monkeypatch.setattr(
+        overlap, "gather_json", lambda value, group: json.loads(json.dumps([value, [other, 24]] if isinstance(value, list) else [value]))
+    )
+    pipeline: Any = OfTwo()
+    made = OverlapReport(len(steps), Groups(), tmp_path, lines.append, pipeline)  # type: ignore[arg-type]
+    assert pipeline.channels.recorder is made.recorder
+    made.recorder.steps = steps
+    made.write()
+    return lines
+
+
+def test_the_report_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [with_messages(make_step(seconds, layers=0)) for seconds in (9.0, 1.0, 3.0, 1.1)]
+    steps[3].actions = [(action, 2 * begin, 2 * end) for action, begin, end in steps[3].actions]  # the median
+    lines = report_of_pipeline(tmp_path, monkeypatch, steps)
+    first = next(i for i, line in enumerate(lines) if "messages of rank 0's pipeline" in line)
+    assert lines[first : first + 6] == [
+        "  messages of rank 0's pipeline: 48 B in all, by a rank 24 B to 24 B",
+        "  its ranks together waited 400.0 ms for messages: 300.0 ms until they were sent, 100.0 ms while they were under way",
+        "pipeline (1f1b): passes of a step 1800.0 ms, 1.440 of the 1250.0 ms of a replay with the mean times of its actions;"
+        " bubble 52.8 %, planned 32.0 %",
+        "  rank  planned                                           measured (F, B with micro-batch; dots are waits)",
+        "     0  F0---F1----.B0---------B1--------...............  F0---F1----................B0--------B1---------",
+        "     1  .....F0-B0--F1-B1--.............................  ....F0-B0---F1-B1...............................",
+    ], lines  # fmt: skip
+    assert f"overlap: schedule in {tmp_path / 'overlap-pipeline.svg'}" in lines
+    assert "1f1b: 2 ranks, 2 micro-batches" in (tmp_path / "overlap-pipeline.svg").read_text()
+    assert not (tmp_path / "overlap.png").exists(), "no layer has an exchange of its own"
+
+
+def test_a_schedule_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = report_of_pipeline(tmp_path / "absent", monkeypatch, [with_messages(make_step())])
+    path = tmp_path / "absent" / "overlap-pipeline.svg"
+    assert f"warning: overlap: {path} cannot be written: No such file or directory; training goes on" in lines
+
+
 def test_each_axis_is_timed_on_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = SimpleNamespace(cp="cp", sp="sp", tp="tp", device=torch.device("cpu"), control=SINGLE_RANK)
+    groups = SimpleNamespace(cp="cp", sp="sp", tp="tp", pp=SINGLE_RANK, device=torch.device("cpu"), control=SINGLE_RANK)
     asked: list[str] = []
 
     def recorded(group: str) -> Handle:
@@ -178,7 +278,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 class Groups:
     """A layout of one rank."""
 
-    cp = sp = tp = control = SINGLE_RANK
+    cp = sp = tp = pp = control = SINGLE_RANK
+    pp_ranks, pp_rank = (0,), 0
     rank, device = 0, torch.device("cpu")
 
 
@@ -238,12 +339,13 @@ def test_the_flag_in_a_file(tmp_path: Path) -> None:
     assert config_from_args([*FLAGS, "--tp-size=2", "--config", str(path)], world_size=2).logging.report_overlap == 4
 
 
-def test_context_parallelism_alone_has_something_to_report() -> None:
-    assert config_from_args([*FLAGS, "--cp-size=2", "--report-overlap"], world_size=2).logging.report_overlap == 10
+@pytest.mark.parametrize("flag", ["--cp-size=2", "--pp-size=2"])
+def test_one_axis_has_something_to_report(flag: str) -> None:
+    assert config_from_args([*FLAGS, flag, "--report-overlap"], world_size=2).logging.report_overlap == 10
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--report-overlap"], "sequence_parallel_size 1, context_parallel_size 1 and tensor_model_parallel_size 1 there are none to"),
+    (["--report-overlap"], "tensor_model_parallel_size 1 and pipeline_model_parallel_size 1 there are none to report: add"),
     (["--report-overlap", "--sp-size=2", "--skip-train", "--load=x"], "--skip-train takes none"),
     (["--report-overlap", "--sp-size=2", "--verify-parallelism"], "--verify-parallelism compares one step and ends"),
     (["--report-overlap", "0", "--sp-size=2"], r"--report-overlap \(0\) must be at least 1"),
