@@ -56,7 +56,7 @@ JOBS = {
     "cp, BERT": Job(f"--bf16 {CP} --attention-dropout 0", 2, "bert"), "cp, report": Job(f"{LLAMA} {CP} {SP} --report-overlap 1", 4),
     "pp": Job(f"--bf16 {PP} --num-layers 4", 2, micro_batches=3),
     "pp, interleaved, stage 1": Job(
-        f"{LLAMA} {PP} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1", 4, micro_batches=3
+        f"{LLAMA} {PP} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1", 4, micro_batches=4
     ),
     "pp, zb1p, stage 3": Job(f"--bf16 {PP} --num-layers 4 --pipeline-schedule zb1p --zero-stage 3 {FULL}", 4, micro_batches=3),
     "pp, zbv, tp_seq": Job(f"--bf16 {PP} {TP_SEQ} --num-layers 4 --pipeline-schedule zbv --mlp-chunks 2", 4, micro_batches=3),
