@@ -485,7 +485,9 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
     overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line)
-    pipeline = build_pipeline(config, groups)
+    if (pipeline := build_pipeline(config, groups)) is not None:
+        context.watchdog.locate = pipeline.locate
+        context.peers.parts[:] = pipeline.parts
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",

@@ -287,7 +287,7 @@ class TrainStep:
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
             hidden=self.loss.hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
             events=self.events, weights=self.weights, gradients=self.gradients,
-            faults=lambda place: self.faults.at(place, step), recorder=self.recorder,
+            faults=(lambda place: self.faults.at(place, step)) if self.faults.faults else None, recorder=self.recorder,
         ).run()  # fmt: skip
 
     def _decide(
