@@ -9,6 +9,7 @@ identity.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -27,17 +28,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class WaitError(RuntimeError):
+    """A message between two ranks did not arrive: the other one has died or is late. The text names it and the message."""
+
+
 class Handle:
     """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
 
     Neither the operand nor the result may be touched before; the handle keeps both alive. A handle dropped without
     ``wait()`` warns.
+
+    Args:
+        work: what torch returned; None: there is nothing to wait for.
+        result: the tensor that ``wait()`` returns, unless ``finish`` makes it.
+        name: of the operation, for messages.
+        finish: called after the wait; returns the result.
+        operand: kept alive.
+        expected: what is waited for, for a message about a wait that fails; empty: torch's own error says all that is known.
     """
 
     def __init__(
-        self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None, operand: Tensor | None = None
-    ) -> None:
+        self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None, operand: Tensor | None = None,
+        expected: str = "",
+    ) -> None:  # fmt: skip
         self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
+        self.expected = expected
         self._waited = False
         self._flight: CollectiveRecord | None = None
 
@@ -53,15 +68,26 @@ class Handle:
 
         Raises:
             RuntimeError: called a second time, when the buffer may already have been reused.
+            WaitError: a message that is ``expected`` did not arrive.
         """
         if self._waited:
             raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
         self._waited = True
         if self._work is not None:
-            self._work.wait() if self._flight is None else self._flight.wait(self._work)
+            self._wait(self._work)
         result = self._result if self._finish is None else self._finish()
         self._work = self._finish = self._operand = self._flight = None
         return result
+
+    def _wait(self, work: dist.Work) -> None:
+        began = time.monotonic()
+        try:
+            work.wait() if self._flight is None else self._flight.wait(work)
+        except RuntimeError as error:
+            if not self.expected:
+                raise
+            seconds, why = time.monotonic() - began, next((line for line in str(error).splitlines() if line.strip()), "")
+            raise WaitError(f"rank {dist.get_rank()} waited {seconds:.0f} s for {self.expected}: {why[:200]}") from error
 
     def __del__(self) -> None:
         # an exception that is being handled has cut short the code that would have waited; at the interpreter's end
@@ -177,14 +203,14 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
     return Handle(work, receive, "all_to_all", operand=send)
 
 
-def send_async(x: Tensor, group: Group, target: int) -> Handle:
-    """Start sending ``x``, contiguous, to a rank of the world that is in the group."""
-    return Handle(dist.isend(x, dst=target, group=group), x, "send")
+def send_async(x: Tensor, group: Group, target: int, what: str = "a message") -> Handle:
+    """Start sending ``x``, contiguous, to a rank of the world that is in the group; ``what`` it is, for messages about a failure."""
+    return Handle(dist.isend(x, dst=target, group=group), x, "send", expected=f"rank {target} to take {what}")
 
 
-def receive_async(into: Tensor, group: Group, source: int) -> Handle:
-    """Start receiving into a contiguous tensor, from a rank of the world that is in the group."""
-    return Handle(dist.irecv(into, src=source, group=group), into, "receive")
+def receive_async(into: Tensor, group: Group, source: int, what: str = "a message") -> Handle:
+    """Start receiving into a contiguous tensor, from a rank of the world that is in the group; ``what`` as with ``send_async``."""
+    return Handle(dist.irecv(into, src=source, group=group), into, "receive", expected=f"{what} (rank {source})")
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.groups import Group, Launch
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.comm.stacks import offer_stack, take_stack
@@ -42,6 +43,7 @@ class Peers:
         attempt: number of restarts of the job; the maximum over the ranks, since a host that came back starts counting
             anew.
         store: a store that all ranks can reach; None: no roll call.
+        parts: what each rank has of the model ("pipeline stage 1"), for messages; empty: nothing to be said.
     """
 
     hosts: list[str]
@@ -51,6 +53,7 @@ class Peers:
     rank: int = 0
     attempt: int = 0
     store: dist.Store | None = None
+    parts: list[str] = field(default_factory=list)
 
     @classmethod
     def create(cls, group: Group, launch: Launch) -> Peers:
@@ -73,12 +76,13 @@ class Peers:
         """Return the ranks of this host that are stopped by a signal."""
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
-    def explain(self, error: BaseException, folder: Path | None = None) -> str:
+    def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
         """Return a message that names the rank that died, was stopped or did not answer.
 
         Args:
             error: the exception of the failed collective.
             folder: where to write the stacks of a rank of this host that is stopped or hangs.
+            place: where this rank was then.
         """
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()
@@ -91,13 +95,15 @@ class Peers:
         for rank in stopped or [r for r in self._here() if r != self.rank and f"{self._name(r)} did not answer" in verdict]:
             verdict += self._keep_stack(rank, folder)
         nobody = "a rank on another host died or did not answer; the launcher's report names it"
-        return f"{verdict or nobody}: a collective failed ({first_line(error)}). Start the same command again with --auto-resume."
+        where = f" in {place}" if place else ""
+        return f"{verdict or nobody}: a collective failed{where} ({first_line(error)}). Start the same command again with --auto-resume."
 
     def _here(self) -> list[int]:
         return [r for r, where in enumerate(self.machines) if where == machine()]
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]})"
+        part = f", {self.parts[rank]}" if self.parts else ""
+        return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}{part})"
 
     def _agree(self, known: str, missing: list[int]) -> str:
         """Return the verdict of all ranks: the first that any rank has found, or else which ranks did not answer.
@@ -163,7 +169,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def is_peer_failure(error: BaseException) -> bool:
     """Return whether an exception looks like that of a collective whose peer is gone."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | WaitError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BROKEN)
 

@@ -54,6 +54,24 @@ class StageWork(Protocol):
         """Compute the gradients that were put off under ``action``, if any were, and complete the micro-batch."""
 
 
+class Position:
+    """Where this rank is in a step, for messages about one that does not end. Other threads read it.
+
+    Attributes:
+        action: what is computed, or waits for its input; None outside of a schedule.
+        awaits: the message that is waited for, in words; empty: none.
+    """
+
+    action: Action | None = None
+    awaits: str = ""
+
+    def __str__(self) -> str:
+        action, awaits = self.action, self.awaits
+        if action is None:
+            return ""
+        return f"action {action}" + (f", which waits for {awaits}" if awaits else "")
+
+
 class Channels:
     """Groups between this rank of a pipeline and its neighbours.
 
@@ -64,21 +82,23 @@ class Channels:
 
     Attributes:
         recorder: records messages whose action is given (--report-overlap); None: nothing does.
+        position: where this rank is.
     """
 
     def __init__(self, groups: Mapping[tuple[int, int], Group], ranks: Sequence[int], me: int) -> None:
         self._groups, self._ranks, self.me = groups, list(ranks), me
         self.recorder: Recorder | None = None
+        self.position = Position()
 
     def send(self, x: Tensor, target: int, made_by: Action | None = None) -> Handle:
         """Start sending to a pipeline rank what an action has made."""
         record = self._record("send", x, (self.me, target), made_by)
-        return send_async(x, self._groups[self.me, target], self._ranks[target]).recorded(record)
+        return send_async(x, self._groups[self.me, target], self._ranks[target], _result_of(made_by)).recorded(record)
 
     def receive(self, into: Tensor, source: int, made_by: Action | None = None) -> Handle:
         """Start receiving from a pipeline rank what an action makes; messages arrive in the order in which they are sent."""
         record = self._record("receive", into, (source, self.me), made_by)
-        return receive_async(into, self._groups[source, self.me], self._ranks[source]).recorded(record)
+        return receive_async(into, self._groups[source, self.me], self._ranks[source], _result_of(made_by)).recorded(record)
 
     def _record(self, op: str, x: Tensor, pipe: tuple[int, int], made_by: Action | None) -> CollectiveRecord | None:
         if self.recorder is None or made_by is None:
@@ -86,6 +106,10 @@ class Channels:
         sends, receives = ((x.numel(),), ()) if op == "send" else ((), (x.numel(),))
         site = CallSite(self.recorder, "pp", made_by.stage, pipe, "forward" if made_by.kind == "F" else "backward")
         return site.start(op, sends, receives, x.dtype, str(made_by))
+
+
+def _result_of(action: Action | None) -> str:
+    return "" if action is None else f"{action} of pipeline stage {action.stage}"
 
 
 class _Mail:
@@ -107,7 +131,12 @@ class _Mail:
 
     def take(self, made_by: Action) -> Tensor:
         """Wait for a message."""
-        return self._received.pop(made_by).wait()
+        handle, position = self._received.pop(made_by), self._channels.position
+        position.awaits = handle.expected
+        try:
+            return handle.wait()
+        finally:
+            position.awaits = ""
 
     def send(self, made_by: Action, x: Tensor) -> None:
         """Start sending the result of an action, and let go of what has been sent."""
@@ -201,7 +230,10 @@ class Timeline:
         self.spans[-1] = action, start, self._clock.now()
 
 
-def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeline: Timeline | None = None) -> None:
+def run_pipeline(
+    plan: PipelinePlan, channels: Channels, work: StageWork, timeline: Timeline | None = None,
+    before: Callable[[Action], None] | None = None,
+) -> None:  # fmt: skip
     """Go through this rank's actions of a plan. Collective over the pipeline.
 
     Args:
@@ -209,12 +241,19 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeli
         channels: groups to the neighbours.
         work: computes the actions.
         timeline: records when each action was computed.
+        before: called before each action, when it may yet have to wait for its input.
+    Raises:
+        WaitError: a neighbour died, or was late.
     """
     mail, passes, last = _Mail(plan, channels, work), dict[Action, _Pass](), plan.num_stages - 1
     local: dict[Action, Tensor] = {}  # from one stage of this rank to the next
+    position = channels.position
     for index, action in enumerate(plan.actions[channels.me]):
+        position.action = action
         mail.post(index)
         mail.forget_sent()
+        if before is not None:
+            before(action)
         source = plan.source(action)
         arrived = None if source is None else local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)
         made: Tensor | None = None
@@ -243,4 +282,5 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeli
         else:
             mail.send(action, made.contiguous())
         del made
+    position.action = None
     mail.finish()

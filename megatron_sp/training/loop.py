@@ -96,7 +96,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             if is_peer_failure(error):
                 if saves is not None:
                     saves.abandon()
-                raise PeerError(peers.explain(error, run_dir)) from error
+                raise PeerError(peers.explain(error, run_dir, context.watchdog.place)) from error
             raise
     signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has reported why
     return code

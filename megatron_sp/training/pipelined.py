@@ -41,6 +41,7 @@ class Pipeline:
 
     def __init__(self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1) -> None:
         self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
+        self._world_size = groups.world_size
         self.stages = cut_model(tuple(layers))
         self.stages_per_rank = len(layers) // self.size
         self.rank_of = self.plan(1).rank_of
@@ -54,6 +55,20 @@ class Pipeline:
         return tuple(stage for stage, owner in zip(self.stages, self.rank_of, strict=True) if owner == self.rank)
 
     @property
+    def parts(self) -> list[str]:
+        """What each rank of the world has of the model, for messages."""
+        return [
+            _of_stages([stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)])
+            for rank in range(self._world_size)
+        ]
+
+    def locate(self) -> tuple[str, str]:
+        """Return the stage and the action that this rank is at, for messages; all of its stages outside of a schedule."""
+        position = self.channels.position
+        action, where = position.action, str(position)
+        return _of_stages([stage.number for stage in self.own_stages] if action is None else [action.stage]), where
+
+    @property
     def has_loss(self) -> bool:
         """True if this rank has the last stage."""
         return self.rank_of[-1] == self.rank
@@ -65,6 +80,10 @@ class Pipeline:
     def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the order of forward passes alone."""
         return forward_plan(self.rank_of, self.size, num_micro_batches)
+
+
+def _of_stages(stages: Sequence[int]) -> str:
+    return f"pipeline stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 @lru_cache(maxsize=64)
@@ -84,6 +103,12 @@ def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
     return Pipeline(groups, kind, layers, parallel.num_pipeline_slices)
 
 
+def fault_point(action: Action) -> str:
+    """Return the name of an action as a place of injected faults (``utils/faults.py``)."""
+    of_slice = f".{action.slice}" if action.slice else ""
+    return f"pipeline.{action.kind}{action.stage}.{action.micro_batch}{of_slice}"
+
+
 class PipelinedPasses:
     """Passes of the micro-batches of a step through this rank's stages (implements ``pipeline.StageWork``).
 
@@ -97,7 +122,7 @@ class PipelinedPasses:
         events: told of units, in either direction.
         weights: gathered before they are used.
         gradients: of the units; None: forward passes alone.
-        faults: injected faults of this step: called with the name of a place.
+        faults: injected faults of this step: called with the name of a place; None: there are none.
         recorder: told which pass is computed (--report-overlap).
     """
 
@@ -105,7 +130,7 @@ class PipelinedPasses:
         self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *, context_of: Callable[[int], ForwardContext],
         hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor],
         loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights, gradients: FlatGradients | None,
-        faults: Callable[[str], None] = lambda place: None, recorder: Recorder | None = None,
+        faults: Callable[[str], None] | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
         self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
@@ -126,6 +151,10 @@ class PipelinedPasses:
                 order += self._model.stage_order(pipeline.stages[action.stage], backward=backward, trained=gradients is not None)
         weights.start_step(1, order)
 
+    def _fault(self, place: str) -> None:
+        if self._faults is not None:
+            self._faults(place)
+
     def _enter(self, direction: Direction) -> None:
         if self._recorder is not None:
             self._recorder.enter(direction)
@@ -140,7 +169,8 @@ class PipelinedPasses:
         Args:
             timeline: records when each action was computed.
         """
-        run_pipeline(self.plan, self.pipeline.channels, self, timeline)
+        before = None if self._faults is None else lambda action: self._fault(fault_point(action))
+        run_pipeline(self.plan, self.pipeline.channels, self, timeline, before)
 
     def shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """See ``StageWork``."""
@@ -161,7 +191,7 @@ class PipelinedPasses:
             return self._loss(index, context)
         x = self._hidden(self.model, self.micro_batches[index], context, self._events)
         if not stage.is_last:
-            self._faults("step.forward")
+            self._fault("step.forward")
         return x
 
     def loss(self, action: Action, y: Tensor) -> Tensor:
@@ -220,7 +250,7 @@ class PipelinedPasses:
             _, others = self._units(self.pipeline.stages[action.stage])
             self.gradients.finish_micro_batch(others)
         self._forget(action.micro_batch)
-        self._faults("step.backward")
+        self._fault("step.backward")
 
     def weights(self, action: Action) -> None:
         """See ``StageWork``."""

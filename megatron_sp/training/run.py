@@ -489,6 +489,9 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     steps = config.logging.report_overlap
     pipeline = build_pipeline(config, groups)
     overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line, pipeline)
+    if pipeline is not None:
+        context.watchdog.locate = pipeline.locate
+        context.peers.parts[:] = pipeline.parts
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",

@@ -290,7 +290,7 @@ class TrainStep:
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
             hidden=self.loss.hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
             events=self.events, weights=self.weights, gradients=self.gradients,
-            faults=lambda place: self.faults.at(place, step), recorder=recorder,
+            faults=(lambda place: self.faults.at(place, step)) if self.faults.faults else None, recorder=recorder,
         ).run(timeline)  # fmt: skip
         if recorder is not None and timeline is not None:
             recorder.actions = timeline.spans

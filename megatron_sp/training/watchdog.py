@@ -27,6 +27,10 @@ class Watchdog:
         rank: this process's rank, for the message.
         on_end: called with the message before the process ends.
         startup_s: additional time for the first beat.
+
+    Attributes:
+        locate: called from the watchdog's thread; returns what this rank has of the model, and its place inside of what was
+            said with the last beat, both for messages and empty if there is nothing to be said (``Pipeline.locate``).
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Watchdog:
         self._timeout_s, self._report, self._rank, self._on_end = timeout_s, report, rank, on_end
         self._deadline = time.monotonic() + timeout_s + startup_s
         self._what = "start-up"
+        self.locate: Callable[[], tuple[str, str]] = lambda: ("", "")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -43,6 +48,12 @@ class Watchdog:
         """Reset the timeout: progress was made, and ``what`` comes next."""
         self._what = what
         self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def place(self) -> str:
+        """What this rank does: what the last beat has said, and the place inside of it."""
+        _, where = self.locate()
+        return f"'{self._what}'" + (f", {where}" if where else "")
 
     def close(self) -> None:
         """Stop the watching thread and wait for it."""
@@ -58,7 +69,9 @@ class Watchdog:
         return time.monotonic() > self._deadline
 
     def _end(self) -> None:
-        message = f"rank {self._rank}: no progress in '{self._what}' for {self._timeout_s:.0f} s"
+        part, where = self.locate()
+        who = f"rank {self._rank} ({part})" if part else f"rank {self._rank}"
+        message = f"{who}: no progress in {self.place}{',' if where else ''} for {self._timeout_s:.0f} s"
         try:
             with open_own(self._report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 file.write(f"{message}\n".encode())

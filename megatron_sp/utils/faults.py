@@ -2,9 +2,11 @@
 
 A plan is one or more faults separated by ``;``, each ``KIND:key=value:...``, for example
 ``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point
-calls ``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and ``attempt`` (torchrun's restart count)
-restrict a fault; an omitted key matches everything. The variable is rejected unless --enable-fault-injection is given,
+process), ``stop`` (SIGSTOP), ``hang`` (this thread goes no further, others do), ``full`` (the disk is full at that point
+of a save) and ``nan`` (the code at that point calls ``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and
+``attempt`` (torchrun's restart count) restrict a fault; an omitted key matches everything. Every action of a pipeline is
+a point, reached before its input has arrived: ``pipeline.B1.2`` is B of stage 1 and micro-batch 2, and
+``pipeline.B1.2.3`` that of the micro-batch's slice 3. The variable is rejected unless --enable-fault-injection is given,
 so that an inherited environment cannot affect production runs.
 """
 
@@ -12,19 +14,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+import time
 from dataclasses import dataclass
 
 from megatron_sp.utils.errors import ConfigError
 
 FAULT_VARIABLE = "MEGATRON_SP_FAULT"
 _SIGNALS = {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}
-_KINDS = (*_SIGNALS, "full", "nan")
+_KINDS = (*_SIGNALS, "hang", "full", "nan")
 _POINTS = (
     "step.forward", "step.backward", "optim.step",
     "save.begin", "save.copy", "save.hash", "save.write", "save.shard", "save.manifest", "save.rename", "save.prune",
     "valid.batch", "valid.record", "test.batch", "test.record", "loss", "grad",
 )  # fmt: skip
+_ACTION = re.compile(r"pipeline\.[FBW]\d+\.\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class FaultPlan:
             if fault.at == point and fault.step in (None, step):
                 if fault.kind in _SIGNALS:
                     os.kill(os.getpid(), _SIGNALS[fault.kind])
+                elif fault.kind == "hang":
+                    _hang()
                 elif fault.kind == "full":
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -84,17 +91,24 @@ class FaultPlan:
         return any(f.at == point and f.kind == "nan" and f.step in (None, step) for f in self.faults)
 
 
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
 def _parse(text: str) -> _Fault:
     kind, *rest = text.split(":")
     fields = dict(part.partition("=")[::2] for part in rest)
     numbers = {"rank", "step", "attempt"}
     bad = [k for k, v in fields.items() if k not in numbers | {"at"} or (k in numbers and not v.isdigit())]
-    if kind not in _KINDS or fields.get("at") not in _POINTS or bad:
+    point = fields.get("at", "")
+    if kind not in _KINDS or not (point in _POINTS or _ACTION.fullmatch(point)) or bad:
         raise ConfigError(
             f"{FAULT_VARIABLE}: cannot read '{text}': expected KIND:at=POINT[:rank=N][:step=N][:attempt=N] with KIND one of"
-            f" {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}"
+            f" {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}, or an action of a pipeline, such as pipeline.B1.2 (stage 1,"
+            " micro-batch 2)"
         )
-    return _Fault(kind, fields["at"], **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
+    return _Fault(kind, point, **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
 
 
 NO_FAULTS = FaultPlan.none()

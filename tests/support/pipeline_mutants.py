@@ -39,7 +39,7 @@ MUTANTS = [
     ("replay: a fused gradient is there before W", REPLAY, 'if not plan.splits and action.kind != "F":', "if False:"),
     ("replay: messages take no time", REPLAY, "(message(source) if crosses else 0.0)", "0.0"),
     # messages
-    ("a message is used before it is there", RUN, "return self._received.pop(made_by).wait()", "return self._received.pop(made_by)._result"),
+    ("a message is used before it is there", RUN, "            return handle.wait()\n", "            return handle._result\n"),
     ("receives in the order in which they are needed", RUN, "        due = len(place)\n        for message in reversed([", "        for message in reversed(["),
     ("a V's stages send to themselves", RUN, "local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)", "mail.take(source)"),
     ("gradients of the input are dropped", RUN, "return None if self.x is None else self.x.grad", "return None if self.x is None else torch.zeros_like(self.x)"),

@@ -17,6 +17,7 @@ from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.comm import peers as peers_module
 from megatron_sp.comm import rendezvous, stacks
+from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.peers import Peers, first_line, is_peer_failure
 from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.comm.stacks import offer_stack, take_stack
@@ -114,6 +115,15 @@ def test_the_dead_rank_is_named(dead_pid: int) -> None:
     text = peers.explain(RuntimeError("[gloo] Connection closed by peer\nmore"))
     assert text.startswith(f"rank 2 (pid {dead_pid} on other) died: a collective failed ([gloo] Connection closed by peer)")
     assert "--auto-resume" in text
+
+
+def test_the_stage_of_a_dead_rank_and_the_message_that_was_waited_for(dead_pid: int) -> None:
+    peers = Peers(["node", "node"], [os.getpid(), dead_pid], [HERE, HERE], parts=["pipeline stage 0", "pipeline stage 1"])
+    error = WaitError("rank 0 waited 60 s for B1:4 of pipeline stage 1 (rank 1): strange")
+    text = peers.explain(error, place="'step 7', action B0:4")
+    who = f"rank 1 (pid {dead_pid} on node, pipeline stage 1) died"
+    assert text.startswith(f"{who}: a collective failed in 'step 7', action B0:4 (rank 0 waited 60 s for B1:4 of pipeline stage 1 (rank 1)")
+    assert is_peer_failure(error), "whatever torch has said"
 
 
 def test_hosts_of_one_name_are_numbered() -> None:

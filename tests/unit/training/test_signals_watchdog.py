@@ -87,6 +87,20 @@ def test_watchdog_ends_a_silent_process(tmp_path: Path) -> None:
     assert str(report) in said.read_text()
 
 
+def test_watchdog_names_the_stage_and_the_action(tmp_path: Path) -> None:
+    report = tmp_path / "stacks.txt"
+
+    def body() -> None:
+        dog = Watchdog(0.2, report, 3, startup_s=FOR_EVER)
+        dog.locate = lambda: ("pipeline stage 1", "action B1:4")
+        dog.beat("step 7")
+        assert dog.place == "'step 7', action B1:4"
+        time.sleep(FOR_EVER)
+
+    assert in_child(body) == 7
+    assert report.read_text().startswith("rank 3 (pipeline stage 1): no progress in 'step 7', action B1:4, for 0 s\n")
+
+
 def test_watchdog_without_a_place_for_its_report(tmp_path: Path) -> None:
     def body() -> None:
         Watchdog(0.1, tmp_path / "absent" / "stacks.txt", 0, startup_s=0.0)
