@@ -6,7 +6,8 @@
 
 Messages from one rank to another are sent and received in the order in which the sender makes them, in a group in which both
 do nothing else. A receive is posted one action before it is needed, or earlier if one behind it is; what has been
-received early waits in its buffer. The output of a stage is not kept: backward needs its graph, not its values.
+received early waits in its buffer. The output of a stage is not kept: backward needs its graph, not its values. What has been sent is
+kept until a message comes back that was made later than it was received (``PipelinePlan.received_before``).
 
 What is computed is not known here (``StageWork``).
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, receive_async, send_async
 from megatron_sp.comm.groups import Group
 from megatron_sp.ops.memory import empty
-from megatron_sp.parallel.pipeline_plan import Action, Message, PipelinePlan
+from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
 
 
 class StageWork(Protocol):
@@ -79,11 +80,12 @@ class _Mail:
     """Messages of one step: receives that are posted in time, and sends that nobody waits for."""
 
     def __init__(self, plan: PipelinePlan, channels: Channels, work: StageWork) -> None:
-        self._channels, self._work = channels, work
+        self._channels, self._work, self._rank_of = channels, work, plan.rank_of
         self._received: dict[Action, Handle] = {}  # by what made it
-        self._sent: deque[Handle] = deque()
         self._targets = {message.action: message.target for message in plan.messages(channels.me)}
-        self._posts = _posts(plan, channels.me)
+        self._sent: dict[int, deque[Handle]] = {target: deque() for target in self._targets.values()}
+        self._gone = dict.fromkeys(self._sent, 0)  # how many to each target are no longer in ``_sent``
+        self._posts, self._received_by = plan.posts(channels.me), plan.received_before(channels.me)
 
     def post(self, index: int) -> None:
         """Post the receives that are due before action ``index``."""
@@ -93,35 +95,34 @@ class _Mail:
             self._received[message.action] = self._channels.receive(into, message.source)
 
     def take(self, made_by: Action) -> Tensor:
-        """Wait for a message."""
-        return self._received.pop(made_by).wait()
+        """Wait for a message, and let go of those that its maker had received before it made this one."""
+        received = self._received.pop(made_by).wait()
+        # gloo does not say when a message has gone: without this all of a step's would be kept
+        source = self._rank_of[made_by.stage]
+        while self._gone.get(source, 0) < self._received_by[made_by]:
+            self._forget(source)
+        return received
 
     def send(self, made_by: Action, x: Tensor) -> None:
         """Start sending the result of an action, and let go of what has been sent."""
-        self._sent.append(self._channels.send(x, self._targets[made_by]))
+        self._sent[self._targets[made_by]].append(self._channels.send(x, self._targets[made_by]))
         self.forget_sent()
 
     def forget_sent(self) -> None:
         """Let go of the memory of messages that have gone."""
-        while self._sent and self._sent[0].is_completed:
-            self._sent.popleft().wait()
+        for target, sent in self._sent.items():
+            while sent and sent[0].is_completed:
+                self._forget(target)
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
-        while self._sent:
-            self._sent.popleft().wait()
+        for target, sent in self._sent.items():
+            while sent:
+                self._forget(target)
 
-
-def _posts(plan: PipelinePlan, me: int) -> dict[int, list[Message]]:
-    """Return the messages whose receives are to be posted before each action: one action ahead, in the order of each channel."""
-    place = {action: index for index, action in enumerate(plan.actions[me])}
-    found: dict[int, list[Message]] = {}
-    for source in range(plan.num_ranks):
-        due = len(place)
-        for message in reversed([m for m in plan.messages(source) if m.target == me]):
-            due = min(due, max(0, place[message.needed_by] - 1))
-            found.setdefault(due, []).insert(0, message)
-    return found
+    def _forget(self, target: int) -> None:
+        self._sent[target].popleft().wait()
+        self._gone[target] += 1
 
 
 class _Pass:
@@ -138,10 +139,15 @@ class _Pass:
         self.x, self._holder, self._loss = x, _Holder(), loss
         self._end = _End.apply(self._holder, y) if loss is None else y
 
-    def backward(self, grad: Tensor | None) -> Tensor | None:
-        """Run backward from the gradient of the output (None: from the loss); return that of the input."""
+    def take_gradient(self, grad: Tensor | None) -> None:
+        """Take the gradient of the output, from which ``backward`` begins, and which it lets go of; None: it begins from the loss."""
         self._holder.grad = grad
-        torch.autograd.backward(self._end if self._loss is None else self._loss(self._end))
+
+    def backward(self) -> Tensor | None:
+        """Run backward; return the gradient of the input."""
+        ends = [self._end if self._loss is None else self._loss(self._end)]
+        del self._end  # the values of the output, which the head has saved if it needs them
+        torch.autograd.backward(ends.pop())
         return None if self.x is None else self.x.grad
 
 
@@ -210,7 +216,11 @@ def run_pipeline(plan: PipelinePlan, channels: Channels, work: StageWork, timeli
             del x, y
         elif action.kind == "B":
             work.before_backward(action, action._replace(kind="W") if plan.splits else None)
-            made = passes.pop(action._replace(kind="F")).backward(arrived)
+            of_action = passes.pop(action._replace(kind="F"))
+            of_action.take_gradient(arrived)
+            arrived = None  # backward needs it for its first operation alone
+            made = of_action.backward()
+            del of_action
             work.after_backward(action)
         else:
             work.weights(action)

@@ -118,6 +118,38 @@ class PipelinePlan:
             found.append(Message(rank, self.rank_of[neighbour], action, action._replace(stage=neighbour)))
         return found
 
+    def _neighbours(self, rank: int) -> list[int]:
+        """Return the ranks with which a rank exchanges messages."""
+        pairs = zip(self.rank_of, self.rank_of[1:], strict=False)
+        return sorted({a + b - rank for a, b in pairs if rank in (a, b) and a != b})
+
+    def posts(self, rank: int) -> dict[int, list[Message]]:
+        """Return the messages whose receives a rank posts before each action: one action ahead, in the order of each channel."""
+        place = {action: index for index, action in enumerate(self.actions[rank])}
+        found: dict[int, list[Message]] = {}
+        for source in self._neighbours(rank):
+            due = len(place)
+            for message in reversed([m for m in self.messages(source) if m.target == rank]):
+                due = min(due, max(0, place[message.needed_by] - 1))
+                found.setdefault(due, []).insert(0, message)
+        return found
+
+    def received_before(self, rank: int) -> dict[Action, int]:
+        """Return for each message to a rank, by what makes it, how many of the rank's own to its maker have been received before."""
+        found: dict[Action, int] = {}
+        sent = self.messages(rank)
+        for source in self._neighbours(rank):
+            needed = [message.needed_by for message in sent if message.target == source]
+            mine = {message.action for message in self.messages(source) if message.target == rank}
+            at, done = 0, set[Action]()
+            for action in self.actions[source]:
+                done.add(action)
+                while at < len(needed) and needed[at] in done:
+                    at += 1
+                if action in mine:
+                    found[action] = at
+        return found
+
     def in_flight(self, rank: int) -> int:
         """Return the most (stage, micro-batch, slice) whose activations a rank holds at a time, from F until W has run."""
         most = now = 0

@@ -7,7 +7,7 @@ TESTS = [
     "tests/dist/test_pipeline_layouts.py", "tests/dist/test_train_pipeline.py",
 ]  # fmt: skip
 
-ORDERS, CHECK, REPLAY, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", ""))
+ORDERS, CHECK, REPLAY, PLAN, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", "_plan", ""))
 STAGES, PASSES, GRADIENTS, MODEL = "parallel/pipeline_stages.py", "training/pipelined.py", "optim/gradients.py", "models/language_model.py"
 SHARDING, OPTIMIZER, GROUPS, STEP = "training/sharding.py", "optim/optimizer.py", "comm/groups.py", "training/step.py"
 CP, SLICES, BLOCK, CUT, SAME = (
@@ -39,8 +39,8 @@ MUTANTS = [
     ("replay: a fused gradient is there before W", REPLAY, 'if not plan.splits and action.kind != "F":', "if False:"),
     ("replay: messages take no time", REPLAY, "(message(source) if crosses else 0.0)", "0.0"),
     # messages
-    ("a message is used before it is there", RUN, "return self._received.pop(made_by).wait()", "return self._received.pop(made_by)._result"),
-    ("receives in the order in which they are needed", RUN, "        due = len(place)\n        for message in reversed([", "        for message in reversed(["),
+    ("a message is used before it is there", RUN, "received = self._received.pop(made_by).wait()", "received = self._received.pop(made_by)._result"),
+    ("receives in the order in which they are needed", PLAN, "            due = len(place)\n            for message in reversed([", "            for message in reversed(["),
     ("a V's stages send to themselves", RUN, "local.pop(source) if plan.rank_of[source.stage] == channels.me else mail.take(source)", "mail.take(source)"),
     ("gradients of the input are dropped", RUN, "return None if self.x is None else self.x.grad", "return None if self.x is None else torch.zeros_like(self.x)"),
     ("the gradient of the output is doubled", RUN, "        return None, grad\n", "        return None, None if grad is None else grad + grad\n"),

@@ -96,6 +96,25 @@ def test_a_replay_by_hand() -> None:
     assert slow.time == 1 + 2 * 15 + 2, "the last rank is never idle"
 
 
+def test_what_is_sent_is_kept_until_it_must_have_arrived() -> None:
+    plan = plan_pipeline("1f1b", 2, 1, 3)
+    posts = {index: [str(m.action) for m in messages] for index, messages in plan.posts(0).items()}
+    assert posts == {1: ["B1:0"], 4: ["B1:1"], 6: ["B1:2"]}, "one action ahead"
+    assert {str(action): count for action, count in plan.received_before(0).items()} == {"B1:0": 1, "B1:1": 2, "B1:2": 3}
+    assert {str(action): count for action, count in plan.received_before(1).items()} == {"F0:0": 0, "F0:1": 0, "F0:2": 1}
+    for kind, v, n in SIZES:
+        for p in (2, 3, 4):
+            plan = plan_pipeline(kind, p, v, 2 * p + 1, n)
+            at = {action: index for actions in plan.actions for index, action in enumerate(actions)}
+            for rank in range(p):
+                found = plan.received_before(rank)
+                arriving = [m for source in range(p) for m in plan.messages(source) if m.target == rank]
+                assert found.keys() == {m.action for m in arriving}
+                for m in arriving:
+                    there = [at[sent.needed_by] <= at[m.action] for sent in plan.messages(rank) if sent.target == m.source]
+                    assert found[m.action] == (there.index(False) if False in there else len(there))
+
+
 def broken(plan: PipelinePlan, rank: int, actions: list[Action]) -> PipelinePlan:
     """Return the plan with other actions of a rank."""
     return replace(plan, actions=tuple(tuple(actions) if r == rank else mine for r, mine in enumerate(plan.actions)))
