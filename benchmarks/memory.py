@@ -41,19 +41,34 @@ class Layout:
     mode: str = "none"
     zero: dict[str, Any] = field(default_factory=dict)  # fields of ParallelConfig: of ZeRO and of cp
     micro_batches: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    slices: int = 1
     bf16: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        return self.cp * self.sp * self.tp * self.dp
+        return self.pp * self.cp * self.sp * self.tp * self.dp
+
+    def parallel(self) -> Any:
+        """The parallel section of the configuration."""
+        from megatron_sp.config.schema import ParallelConfig
+
+        pipeline = {"pipeline_schedule": self.schedule, "pipeline_slices": self.slices if self.slices > 1 else None}
+        return ParallelConfig(
+            tensor_model_parallel_size=self.tp, sequence_parallel=self.tp_seq, sequence_parallel_size=self.sp,
+            sp_overlap_mode=self.mode, context_parallel_size=self.cp, pipeline_model_parallel_size=self.pp,
+            **(pipeline if self.pp > 1 else {}), **self.zero,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"cp {self.cp}"] if self.cp > 1 else []
         words += [f"sp {self.sp}"] if self.sp > 1 or (self.tp == 1 and self.dp == 1 and self.cp == 1) else []
         words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
+        words += [f"pp {self.pp} ({self.schedule}{f', {self.slices} slices' if self.slices > 1 else ''})"] if self.pp > 1 else []
         words += [self.mode] if self.mode != "none" else []
         words += [f"{k} {v}" for k, v in {**self.zero, **self.model, **self.kernels}.items()]
         words += ["bf16"] if self.bf16 else []
@@ -137,18 +152,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None) -> Any:
     """The closed form for a layout; ``what`` may be another plan of the same workload."""
-    from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+    from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, PrecisionConfig
     from megatron_sp.estimate.memory import memory_plan
     from megatron_sp.estimate.workload import Workload
 
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
-        sp_overlap_mode=layout.mode, context_parallel_size=layout.cp, **layout.zero,  # type: ignore[arg-type]
-    )  # fmt: skip
     model = ModelConfig(**{**shape, **layout.model})
     more = {"head_share": 1 / EVERY} if model.is_bert else {}
     workload = Workload(
-        model, parallel, KernelConfig(**layout.kernels),
+        model, layout.parallel(), KernelConfig(**layout.kernels),
         BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
         dp=layout.dp, device=device, **more,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -241,7 +252,8 @@ class Training:
         import torch
 
         from megatron_sp.comm.groups import ParallelGroups
-        from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+        from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
+        from megatron_sp.estimate.stages import layers_of_stages
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.ops.attention_choice import choose_kernel
@@ -249,33 +261,44 @@ class Training:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
+        from megatron_sp.parallel.forward_context import TABLE
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
         from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
-        from megatron_sp.training.sharding import pools_of_model
+        from megatron_sp.training.pipelined import Pipeline
+        from megatron_sp.training.sharding import TABLE_STAGE, embeds_and_predicts, pools_of_model
         from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
         self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
-        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp, cp_size=layout.cp)
+        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp, cp_size=layout.cp, pp_size=layout.pp)
         mode: Any = layout.mode
-        sharding = ParallelConfig(context_parallel_size=layout.cp, **layout.zero)
+        sharding = layout.parallel()
+        kind: Any = sharding.pipeline_kind
+        stages = layers_of_stages(config, sharding) if layout.pp > 1 else ()
+        pipeline = Pipeline(groups, kind, stages, layout.slices) if layout.pp > 1 else None
         parallel = Parallel.of(
             groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none", cp_chunks=sharding.cp_chunks,
             cp_stages_ahead=sharding.num_stages_ahead, cp_keep_kv=sharding.cp_keep_kv,
+            stages=() if pipeline is None else pipeline.own_stages, num_slices=layout.slices,
         )  # fmt: skip
         model = (BertModel if config.is_bert else GPTModel)(
             config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel
         ).to(self.device)
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
-        zero = Zero(sharding.zero_stage, groups.dp_cp_sp)
-        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zero) for u in model.units()]
+        zeros = {name: Zero(sharding.zero_stage, groups.dp_cp_sp) for name in (unit.name for unit in model.units())}
+        if TABLE in zeros:
+            zeros[TABLE] = Zero(min(sharding.zero_stage, TABLE_STAGE), groups.ends or groups.dp_cp_sp)
+        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zeros[u.name]) for u in model.units()]
+        tables = [index for index, unit in enumerate(units) if unit.name == TABLE]
         gradients = FlatGradients(
             units, groups.dp_cp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
+            own_groups={index: units[index].zero.group for index in tables}, reserves_ahead=not embeds_and_predicts(parallel),
         )  # fmt: skip
         weights = WholeWeights(
-            units, pools=pools_of_model(model, sharding), order=model.unit_order(backward=True), overlap=sharding.overlap_param_gather,
+            units, pools=pools_of_model(model, sharding), order=[] if pipeline else model.unit_order(backward=True),
+            overlap=sharding.overlap_param_gather,
             fetch=sharding.zero3_fetch,
         )  # fmt: skip
         attach_main_grad(model, gradients)
@@ -285,8 +308,14 @@ class Training:
             order = (batch.get("order"),) if config.is_bert else ()
             made = model(*shown, batch["labels"], batch["loss_mask"], *order, context, events)
             terms = [term for term in made[: 2 if config.has_order_head else 1]]
-            counter.end("forward")
+            if pipeline is None:  # else the loss is a part of backward
+                counter.end("forward")
             return terms
+
+        def hidden(model: Any, batch: Any, context: Any, events: Any) -> Any:
+            made = model.hidden(batch["tokens"], context, events, batch.get("types"))
+            counter.end("forward")
+            return made
 
         names = ("lm loss", "order loss")[: 1 + config.has_order_head]
 
@@ -295,15 +324,27 @@ class Training:
             return [count, torch.ones_like(count) * len(batch["tokens"])] if config.has_order_head else [count]
 
         start, leave, finish = gradients.start_step, gradients.finish_micro_batch, gradients.finish_step
+        put_off = gradients.put_off
+
+        def begin_or_end(key: Any = None, units: Any = ()) -> None:
+            """A stage's backward pass begins, with units, or ends; the forward pass before has still sent its output."""
+            put_off(key, units)
+            counter.end("forward" if units else "backward")
+
+        gradients.put_off = begin_or_end  # type: ignore[method-assign]
         gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]
-        gradients.finish_micro_batch = lambda: (leave(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
+        gradients.finish_micro_batch = lambda units=None: (leave(units), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         self.train_step = TrainStep(
             StepParts(
-                model, weights, gradients, FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
-                LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1),
+                model, weights, gradients,
+                FlatOptimizer(
+                    units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world, whole=groups.pp_tp,
+                    counted_elsewhere=tables if groups.pp_rank else (),
+                ),
+                LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), pipeline,
             ),
-            Loss(names, counts, sums, causal=not config.is_bert), groups,
+            Loss(names, counts, sums, causal=not config.is_bert, hidden=hidden), groups,
             StepOptions(
                 seed=1, drops=max(config.attention_dropout, config.hidden_dropout) > 0,
                 kernel=choose_kernel("auto", device, dtype, config.attention_dropout).name,

@@ -9,7 +9,8 @@ Gradients take memory from the first one of a step to the start of the next step
 activations while it produces gradients, and the peak is at the head, at a block's backward, at a reduction, or at the
 update, depending on the shapes. All of these are computed, tensor by tensor, following ``models/transformer.py``,
 ``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py``: the head in ``estimate/memory_head.py``,
-the blocks in ``estimate/memory_block.py``, from the sizes that ``estimate/memory_rank.py`` puts together.
+the blocks in ``estimate/memory_block.py``, from the sizes that ``estimate/memory_rank.py`` puts together, and passes of a
+pipeline's stages beside each other in ``estimate/memory_pipeline.py``.
 
 Only tensors are counted, as an allocator does: no fragmentation, NCCL buffers, or working memory inside a kernel. This
 module does not import torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` compares it with measured
@@ -18,12 +19,11 @@ steps.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
-from megatron_sp.estimate.memory_block import BlockMoments, place_of
-from megatron_sp.estimate.memory_head import HeadMoments
-from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment, total
+from megatron_sp.estimate.memory_passes import PassMoments
+from megatron_sp.estimate.memory_pipeline import pipeline_host, pipeline_moments
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
 from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
 from megatron_sp.estimate.memory_zero import gradient_lines
 from megatron_sp.estimate.workload import Workload
@@ -37,48 +37,33 @@ def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") 
         workload: configuration of the run, and layout.
         optimizer: optimizer whose state is counted.
     """
-    return max((_of_rank(form, optimizer) for form in forms_of_ranks(workload)), key=lambda plan: plan.peak)
+    return max(plans_of_ranks(workload, optimizer), key=lambda plan: plan.peak)
+
+
+def plans_of_ranks(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") -> list[MemoryPlan]:
+    """Return the memory of each pipeline rank, without a pipeline of the one; arguments are those of ``memory_plan``."""
+    return [_of_rank(form, optimizer) for form in forms_of_ranks(workload)]
 
 
 def _of_rank(form: RankForm, optimizer: Literal["adam", "sgd"]) -> MemoryPlan:
-    shape, zero = form.shape, form.zero
-    head = HeadMoments(form)
-    block = BlockMoments(form, head.params())
-    moments = [*block.forward()]
-    if shape.share.has_head:
-        moments = [*head.forward(), *moments, *head.backward()]
-    for layer in _telling_layers(form):
-        moments += block.backward(layer)
-    # or, of the same width, a copy without other ranks' rows
-    widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0)
-    moments.append(Moment("backward", "embedding", (*gradient_lines(zero.at(0)), *block.stream_gradients(), widened)))
-    moments += _reductions(form, head)
-    if others := _of_other_passes(form):
-        moments = [replace(moment, lines=(*moment.lines, *others)) for moment in moments]
-    moments.append(Moment("update", "optimizer", gradient_lines(zero.after())))
-    return MemoryPlan(_resident(form, optimizer), tuple(moments), form.activations.host, _optimizer_host(form, optimizer))
+    if form.shape.share.is_cut:
+        moments = pipeline_moments(form)
+    else:
+        passes = PassMoments(form)
+        moments = [*passes.head(), *passes.forward(), *passes.backward()]
+        moments.append(Moment("update", "optimizer", gradient_lines(form.zero.after())))
+    return MemoryPlan(_resident(form, optimizer), tuple(moments), _host(form), _optimizer_host(form, optimizer))
 
 
-def _of_other_passes(form: RankForm) -> list[Line]:
-    """Return what a pipeline rank holds of other micro-batches than the one that it computes: nothing without a pipeline."""
-    shape, share = form.shape, form.shape.share
-    if share.others == 0 and share.waiting == 0 and shape.layers == form.workload.model.num_layers:
-        return []
-    of_rank = total(form.activations.kept_by_blocks())
-    # a product's operands: inputs of the four products of a block, and the gradients of their outputs
-    operands = 3 * shape.whole_stream + (2 * form.attention.qkv_rows + form.attention.proj_columns) * shape.sp_tokens * shape.e // 2
-    operands += shape.sp_tokens * (shape.ffn + shape.ffn_in) * shape.e + shape.stream
-    return [
-        Line("activations of other micro-batches", share.others * of_rank // share.stages),
-        Line("operands of gradients that are put off", share.waiting * operands * shape.layers // share.stages),
-        Line("messages between stages", 3 * shape.stream),
-    ]  # fmt: skip
+def _host(form: RankForm) -> int:
+    """Return the bytes of offloaded activations in host memory."""
+    return pipeline_host(form) if form.shape.share.is_cut else form.activations.host
 
 
 def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
     """Return the memory held for the whole run."""
     shape, zero = form.shape, form.zero
-    kept = zero.num_params // zero.parts * shape.wide
+    kept = zero.updated_params * shape.wide
     if shape.cuda and form.workload.parallel.offload_optimizer:
         kept = 0
     data = shape.num_micro_batches * shape.micro_batch * shape.whole_length * (8 + 8 + 4 + 8 * form.workload.model.is_bert)
@@ -87,7 +72,7 @@ def _resident(form: RankForm, optimizer: str) -> tuple[Line, ...]:
         Line("master weights", kept if shape.is_16_bit else 0),
         Line("optimizer state", kept * (2 if optimizer == "adam" else 1)),
         Line("micro-batches", data), Line("tables of the forward pass", _tables(form)),
-        Line("activations' copies in host memory", 0 if shape.cuda else form.activations.host),
+        Line("activations' copies in host memory", 0 if shape.cuda else _host(form)),
     )  # fmt: skip
 
 
@@ -97,7 +82,7 @@ def _optimizer_host(form: RankForm, optimizer: str) -> int:
     if not (shape.cuda and form.workload.parallel.offload_optimizer):
         return 0
     each = shape.wide * (4 if optimizer == "adam" else 3) + (shape.e if shape.is_16_bit else 0)
-    return zero.num_params // zero.parts * each
+    return zero.updated_params * each
 
 
 def _tables(form: RankForm) -> int:
@@ -119,31 +104,3 @@ def _window_masks(form: RankForm) -> int:
     sizes = {min(tile, rest), rest % tile}
     apart = 16 if shape.cuda else 1
     return sum(queries * round_up(window - 1 + queries, apart) for queries in sizes) * shape.e
-
-
-def _telling_layers(form: RankForm) -> list[int]:
-    """Return the layers, last first, that can be at the peak: memory that changes evenly from block to block is largest at an end."""
-    layers, recomputed = form.shape.layers, form.shape.recomputed
-    chunks = {last - first for first, last in recomputed}
-    even = not chunks or (chunks == {1} and len(recomputed) == layers)
-    ends = {0, 1, layers - 2, layers - 1} if even else set(range(layers))
-    return sorted((layer for layer in ends if 0 <= layer < layers), reverse=True)
-
-
-def _reductions(form: RankForm, head: HeadMoments) -> list[Moment]:
-    """Return the moments of gradient reductions: when backward leaves a unit, and after the backward pass."""
-    shape, zero, layers = form.shape, form.zero, form.shape.layers
-    packed = [Line("what tp ranks sum, packed", form.shared_gradients(unit) * shape.wide) for unit in range(layers + 2)]
-    stream = [Line("gradient of the stream", shape.stream), Line("gradient of the head's input", shape.head_stream)]
-    blocks = form.activations.kept_by_blocks()
-    made = [
-        Moment("backward", "reduction of the head", (*gradient_lines(held), head.params(), *blocks, *stream))
-        for held in zero.reducing(layers + 1)
-    ]
-    for layer in _telling_layers(form):
-        kept = form.activations.kept_below(layer)
-        for held in zero.reducing(layer + 1):
-            lines = (*gradient_lines(held), *kept, *stream, packed[layer + 1])
-            made.append(Moment("backward", f"{place_of(layer, layers)} block, reduction", lines))
-    made += [Moment("backward", "reductions after the backward pass", (*gradient_lines(held), packed[0])) for held in zero.reducing(0)]
-    return made

@@ -62,7 +62,8 @@ class ActivationForm:
     @property
     def embedding_norm(self) -> Line:
         """Activations saved by the embedding norm of a post-norm model, held throughout forward and backward."""
-        return Line("embedding norm's input", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
+        is_there = self.shape.post and self.shape.share.has_embedding
+        return Line("embedding norm's input", self.shape.stream + self.shape.norm_stats if is_there else 0)
 
     # of all blocks
 

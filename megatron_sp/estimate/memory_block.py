@@ -6,11 +6,13 @@ from functools import cache
 
 from megatron_sp.estimate.memory_mlp import PieceForm, activation_backward
 from megatron_sp.estimate.memory_plan import Line, Moment, total
+from megatron_sp.estimate.memory_put_off import PutOffForm
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_shape import BLOCK_BYTES
 from megatron_sp.estimate.memory_zero import gradient_lines
 
 _GATHERED = "gradient of the stream, gathered"
+_PUT_OFF = "operands of gradients that are put off"
 _ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own", "keys and values of other ranks")
 
 
@@ -29,7 +31,8 @@ class BlockMoments:
 
     def __init__(self, form: RankForm, head_params: Line) -> None:
         self.model, self.kernels, self.head_params = form.workload.model, form.workload.kernels, head_params
-        self.shape, self.attention, self.activations, self.zero = form.shape, form.attention, form.activations, form.zero
+        self.shape, self.attention, self.activations, self.gradients = form.shape, form.attention, form.activations, form.gradients
+        self.put_off = PutOffForm(self.model, self.shape, self.attention)
         self._around = cache(self._held_throughout)
         self.piece = self._largest_piece()
 
@@ -56,7 +59,7 @@ class BlockMoments:
     def _attention_forward(self) -> Moment:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
-        mlp = 0 if recomputed else -total(self.activations.mlp_keeps)
+        mlp = 0 if recomputed else -total([*self.activations.mlp_keeps, *[self.activations.norm_behind] * 2])
         keeps = total(self.activations.attention_keeps(again=False)) - attention.results if recomputed else 0
         if self.kernels.recompute_qkv:
             keeps += max(chunk.heads for chunk in attention.remade)
@@ -72,7 +75,7 @@ class BlockMoments:
         return Moment(
             "forward", "attention of the last block",
             (
-                *gradient_lines(self.zero.forward()), self.head_params, *self.activations.kept_by_blocks(),
+                *gradient_lines(self.gradients.forward()), self.head_params, *self.activations.kept_by_blocks(),
                 Line("MLP, not there yet", mlp), self.activations.leaving(), Line("of a recomputed block", keeps),
                 Line("attention kernel's temporaries", makes),
             ),
@@ -82,16 +85,21 @@ class BlockMoments:
         """Return the moment at the end of the last block's forward pass: the MLP's activation and the block's output."""
         shape = self.shape
         inside = total(self.activations.mlp_keeps) if shape.recomputed else 0
+        if shape.recomputed and shape.recomputed[-1][1] - shape.recomputed[-1][0] > 1:
+            inside += shape.stream  # the block's input, which is not that of the recomputed ones
         if shape.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
             made = [Line("MLP, after the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
+            made.append(Line("block's output, scattered", shape.scattering))
+        if not shape.recomputed:
+            made.append(Line("norm after the MLP, not there yet", -self.activations.norm_behind.num_bytes))
         # a parallel residual does not save it: the MLP reads attention's input
         made.append(Line("sum after attention", shape.stream if shape.parallel_residual else 0))
         return Moment(
             "forward", "last block",
             (
-                *gradient_lines(self.zero.forward()), self.head_params, *self.activations.kept_by_blocks(),
+                *gradient_lines(self.gradients.forward()), self.head_params, *self.activations.kept_by_blocks(),
                 Line("of a recomputed block", inside), *made, self.activations.leaving(),
             ),
         )  # fmt: skip
@@ -111,7 +119,8 @@ class BlockMoments:
 
     def _held_throughout(self, layer: int) -> tuple[Line, ...]:
         """Return the memory held throughout a block's backward: gradients, and the activations of the blocks below."""
-        return (*gradient_lines(self.zero.at(layer + 1)), *self.activations.kept_below(layer))
+        put_off = (self.shape.layers - 1 - layer) * self.put_off.block
+        return (*gradient_lines(self.gradients.at(layer + 1)), *self.activations.kept_below(layer), Line(_PUT_OFF, put_off))
 
     def _from_outside(self, layer: int, attention: bool = False) -> Line:
         """Return the gradient of the output of a chunk of recomputed blocks; after the chunk's first op the stream's is another."""
@@ -123,15 +132,26 @@ class BlockMoments:
         """Return ``stream_gradients`` where nothing is gathered."""
         return [line for line in self.stream_gradients() if line.name != _GATHERED]
 
-    def _norm_backward(self) -> list[Line]:
-        """Return the memory of a norm's backward; a layer without a norm adds two gradients instead, which takes less."""
-        return [Line("gradient of the norm's input", self.shape.stream), Line("norm's temporaries", self.shape.norm_temporaries)]
+    def _norm_backward(self, *, adds: bool = True) -> list[Line]:
+        """Return the memory of a norm's backward.
+
+        Args:
+            adds: another gradient of its input is added.
+        """
+        shape = self.shape
+        sum_of_two = shape.norm_temporaries // 2 if shape.norms == 2 and not shape.fused and not adds else 0
+        temporaries = Line("norm's temporaries", shape.norm_temporaries - sum_of_two)
+        return [Line("gradient of the norm's input", shape.stream), temporaries]
+
+    def _behind_product(self) -> list[Line]:
+        """Return what comes after a projection's product with its weight: its norm; without one two gradients are added, in place."""
+        return [] if self.shape.post else self._norm_backward()
 
     def _norm_behind_backward(self, layer: int) -> list[Moment]:
         """Return the moment in the norm after the MLP, with which the backward of a post-norm block begins; none without it."""
         if not self.shape.post:
             return []
-        lines = (*self.activations.block_keeps(again=self._is_again(layer)), *self._local_gradients(), *self._norm_backward())
+        lines = (*self.activations.block_keeps(again=self._is_again(layer)), *self._local_gradients(), *self._norm_backward(adds=False))
         return [self._moment(layer, "norm after the MLP", *lines)]
 
     def _mlp_backward(self, layer: int) -> Moment:
@@ -141,10 +161,18 @@ class BlockMoments:
         if shape.chunked:
             stream = [Line("gradient of the stream", 2 * shape.stream), Line("gradient of the head's input", shape.head_stream)]
             pieces = [Line(*named) for named in self.piece.backward()]
+            pieces.append(Line(_PUT_OFF, self._put_off_in_pieces()))
             return self._moment(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
         one = shape.sp_tokens * shape.ffn * shape.e
         made = Line("MLP, inside", activation_backward(self.model.activation, one, shape.gate_block))
-        return self._moment(layer, "MLP", *keeps, *self.stream_gradients(), self._from_outside(layer), made)
+        kept = Line(_PUT_OFF, 0 if shape.fused and shape.ffn_in > shape.ffn else self.put_off.activation)
+        return self._moment(layer, "MLP", *keeps, *self.stream_gradients(), self._from_outside(layer), made, kept)
+
+    def _put_off_in_pieces(self) -> int:
+        """Return what the pieces of a chunked MLP have put off when the largest one is computed last."""
+        share = max(self.shape.mlp_pieces) / self.shape.tp_seq_tokens
+        others = int((self.put_off.mlp - self.put_off.normed + self.put_off.gathered) * (1 - share))
+        return others + int(self.put_off.activation * share)
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
         """Return the moments in the MLP's first linear layer: the second one's activations are freed."""
@@ -158,8 +186,9 @@ class BlockMoments:
             Line("norm's output", 0 if shape.post else shape.stream), Line("norm's output, gathered", shape.gathered),
             Line("gradient of the norm's output", shape.whole_stream + shape.scattering),
         ]  # fmt: skip
-        norm = [Line("gradient of the norm's output", shape.stream), *self._norm_backward()]
-        return [self._moment(layer, "first linear layer", *kept, *stream, wide, *more) for more in (product, norm)]
+        norm = [Line("gradient of the norm's output", shape.stream), *self._behind_product(), Line(_PUT_OFF, self.put_off.normed)]
+        second = Line(_PUT_OFF, self.put_off.activation + self.put_off.gathered)
+        return [self._moment(layer, "first linear layer", *kept, *stream, wide, second, *more) for more in (product, norm)]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
         """Return the moments from the attention's output to the norm before it."""
@@ -179,7 +208,8 @@ class BlockMoments:
         """
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
-        return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits)]
+        put_off = Line(_PUT_OFF, self.put_off.mlp)
+        return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off]
 
     def _core_backward(self, layer: int) -> list[Moment]:
         """Return the moments at the largest chunk of heads: in the kernel, in the rotary embedding, and as its gradient is sent."""
@@ -255,7 +285,7 @@ class BlockMoments:
         scattered = Line("gradient of the norm's output, scattered", shape.stream if shape.parts > 1 else 0)
         return [
             self._moment(layer, "QKV projection", *product, norm_output, scattering),
-            self._moment(layer, "norm before QKV", *product, scattered, *self._norm_backward()),
+            self._moment(layer, "norm before QKV", *product, scattered, *self._behind_product()),
         ]
 
     def _largest_piece(self) -> PieceForm:

@@ -19,7 +19,8 @@ class HeadMoments:
     """
 
     def __init__(self, form: RankForm) -> None:
-        self.model, self.shape, self.zero, self.activations = form.workload.model, form.shape, form.zero, form.activations
+        self.model, self.shape, self.activations = form.workload.model, form.shape, form.activations
+        self.zero, self.gradients = form.zero, form.gradients
 
     def params(self) -> Line:
         """Return the buffer of the head's parameters, which exists from the last block's forward pass on."""
@@ -34,7 +35,7 @@ class HeadMoments:
         """Return the moments of the head's backward: before waiting for the reduction, and after it, when the gradient is scaled."""
         shape = self.shape
         table = Line("gradient of the table", self._table_gradient())
-        base = [*gradient_lines(self.zero.at_head()), self.params(), *self._kept_by_all(), table]
+        base = [*gradient_lines(self.gradients.at_head()), self.params(), *self._kept_by_all(), table]
         if self.model.is_bert:
             return [self._bert_backward(base)]
         waiting = Line("gradient of the head's input", shape.whole_stream + shape.scattering)
@@ -56,10 +57,10 @@ class HeadMoments:
         if shape.fused:  # by the time of the last chunk's logits the gradient of the others is gone
             weighted = max(chunk * shape.h * shape.e, rest - more)
         product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
-        before = shape.head_stream if shape.num_micro_batches > 1 else 0
+        before = shape.head_stream if shape.num_micro_batches > 1 and not shape.share.is_cut else 0
         entering = tokens * shape.h * shape.e if bert else shape.stream
         return [
-            *gradient_lines(self.zero.at_head()), self.params(), *self._kept_by_all(), Line("head's input", entering),
+            *gradient_lines(self.gradients.at_head()), self.params(), *self._kept_by_all(), Line("head's input", entering),
             Line("head's input, gathered", 0 if bert else shape.gathered), Line("gradient of the head's input", tokens * shape.h * shape.e),
             Line(_LOGITS, chunk * shape.rows * shape.wide), Line(_GRADIENT, more), Line(_PRODUCT, product),
             Line("gradient of the table", self._table_gradient()), Line(_WEIGHTED, weighted),
@@ -95,5 +96,4 @@ class HeadMoments:
 
     def _table_gradient(self) -> int:
         """Return the bytes of the table's gradient beside that of earlier micro-batches in the flat buffer; stages 2 and 3 reduce that."""
-        shape = self.shape
-        return shape.rows * shape.h * shape.wide if shape.num_micro_batches > 1 and self.zero.stage < 2 else 0
+        return self.shape.rows * self.shape.h * self.shape.wide if self.gradients.table_is_apart else 0

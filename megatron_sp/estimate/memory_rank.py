@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_shape import RankShape
-from megatron_sp.estimate.memory_zero import ALIGN_BYTES, ZeroForm
+from megatron_sp.estimate.memory_zero import ALIGN_BYTES, PassGradients, ZeroForm
 from megatron_sp.estimate.stages import RankShare, shares_of
 from megatron_sp.estimate.workload import Workload, num_micro_batches
 from megatron_sp.utils.numbers import round_up
@@ -27,7 +29,10 @@ class RankForm:
         attention: a block's attention.
         activations: what blocks save for backward.
         zero: parameters and gradients.
+        gradients: gradients in the course of a pass.
     """
+
+    gradients: PassGradients
 
     def __init__(self, workload: Workload, share: RankShare | None = None) -> None:
         self.workload = workload
@@ -38,11 +43,16 @@ class RankForm:
         is_tied = ends and not workload.model.untie_embeddings_and_output_weights
         self.zero = ZeroForm(
             self._units(), workload.parallel, workload.dp * self.shape.cp * self.shape.sp, self.shape.e, self.shape.wide,
-            accumulates=self.shape.num_micro_batches > 1, tied=is_tied, receives=not self.shape.cuda,
+            accumulates=self.shape.num_micro_batches > 1, tied=is_tied, receives=not self.shape.cuda, is_cut=self.shape.share.is_cut,
+            table=self._shared_table(),
         )  # fmt: skip
+        self.gradients = self.zero
 
     def _units(self) -> list[int]:
-        """Return the parameters of the embedding, of each block and of the head, in elements as aligned in the flat buffers."""
+        """Return the parameters of the embedding, of each block and of the head, in elements as aligned in the flat buffers.
+
+        A table that embedding and head share on two ranks is in neither (``ZeroForm.table``).
+        """
         model, shape, qkv_rows = self.workload.model, self.shape, self.attention.qkv_rows
         h, norms, align = shape.h, shape.norms, ALIGN_BYTES // shape.e
 
@@ -61,10 +71,28 @@ class RankForm:
         bert += [h * h, h, 2 * h, 2] if model.has_order_head else []
         output = table if model.untie_embeddings_and_output_weights else []
         share = shape.share
-        if share.has_head and not share.has_embedding:
-            output = table  # a tied one, too
-        first = aligned(*table, *positions, *before) if share.has_embedding else 0
+        entry = [] if self._shared_table() else table
+        first = aligned(*entry, *positions, *before) if share.has_embedding else 0
         return [first, *[block] * shape.layers, aligned(*behind, *bert, *output) if share.has_head else 0]
+
+    def _shared_table(self) -> int:
+        """Return the elements of a table that the first and the last rank of a pipeline share; 0 if there is none here."""
+        share, model = self.shape.share, self.workload.model
+        is_shared = share.has_embedding != share.has_head and not model.untie_embeddings_and_output_weights
+        return round_up(self.shape.rows * self.shape.h, ALIGN_BYTES // self.shape.e) if is_shared else 0
+
+    def of_stage(self, index: int) -> RankForm:
+        """Return the forms of one stage of a pipeline rank, by its number among the rank's; ``zero`` is that of the rank."""
+        made = copy(self)
+        made.shape = RankShape(self.workload, self.shape.share.stage(index))
+        made.activations = ActivationForm(made.shape, self.attention)
+        return made
+
+    def with_gradients(self, gradients: PassGradients) -> RankForm:
+        """Return these forms in a pass with such gradients."""
+        made = copy(self)
+        made.gradients = gradients
+        return made
 
     def shared_gradients(self, unit: int) -> int:
         """Return the number of a unit's gradient elements that tp ranks share, and sum in one packed all_reduce."""
@@ -85,9 +113,9 @@ class RankForm:
 
 
 def forms_of_ranks(workload: Workload) -> list[RankForm]:
-    """Return the closed forms of the pipeline ranks, those that are alike once; without a pipeline of the one rank."""
+    """Return the closed forms of the pipeline ranks; without a pipeline of the one rank."""
     shares = shares_of(workload.model, workload.parallel, num_micro_batches(workload))
-    return [RankForm(workload, share) for share in dict.fromkeys(shares)]
+    return [RankForm(workload, share) for share in shares]
 
 
 def largest_form(workload: Workload) -> RankForm:

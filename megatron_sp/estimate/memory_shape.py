@@ -88,6 +88,8 @@ class RankShape:
         self.stream, self.whole_stream = self.tp_seq_tokens * self.h * self.e, self.sp_tokens * self.h * self.e
         self.gathered = self.whole_stream if self.parts > 1 else 0
         self.head_stream = self.head_tokens * self.h * self.e if model.is_bert else self.stream
+        if not self.share.has_head:
+            self.head_stream = 0
         # without NCCL a reduce_scatter holds what arrives from the other ranks, too
         self.scattering = self.stream + (0 if self.cuda else self.whole_stream) if self.parts > 1 else 0
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from megatron_sp.config.schema import ParallelConfig
 from megatron_sp.estimate.memory_plan import Line
@@ -46,6 +47,26 @@ def gradient_lines(held: Held) -> tuple[Line, ...]:
     )  # fmt: skip
 
 
+class PassGradients(Protocol):
+    """Memory of gradients in the course of a micro-batch's passes; units are numbered from the embedding, 0, to the head."""
+
+    @property
+    def table_is_apart(self) -> bool:
+        """True if the head cannot write its table's gradient to the buffer, which has that of earlier micro-batches."""
+
+    def forward(self) -> Held:
+        """Return the gradients during the forward pass."""
+
+    def at_head(self) -> Held:
+        """Return the gradients during the head's loss and backward."""
+
+    def at(self, unit: int) -> Held:
+        """Return the gradients while backward is in a unit other than the head, whose own gradients exist."""
+
+    def reducing(self, unit: int) -> list[Held]:
+        """Return the gradients at each moment when backward leaves a unit; for unit 0 until all reductions after backward are done."""
+
+
 @dataclass(frozen=True)
 class ZeroForm:
     """Units of one rank and their sharding.
@@ -58,6 +79,8 @@ class ZeroForm:
         accumulates: True if a step has more than one micro-batch.
         tied: True if the embedding is tied to the head, so that its gradient exists from the head on.
         receives: True if a reduce_scatter needs a receive buffer (gloo).
+        is_cut: True on a rank of a pipeline, where embedding and head of different micro-batches come in turn.
+        table: elements of a table that the ends of a pipeline share, a unit of its own, if this is one of them.
     """
 
     units: Sequence[int]
@@ -68,6 +91,8 @@ class ZeroForm:
     accumulates: bool
     tied: bool
     receives: bool
+    is_cut: bool = False
+    table: int = 0
 
     @property
     def stage(self) -> int:
@@ -88,20 +113,35 @@ class ZeroForm:
         return [round_up(count, ALIGN_BYTES // self.element * self.parts) for count in self.units]
 
     @property
+    def table_parts(self) -> int:
+        """Number of shards of a shared table, which is at stage 1 at most."""
+        return 2 * self.ranks if self.stage > 0 else 1
+
+    @property
+    def table_size(self) -> int:
+        """Number of elements of a shared table, with padding."""
+        return round_up(self.table, ALIGN_BYTES // self.element * self.table_parts)
+
+    @property
     def num_params(self) -> int:
         """Number of elements of all units, with padding."""
-        return sum(self._sizes)
+        return sum(self._sizes) + self.table_size
 
     @property
     def kept_params(self) -> int:
         """Number of parameter elements held for the whole run, without the buffers of stage 3."""
-        return self.num_params // self.parts if self.stage == 3 else self.num_params
+        return sum(self._sizes) // (self.parts if self.stage == 3 else 1) + self.table_size
+
+    @property
+    def updated_params(self) -> int:
+        """Number of elements that this rank updates: its shards."""
+        return sum(self._sizes) // self.parts + self.table_size // self.table_parts
 
     @cached_property
     def pools(self) -> list[Pool]:
         """Pools of units that share buffers, at stage 3."""
         alike = [0 < unit < self._last for unit in range(len(self.units))]
-        return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied, keep_all=self.parallel.zero3_gather_once)
+        return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied or self.is_cut, keep_all=self.parallel.zero3_gather_once)
 
     @property
     def buffers(self) -> int:
@@ -157,6 +197,11 @@ class ZeroForm:
     def _not_reached(self, unit: int) -> set[int]:
         """Return the units below ``unit`` whose gradients are whole while the last backward pass is in it (stage 1)."""
         return set(range(unit)) if self.accumulates else self._begun_early
+
+    @property
+    def table_is_apart(self) -> bool:
+        """See ``PassGradients``; of any micro-batch."""
+        return self.accumulates and self.stage < 2
 
     # moments; those of backward are of the last micro-batch
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 from megatron_sp.config.schema import ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import head_in_layers
+from megatron_sp.estimate.pipeline_states import PassState, states_of
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import deal_layers
@@ -38,24 +38,36 @@ class RankShare:
     Attributes:
         layers: of all its stages.
         has_embedding, has_head: what its stages have beside layers.
-        alive: most passes of a stage between F and B at a time.
-        stages: of the rank.
-        waiting: most backward passes whose weights' gradients are put off at a time.
+        of_stages: layers of each of its stages; empty without a pipeline.
+        is_stage: it is one stage alone.
         turns: the rank has two stages in a row, in the middle of a V.
+        puts_off: gradients of its blocks are put off.
+        states: what it holds at each action of a step, as far as that can be the most.
     """
 
     layers: int
     has_embedding: bool = True
     has_head: bool = True
-    alive: int = 1
-    stages: int = 1
-    waiting: int = 0
+    of_stages: tuple[int, ...] = ()
+    is_stage: bool = False
     turns: bool = False
+    puts_off: bool = False
+    states: tuple[PassState, ...] = ()
 
     @property
-    def others(self) -> int:
-        """Passes of a stage beside those of one micro-batch through all stages of the rank."""
-        return max(0, self.alive - self.stages)
+    def is_cut(self) -> bool:
+        """True with a pipeline."""
+        return self.is_stage or bool(self.of_stages)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the rank."""
+        return max(1, len(self.of_stages))
+
+    def stage(self, index: int) -> RankShare:
+        """Return the share of one of its stages."""
+        has_embedding, has_head = self.has_embedding and index == 0, self.has_head and index == self.stages - 1
+        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, puts_off=self.puts_off)
 
 
 def pipeline_plan(parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
@@ -63,17 +75,6 @@ def pipeline_plan(parallel: ParallelConfig, num_micro_batches: int) -> PipelineP
     kind = cast("PipelineKind", parallel.pipeline_kind)
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices)
-
-
-@lru_cache(maxsize=256)
-def _alive_and_waiting(plan: PipelinePlan, rank: int) -> tuple[int, int]:
-    alive = waiting = most = most_waiting = 0
-    for action in plan.actions[rank]:
-        alive += {"F": 1, "B": -1, "W": 0}[action.kind]
-        waiting += {"F": 0, "B": 1, "W": -1}[action.kind]
-        # a pass is alive while its B runs
-        most, most_waiting = max(most, alive + (action.kind == "B")), max(most_waiting, waiting)
-    return most, most_waiting if plan.splits else 0
 
 
 def shares_of(model: ModelConfig, parallel: ParallelConfig, num_micro_batches: int) -> list[RankShare]:
@@ -84,19 +85,13 @@ def shares_of(model: ModelConfig, parallel: ParallelConfig, num_micro_batches: i
     # beyond a few rounds nothing changes, and a plan of thousands of micro-batches is long
     enough = 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank
     plan, layers = pipeline_plan(parallel, min(num_micro_batches, enough)), layers_of_stages(model, parallel)
+    zero_stage = max(parallel.zero_stage, int(parallel.grad_reduce_in_bf16))  # what is rounded is kept, too
     found = []
     for rank in range(plan.num_ranks):
         stages = plan.stages_of(rank)
-        alive, waiting = _alive_and_waiting(plan, rank)
-        found.append(
-            RankShare(
-                sum(layers[stage] for stage in stages),
-                stages[0] == 0,
-                stages[-1] == plan.num_stages - 1,
-                alive,
-                len(stages),
-                waiting,
-                len(stages) == 2 and stages[1] == stages[0] + 1,
-            )
-        )
+        of_stages = tuple(layers[stage] for stage in stages)
+        has_embedding, has_head = stages[0] == 0, stages[-1] == plan.num_stages - 1
+        turns = len(stages) == 2 and stages[1] == stages[0] + 1
+        states = states_of(plan, rank, zero_stage)
+        found.append(RankShare(sum(of_stages), has_embedding, has_head, of_stages, turns=turns, puts_off=plan.splits, states=states))
     return found

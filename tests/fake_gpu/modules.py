@@ -43,9 +43,9 @@ def _install_handles(device: Device) -> None:
 
     plain = Handle.__init__
 
-    def begin(self: Handle, work: Any, result: Tensor, name: str, finish: Any = None, operand: Tensor | None = None) -> None:
+    def begin(self: Handle, work: Any, result: Tensor, name: str, finish: Any = None, operand: Tensor | None = None, **more: Any) -> None:
         forgets = work is not None and operand is not None and device.drops("operand", depth=1)
-        plain(self, work, result, name, finish, None if forgets else operand)
+        plain(self, work, result, name, finish, None if forgets else operand, **more)
 
     Handle.__init__ = begin  # type: ignore[method-assign]
 

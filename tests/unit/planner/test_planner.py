@@ -20,7 +20,7 @@ from support.paths import ROOT
 from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.rules import violations
-from megatron_sp.estimate import hardware, memory
+from megatron_sp.estimate import hardware, memory_passes
 from megatron_sp.estimate.hardware import GPUS, LINKS
 from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.ops import availability
@@ -207,7 +207,7 @@ def test_a_few_blocks_tell_what_all_of_them_do(flags: str, monkeypatch: pytest.M
     """The worst moment is in the first or last blocks."""
     config = config_from_args([*(MODEL + RUN).split(), "--global-batch-size", "8", *flags.split()], world_size=4)
     few = {device: plan_of(config, 4, device) for device in ("cpu", "cuda")}
-    monkeypatch.setattr(memory, "_telling_layers", lambda form: list(reversed(range(form.shape.layers))))
+    monkeypatch.setattr(memory_passes, "telling_layers", lambda form: list(reversed(range(form.shape.layers))))
     for device, plan in few.items():
         every = plan_of(config, 4, device)  # type: ignore[arg-type]
         assert plan.as_dict() == every.as_dict()
