@@ -37,7 +37,16 @@ def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") 
         workload: configuration of the run, and layout.
         optimizer: optimizer whose state is counted.
     """
-    return max(plans_of_ranks(workload, optimizer), key=lambda plan: plan.peak)
+    return max((_of_rank(form, optimizer) for form in _largest(forms_of_ranks(workload))), key=lambda plan: plan.peak)
+
+
+def _largest(forms: list[RankForm]) -> list[RankForm]:
+    """Return the pipeline ranks of which one holds most: the ends, and between them the first of those with as many layers.
+
+    In every schedule a rank has as many passes between F and B as the next one, or more.
+    """
+    found = {form.shape.share.of_stages: form for form in reversed(forms[1:-1])}
+    return [*forms[:1], *found.values(), *forms[1:][-1:]]
 
 
 def plans_of_ranks(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") -> list[MemoryPlan]:

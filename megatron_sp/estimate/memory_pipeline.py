@@ -10,6 +10,8 @@ Beside them (``estimate/pipeline_states.py`` counts them):
     between B and W    the operands of the blocks' products (``optim/gradients.py :: put_off``)
     messages           of those received or sent, and from one stage of the rank to another
     gradients          of the units of all stages that have been written, and reductions under way
+
+With slices the pass that is computed counts as one of a whole sequence, which is more than it takes.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def pipeline_host(form: RankForm) -> int:
     hosts = [form.of_stage(index).activations.host for index in range(share.stages)]
     for state in share.states:
         own = hosts[state.stage] if state.kind != "W" else 0
-        most = max(most, own + sum(count * host for count, host in zip(state.alive, hosts, strict=True)))
+        of_others = zip(_by_stage(state.alive, len(state.messages)), hosts, strict=True)
+        most = max(most, own + round(sum(count * host for count, host in of_others)))
     return most
 
 
@@ -61,14 +64,19 @@ def _moments_of(stage: RankForm, state: PassState) -> list[Moment]:
 
 def _beside(form: RankForm, stages: list[RankForm], state: PassState) -> list[Line]:
     """Return what a rank holds of other passes than the one that it computes."""
-    saved = 0
-    for stage, count in zip(stages, state.alive, strict=True):
+    saved, slices = 0.0, len(state.messages)
+    for stage, count in zip(stages, _by_stage(state.alive, slices), strict=True):
         output = form.shape.stream if stage.shape.share.has_head else 0
         saved += count * (total(stage.activations.kept_by_blocks()) + output)
     operands = PutOffForm(form.workload.model, form.shape, form.attention).block
-    put_off = sum(count * stage.shape.layers for stage, count in zip(stages, state.waiting, strict=True))
+    put_off = sum(count * stage.shape.layers for stage, count in zip(stages, _by_stage(state.waiting, slices), strict=True))
     return [
-        Line("activations of other micro-batches", saved),
-        Line("operands of gradients that are put off", put_off * operands),
-        Line("messages between stages", sum(state.messages) * form.shape.stream),
+        Line("activations of other micro-batches", round(saved)),
+        Line("operands of gradients that are put off", round(put_off * operands)),
+        Line("messages between stages", sum(state.messages) * form.shape.stream // slices),
     ]  # fmt: skip
+
+
+def _by_stage(counts: tuple[int, ...], slices: int) -> list[float]:
+    """Return how many passes of whole sequences the counted ones are, of each stage; slices count as equal parts."""
+    return [sum(counts[first : first + slices]) / slices for first in range(0, len(counts), slices)]

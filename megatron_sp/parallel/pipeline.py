@@ -56,7 +56,7 @@ class StageWork(Protocol):
 
 
 class Position:
-    """Where this rank is in a step, for messages about one that does not end. Other threads read it.
+    """Place of this rank in a schedule, for messages about a step that does not end. Other threads read it.
 
     Attributes:
         action: what is computed, or waits for its input; None outside of a schedule.

@@ -49,6 +49,7 @@ def _out_of_order(plan: PipelinePlan) -> Iterator[str]:
         at = {action: index for index, action in enumerate(actions)}
         for stage in plan.stages_of(rank):
             last: Action | None = None
+            has_more = stage in (0, plan.num_stages - 1)  # an embedding or a head, whose gradients are summed by B
             for i in range(plan.num_micro_batches):
                 for j in range(plan.num_slices):
                     f, b, w = (Action(kind, stage, i, j) for kind in ("F", "B", "W"))  # type: ignore[arg-type]
@@ -65,6 +66,9 @@ def _out_of_order(plan: PipelinePlan) -> Iterator[str]:
                     w = Action("W", stage, i, j)
                     if last is not None and at[w] < at[last]:
                         yield f"rank {rank} has {w} before {last}: the sums of gradients would be in another order than with 1f1b"
+                    b, last_b = w._replace(kind="B"), last and last._replace(kind="B")
+                    if has_more and last_b is not None and at[b] < at[last_b]:
+                        yield f"rank {rank} has {b} before {last_b}: the sums of the embedding or the head would be in another order"
                     last = w
 
 

@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def parts(self) -> list[str]:
-        """What each rank of the world has of the model, for messages."""
+        """Stages of each rank of the world, in words."""
         return [
             _of_stages([stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)])
             for rank in range(self._world_size)
@@ -260,6 +260,7 @@ class PipelinedPasses:
             self._enter("backward")
             if action.micro_batch == self.plan.num_micro_batches - 1:
                 self.gradients.last_micro_batch(blocks)
+            self.gradients.more_follows = action.slice > 0
             self.gradients.catch_up(action)
         if action.slice == 0:  # the last of a micro-batch
             self.gradients.finish_micro_batch(blocks)

@@ -51,7 +51,7 @@ class Watchdog:
 
     @property
     def place(self) -> str:
-        """What this rank does: what the last beat has said, and the place inside of it."""
+        """Step and action, or what else the last beat has announced, for messages."""
         _, where = self.locate()
         return f"'{self._what}'" + (f", {where}" if where else "")
 

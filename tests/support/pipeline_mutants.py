@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 TESTS = [
-    "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py", "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
-    "tests/dist/test_pipeline_layouts.py", "tests/dist/test_train_pipeline.py",
+    "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py",
+    "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
+    "tests/dist/test_pipeline_layouts.py", "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py",
 ]  # fmt: skip
 
 ORDERS, CHECK, REPLAY, PLAN, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", "_plan", ""))
@@ -34,6 +35,8 @@ MUTANTS = [
     ("check: an action may be missing", CHECK, "        if counts[action] != 1:\n", "        if counts[action] > 1:\n"),
     ("check: any rank may have a stage", CHECK, "if plan.rank_of[action.stage] != rank:", "if False:"),
     ("check: W in any order", CHECK, "if last is not None and at[w] < at[last]:", "if False:"),
+    ("check: B of the ends in any order", CHECK, "has_more = stage in (0, plan.num_stages - 1)", "has_more = False"),
+    ("check: B of the first stage in any order", CHECK, "has_more = stage in (0, plan.num_stages - 1)", "has_more = stage == plan.num_stages - 1"),
     ("check: slices in any order", CHECK, "if j > 0 and at[f] < at[f._replace(slice=j - 1)]:", "if False:"),
     ("check: ranks may wait for each other", CHECK, "    if waits:\n", "    if False:\n"),
     ("replay: a fused gradient is there before W", REPLAY, 'if not plan.splits and action.kind != "F":', "if False:"),
@@ -87,7 +90,8 @@ MUTANTS = [
     ("slices: all layers have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((0, share.queries.start))"),
     ("slices: all chunks of heads have the same keys", BLOCK, ".of((self.layer.layer, share.queries.start))", ".of((self.layer.layer, 0))"),
     ("slices: micro-batches share keys", PASSES, "self._contexts[index] = self._context_of(index), KeysOfSlices()", "self._contexts[index] = self._context_of(index), next(iter(self._contexts.values()), (0, KeysOfSlices()))[1]"),
-    ("slices: a unit is reduced after each", PASSES, "self.gradients.more_follows = action.slice > 0", "self.gradients.more_follows = False"),
+    ("slices: a unit is reduced after each", PASSES, "more_follows = action.slice > 0\n        self._model.before", "more_follows = False\n        self._model.before"),
+    ("slices: a unit is reduced after each W", PASSES, "            self.gradients.more_follows = action.slice > 0\n            self.gradients.catch_up", "            self.gradients.catch_up"),
     ("slices: blocks are complete after the last one", PASSES, "        if action.slice == 0:  # the last of a micro-batch\n", "        if action.slice == self.plan.num_slices - 1:\n"),
     ("slices: head and embedding are complete after the last one", PASSES, "        if action.slice == 0:\n            _, others", "        if action.slice == self.plan.num_slices - 1:\n            _, others"),
     ("slices: dropout counts keys from the slice's beginning", CP, "own = (self.plan.keys[j],) *", "own = (self.plan.runs[j],) *"),
