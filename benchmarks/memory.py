@@ -222,7 +222,7 @@ class Counter:
 
         self.mode, self.device = StorageCount(), device
         self.phases: dict[str, int] = {}
-        self.resident = 0
+        self.resident, self.latest = 0, "forward"
 
     def begin(self) -> None:
         """A step begins: the last one's gradients are gone, the micro-batches are there."""
@@ -239,6 +239,7 @@ class Counter:
         if self.device == "cpu":
             time.sleep(0.01)  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
         if phase:
+            self.latest = phase
             self.phases[phase] = max(peak, self.phases.get(phase, 0))
         self.mode.reset_peak()
         if self.device == "cuda":
@@ -327,9 +328,9 @@ class Training:
         put_off = gradients.put_off
 
         def begin_or_end(key: Any = None, units: Any = ()) -> None:
-            """A stage's backward pass begins, with units, or ends; the forward pass before has still sent its output."""
+            """A stage's backward pass begins, with units, or ends; what comes between two passes is of the first."""
             put_off(key, units)
-            counter.end("forward" if units else "backward")
+            counter.end(counter.latest if units else "backward")
 
         gradients.put_off = begin_or_end  # type: ignore[method-assign]
         gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]

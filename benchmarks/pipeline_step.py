@@ -380,7 +380,7 @@ class Slices:
         from megatron_sp.estimate.flops import pairs_per_position
         from megatron_sp.parallel.context_plan import RowMask
         from megatron_sp.parallel.parallel_context import ParallelContext
-        from megatron_sp.parallel.row_slices import cut_into_slices
+        from megatron_sp.parallel.slice_cut import cut_into_slices
 
         self.layout = ParallelContext(num_slices=count)
         self._tokens, self._mask = task["shape"]["tokens"], RowMask(task["shape"]["tokens"])

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_sp.config.schema import ModelConfig, ParallelConfig
-from megatron_sp.parallel.context_plan import ContextPlan, PieceKind, RowMask, cut_row, plan_context
+from megatron_sp.estimate.flops import pairs_per_position
+from megatron_sp.parallel.context_plan import ContextPlan, PieceKind, RowMask, Runs, cut_row, merge_runs, plan_context
+from megatron_sp.parallel.slice_cut import cut_into_slices
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ContextForm:
         packed: for each rank, rows of each of ``shifts`` that it copies before it sends them, since they are not one run.
         areas: for each rank, pairs of queries and keys that it computes.
         shortest_run: positions of the shortest run of a rank, of which calls consist.
+        keys: for each rank, rows of its own keys: its positions, or with slices of the row those of all slices so far.
         plan: from which all of it follows.
     """
 
@@ -36,6 +39,7 @@ class ContextForm:
     packed: tuple[tuple[int, ...], ...]
     areas: tuple[int, ...]
     shortest_run: int
+    keys: tuple[int, ...]
     plan: ContextPlan = field(repr=False, compare=False)
 
     @classmethod
@@ -53,7 +57,8 @@ class ContextForm:
 
         packed = tuple(tuple(copied(i, t) for t in shifts) for i in range(c))
         areas, shortest = tuple(map(plan.area, range(c))), min(stop - start for runs in plan.runs for start, stop in runs)
-        return cls(plan.lengths, tuple(shifts), of_shifts(sent), of_shifts(received), packed, areas, shortest, plan)
+        keys = tuple(sum(stop - start for start, stop in runs) for runs in plan.keys)
+        return cls(plan.lengths, tuple(shifts), of_shifts(sent), of_shifts(received), packed, areas, shortest, keys, plan)
 
     def calls(self, rank: int, stage: int) -> list[tuple[int, int, PieceKind]]:
         """Return (queries, keys, kind) of the pieces of a stage; the rank's own is -1."""
@@ -161,6 +166,23 @@ def _form_of(mask: RowMask, cp_size: int, num_chunks: int | None) -> ContextForm
             f"{cp_size} cp ranks would exchange nothing, and {mask} needs keys of other ranks: each would attend to its own positions"
         )
     return form
+
+
+def slice_forms(model: ModelConfig, parallel: ParallelConfig) -> tuple[ContextForm, ...]:
+    """Return the exchanges of each slice of a row that goes through a pipeline slice by slice; with one cp rank there are none."""
+    cost = pairs_per_position(model)
+    return _forms_of_slices(row_mask_of(model), parallel.context_parallel_size, parallel.cp_chunks, parallel.num_pipeline_slices, cost)
+
+
+@lru_cache(maxsize=64)
+def _forms_of_slices(mask: RowMask, cp_size: int, num_chunks: int | None, num_slices: int, cost: float) -> tuple[ContextForm, ...]:
+    found = list[ContextForm]()
+    keys: tuple[Runs, ...] = ((),) * cp_size
+    for run in cut_into_slices(mask, num_slices, cost):
+        runs = ((run,),) if cp_size == 1 else cut_row(mask, cp_size, num_chunks, run)
+        keys = tuple(merge_runs([*before, *of_rank]) for before, of_rank in zip(keys, runs, strict=True))
+        found.append(ContextForm.of(plan_context(mask, runs, keys)))
+    return tuple(found)
 
 
 def is_local(mask: RowMask) -> bool:

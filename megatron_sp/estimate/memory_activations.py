@@ -9,6 +9,7 @@ from megatron_sp.estimate.memory_plan import Line, merged, total
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.models.unit_order import recompute_plan
 
+FOR_LATER = "keys and values for later slices"
 Stage = tuple[int, int, bool]  # (first block, last + 1, recomputed)
 
 
@@ -36,11 +37,13 @@ class ActivationForm:
         joined = attention.out_whole if attention.joins else 0
         keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout else 0
         heads = 0 if self.remakes_heads(again=again) else sum(attention.recv_buffers) + attention.made_heads
+        if not again and heads:
+            heads -= attention.kept_keys  # they are parts of what has arrived
         return [
             Line("residual stream", shape.stream), Line("q, k, v", heads),
             Line("attention output", sum(attention.outs)), Line("attention output, all heads of my positions", joined),
             Line("attention kernel's own", attention.kernel_keeps), Line("keys and values of other ranks", attention.received),
-            Line("dropout keys", keys),
+            Line("dropout keys", keys), Line(FOR_LATER, attention.kept_keys),
         ]  # fmt: skip
 
     @cached_property
@@ -79,7 +82,8 @@ class ActivationForm:
         of_moved = stored if not self.offloads else 1 - inputs
         kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(block_keeps)]
         inside = [Line("inputs of recomputed blocks", inputs * self.shape.stream), self._results(recomputed)]
-        return [*kept, *inside, self.embedding_norm]
+        moved = sum(stop - start for start, stop in self.shape.recomputed) - recomputed
+        return [*kept, *inside, Line(FOR_LATER, moved * self.attention.kept_keys), self.embedding_norm]
 
     def kept_below(self, layer: int) -> list[Line]:
         """Return the activations of all blocks below one while backward is in that block."""
@@ -97,6 +101,17 @@ class ActivationForm:
             self._results(results),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
         ]  # fmt: skip
+
+    def key_gradients(self, left: int) -> Line:
+        """Return the gradients of the keys of all slices of a sequence, whose backward passes run from the last slice to the first.
+
+        Args:
+            left: blocks that this slice's backward pass has not left.
+        """
+        shape = self.shape
+        middle = shape.layers if shape.slice < shape.num_slices - 1 else shape.layers - left
+        layers = left if shape.slice == 0 and shape.num_slices > 1 else middle
+        return Line("gradients of the keys of all slices", layers * self.attention.d_keys)
 
     def blocks_with_attention(self, layer: int) -> int:
         """Return the blocks whose attention's results this process holds while a pass is in one of them, copies in host memory included."""
@@ -142,13 +157,13 @@ class ActivationForm:
 
     @property
     def _stay_of_block(self) -> list[Line]:
-        return [line for line in self.block_keeps(again=False) if line.name == "dropout keys"]
+        return [line for line in self.block_keeps(again=False) if line.name in ("dropout keys", FOR_LATER)]
 
     def _moves(self, stage: Stage) -> int:
-        """Return the bytes of a stage that are offloaded: what it has saved, but not dropout keys."""
+        """Return the bytes of a stage that are offloaded: what it has saved, but not dropout keys and keys for later slices."""
         first, last, again = stage
         if again:
-            return self.shape.stream + (last - first) * self.attention.results
+            return self.shape.stream + (last - first) * (self.attention.results - self.attention.kept_keys)
         return total(self.block_keeps(again=False)) - total(self._stay_of_block)
 
     def _left_below(self, layer: int) -> list[Line]:
@@ -156,6 +171,7 @@ class ActivationForm:
         index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
         first, _, again = self.stages[index]
         stay = sum(not below[2] for below in self.stages[:index]) * total(self._stay_of_block)
+        stay += sum(last - first for first, last, again in self.stages[:index] if again) * self.attention.kept_keys
         own = (layer - first) * total(self.block_keeps(again=again)) + (self.shape.stream if again and layer > first else 0)
         coming = self._moves(self.stages[index - 1]) if index else 0
         return [

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_sp.config.schema import ParallelConfig
-from megatron_sp.estimate.context_form import ContextForm
+from megatron_sp.estimate.context_form import ContextForm, slice_forms
 from megatron_sp.estimate.memory_shape import BLOCK_BYTES, RankShape
 from megatron_sp.estimate.workload import Workload
 from megatron_sp.parallel.heads import HeadChunk, Message, OverlapMode, is_uniform, plan_heads
@@ -66,6 +66,8 @@ class AttentionForm:
         attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward; on a GPU what
             the fused kernels allocate inside.
         rotary_makes: what the backward of the rotary embedding allocates.
+        kept_keys: with slices of a sequence, keys and values that stay for later slices, where heads are made again.
+        d_keys: gradients of the keys and values of all slices, in the dtype of sums.
         received: with --cp-keep-kv, keys and values of other ranks, which are kept for backward by the rank that receives
             most.
     """
@@ -81,7 +83,7 @@ class AttentionForm:
         self.proj_columns = n // tp * d
         mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
         self.chunks: Sequence[HeadChunk] = plan_heads(
-            self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.cp > 1
+            self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.context is not None
         )
         shares = [chunk.shares[0] for chunk in self.chunks]
         tokens = shape.padded * shape.all_tokens // shape.length
@@ -93,7 +95,7 @@ class AttentionForm:
             for chunk in self.chunks
         ]
         self.out_whole = shape.sp_tokens * self.proj_columns * shape.e
-        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or (self.uses_reference and shape.cp == 1)
+        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or (self.uses_reference and shape.context is None)
         self.num_queries = sum(len(share.queries) for share in shares)
         across = shape.context is not None  # then nothing is repeated
         repeated = (
@@ -104,6 +106,7 @@ class AttentionForm:
         self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
         self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
+        self.kept_keys = self.d_keys = 0
         self.received, self._across_forward, self._across_backward = 0, list[_OfRank](), list[_OfRank]()
         if shape.context is not None:
             self._count_across(shape.context, [len(share.uses) for share in shares], [len(share.queries) for share in shares], parallel)
@@ -121,6 +124,12 @@ class AttentionForm:
         each, taken = columns * head, 2 * pairs[widest] * head  # of a query; of a key and value
         group = self.queries_per_group * shape.d * shape.e  # bytes of a position in the columns of one group
 
+        all_keys = 0  # of the slices so far, one after another
+        if shape.num_slices > 1:
+            self.kept_keys = shape.all_tokens * sum(pairs) * 2 * shape.d * shape.e
+            whole = max(slice_forms(self.model, parallel)[-1].keys)
+            self.d_keys = whole * shape.micro_batch * sum(pairs) * 2 * shape.d * shape.wide
+            all_keys = row * max(context.keys) if shape.slice else 0
         pairs_of_all = shape.micro_batch * pairs[widest]
 
         drops = self.model.attention_dropout > 0
@@ -131,7 +140,7 @@ class AttentionForm:
 
             That is its results, or with plain operations a few tensors of scores. Several small tiles are copied together.
             """
-            own = backward and stage < 0  # computed in two halves, of the heads if there are two
+            own = backward and stage < 0 and bool(context.shifts)  # computed in two halves, of the heads if there are two
             part = (pairs_of_all + 1) // 2 / pairs_of_all if own and pairs_of_all > 1 else 1.0
             mine = each * part
             results = 2 * mine if backward else 0  # of a key and value, for each query
@@ -161,7 +170,7 @@ class AttentionForm:
                 makes = 2.0 * shape.all_tokens * columns * shape.d * shape.wide  # results of a stage, and as they are added
             else:
                 makes = max(calls(rank, stage, False) for stage in range(-1, len(context.shifts)))
-            self._across_forward.append(_OfRank(held * row + sums + int(makes), self.received - kept[rank]))
+            self._across_forward.append(_OfRank(held * row + sums + int(makes) + all_keys, self.received - kept[rank]))
         gradients = (columns + 2 * pairs[widest]) * shape.all_tokens * shape.d
         of_band = self.model.window_size is not None and shape.is_16_bit
         inside = self._inside_gpu_kernel(columns) if shape.cuda and not self.uses_reference else 0
@@ -169,7 +178,7 @@ class AttentionForm:
             parallel.num_stages_ahead, keeps=keeps, width=wide if of_band else 1.0,
             kernel=None if shape.cuda and not self.uses_reference else lambda rank, stage: calls(rank, stage, True) / row,
         )  # fmt: skip
-        inside += gradients * (shape.wide - shape.e)
+        inside += gradients * (shape.wide - shape.e) + all_keys
         self._across_backward = [_OfRank(int(held * row) + inside, self.received - kept[rank]) for rank, held in enumerate(rows)]
 
     def across_forward(self, blocks: int) -> int:
@@ -318,8 +327,8 @@ class AttentionForm:
     def results(self) -> int:
         """Bytes that a recomputed block keeps of its attention beside its input."""
         if not self.keeps_results:
-            return 0
-        return sum(self.outs) + self.kernel_keeps + self.received + (self.out_whole if self.keeps_received else 0)
+            return self.kept_keys
+        return self.kept_keys + sum(self.outs) + self.kernel_keeps + self.received + (self.out_whole if self.keeps_received else 0)
 
     @property
     def kernel_keeps(self) -> int:

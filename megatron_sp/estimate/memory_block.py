@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from megatron_sp.estimate.memory_activations import FOR_LATER
 from megatron_sp.estimate.memory_mlp import PieceForm, activation_backward
 from megatron_sp.estimate.memory_plan import Line, Moment, total
 from megatron_sp.estimate.memory_put_off import PutOffForm
@@ -13,7 +14,7 @@ from megatron_sp.estimate.memory_zero import gradient_lines
 
 _GATHERED = "gradient of the stream, gathered"
 _PUT_OFF = "operands of gradients that are put off"
-_ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own", "keys and values of other ranks")
+_ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own", "keys and values of other ranks", FOR_LATER)
 
 
 def place_of(layer: int, layers: int) -> str:
@@ -66,6 +67,7 @@ class BlockMoments:
         makes = attention.attention_blocks
         if shape.context is not None:
             makes = attention.across_forward(self.activations.blocks_with_attention(shape.layers - 1))
+            makes += shape.whole_stream if shape.num_slices > 1 else 0  # the norm's output
         elif attention.uses_reference:
             # without gradients the mask is freed before the last product
             dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
@@ -120,7 +122,10 @@ class BlockMoments:
     def _held_throughout(self, layer: int) -> tuple[Line, ...]:
         """Return the memory held throughout a block's backward: gradients, and the activations of the blocks below."""
         put_off = (self.shape.layers - 1 - layer) * self.put_off.block
-        return (*gradient_lines(self.gradients.at(layer + 1)), *self.activations.kept_below(layer), Line(_PUT_OFF, put_off))
+        return (
+            *gradient_lines(self.gradients.at(layer + 1)), *self.activations.kept_below(layer), Line(_PUT_OFF, put_off),
+            self.activations.key_gradients(layer + 1),
+        )  # fmt: skip
 
     def _from_outside(self, layer: int, attention: bool = False) -> Line:
         """Return the gradient of the output of a chunk of recomputed blocks; after the chunk's first op the stream's is another."""
@@ -209,7 +214,9 @@ class BlockMoments:
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
         put_off = Line(_PUT_OFF, self.put_off.mlp)
-        return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off]
+        begins = 0 < self.shape.slice == self.shape.num_slices - 1  # with the last slice, whose backward pass is the first
+        of_keys = Line("gradients of the keys of all slices", self.attention.d_keys if begins else 0)
+        return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off, of_keys]
 
     def _core_backward(self, layer: int) -> list[Moment]:
         """Return the moments at the largest chunk of heads: in the kernel, in the rotary embedding, and as its gradient is sent."""
@@ -232,13 +239,14 @@ class BlockMoments:
             return self._remade_backward(layer, kernel, apart)
         base = [*self._attention_keeps(layer), *self._at_attention(layer)]
         out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]
+        of_all_slices = attention.kept_keys if not shape.is_16_bit else 0  # in the gradients of the keys of all slices
         return [
             self._moment(
                 layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
-                Line("gradient of q, k, v", d_qkv), Line("attention kernel's temporaries", kernel),
+                Line("gradient of q, k, v", d_qkv - of_all_slices), Line("attention kernel's temporaries", kernel),
             ),
             self._moment(
-                layer, "rotary embedding", *base, out, Line("gradient of q, k, v", d_qkv),
+                layer, "rotary embedding", *base, out, Line("gradient of q, k, v", d_qkv - of_all_slices),
                 Line("gradients of q, k and v, apart", d_qkv if apart else 0),
                 Line("gradient of q, k, v, turned back", attention.rotary_makes),
             ),

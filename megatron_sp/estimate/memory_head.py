@@ -92,7 +92,7 @@ class HeadMoments:
         final = Line("final norm's input", 0 if shape.post else shape.stream + shape.norm_stats)
         # the inputs of its linear layer, activation and norm
         bert = [Line("BERT's head", 3 * shape.head_tokens * shape.h * shape.e)] if self.model.is_bert else []
-        return [*self.activations.kept_by_blocks(), final, *bert]
+        return [*self.activations.kept_by_blocks(), self.activations.key_gradients(self.shape.layers), final, *bert]
 
     def _table_gradient(self) -> int:
         """Return the bytes of the table's gradient beside that of earlier micro-batches in the flat buffer; stages 2 and 3 reduce that."""

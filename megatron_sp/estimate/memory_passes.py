@@ -37,12 +37,15 @@ class PassMoments:
         if shape.share.has_embedding:
             # or, of the same width, a copy without other ranks' rows
             widened = Line("table's gradient, widened", shape.sp_tokens * shape.h * shape.wide if shape.is_16_bit or shape.tp > 1 else 0)
-            lines = *gradient_lines(gradients.at(0)), *self._block.stream_gradients(), widened, self._put_off(shape.layers)
+            lines = *gradient_lines(gradients.at(0)), *self._block.stream_gradients(), widened, *self._left(0)
             moments.append(Moment("backward", "embedding", lines))
         return moments + self._reductions()
 
-    def _put_off(self, blocks: int) -> Line:
-        return Line("operands of gradients that are put off", blocks * self._block.put_off.block)
+    def _left(self, blocks: int) -> list[Line]:
+        """Return what backward has left behind when it has not left so many blocks: operands, and gradients of other slices' keys."""
+        activations, operands = self._form.activations, self._block.put_off.block
+        put_off = Line("operands of gradients that are put off", (self._form.shape.layers - blocks) * operands)
+        return [put_off, activations.key_gradients(blocks)]
 
     def weights(self) -> list[Moment]:
         """Return the moments in which gradients that backward has put off are written; their operands are counted elsewhere."""
@@ -63,17 +66,17 @@ class PassMoments:
         stream = [Line("gradient of the stream", shape.stream), Line("gradient of the head's input", shape.head_stream)]
         blocks = form.activations.kept_by_blocks()
         made = [
-            Moment("backward", "reduction of the head", (*gradient_lines(held), self._head.params(), *blocks, *stream))
+            Moment("backward", "reduction of the head", (*gradient_lines(held), self._head.params(), *blocks, *self._left(layers), *stream))
             for held in (gradients.reducing(layers + 1) if shape.share.has_head else ())
         ]
         for layer in telling_layers(form):
             kept = form.activations.kept_below(layer)
             for held in gradients.reducing(layer + 1):
-                lines = (*gradient_lines(held), *kept, *stream, packed[layer + 1], self._put_off(layers - layer))
+                lines = (*gradient_lines(held), *kept, *stream, packed[layer + 1], *self._left(layer))
                 made.append(Moment("backward", f"{place_of(layer, layers)} block, reduction", lines))
         if shape.share.has_embedding:
             for held in gradients.reducing(0):
-                lines = *gradient_lines(held), packed[0], self._put_off(layers)
+                lines = *gradient_lines(held), packed[0], *self._left(0)
                 made.append(Moment("backward", "reductions after the backward pass", lines))
         return made
 

@@ -10,8 +10,6 @@ Beside them (``estimate/pipeline_states.py`` counts them):
     between B and W    the operands of the blocks' products (``optim/gradients.py :: put_off``)
     messages           of those received or sent, and from one stage of the rank to another
     gradients          of the units of all stages that have been written, and reductions under way
-
-With slices the pass that is computed counts as one of a whole sequence, which is more than it takes.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from megatron_sp.estimate.pipeline_states import PassState
 def pipeline_moments(form: RankForm) -> list[Moment]:
     """Return the moments of a step of a pipeline rank."""
     share = form.shape.share
-    stages, moments = [form.of_stage(index) for index in range(share.stages)], list[Moment]()
+    stages, moments = _stages_of(form), list[Moment]()
     for state in share.states:
         gradients = StageGradients(form.zero, share, state)
         beside = _beside(form, stages, state)
-        of_action = _moments_of(stages[state.stage].with_gradients(gradients), state)
+        of_action = _moments_of(stages[state.stage * share.num_slices + state.slice].with_gradients(gradients), state)
         moments += [replace(moment, lines=(*moment.lines, *beside)) for moment in of_action]
     after = StageGradients(form.zero, share, None)
     moments += [Moment("backward", "reductions after all passes", gradient_lines(held)) for held in after.finishing()]
@@ -42,14 +40,28 @@ def pipeline_moments(form: RankForm) -> list[Moment]:
 
 
 def pipeline_host(form: RankForm) -> int:
-    """Return the bytes of offloaded activations in host memory, of all passes that a rank has between F and B at a time."""
-    share, most = form.shape.share, 0
-    hosts = [form.of_stage(index).activations.host for index in range(share.stages)]
+    """Return the bytes of offloaded activations in host memory, of all passes that a rank has between F and B at a time.
+
+    Buffers are used again for storages of the same size, so not by slices of other lengths.
+    """
+    share = form.shape.share
+    hosts = [stage.activations.host for stage in _stages_of(form)]
+    most = [0] * share.num_slices
     for state in share.states:
-        own = hosts[state.stage] if state.kind != "W" else 0
-        of_others = zip(_by_stage(state.alive, len(state.messages)), hosts, strict=True)
-        most = max(most, own + round(sum(count * host for count, host in of_others)))
-    return most
+        counts = list(state.alive)
+        if state.kind != "W":
+            counts[state.stage * share.num_slices + state.slice] += 1
+        for number in range(share.num_slices):
+            of_slice = slice(number, None, share.num_slices)
+            now = sum(count * host for count, host in zip(counts[of_slice], hosts[of_slice], strict=True))
+            most[number] = max(most[number], now)
+    return sum(most)
+
+
+def _stages_of(form: RankForm) -> list[RankForm]:
+    """Return the forms of each stage and slice, in the places of ``PassState.alive``."""
+    share = form.shape.share
+    return [form.of_stage(index, number) for index in range(share.stages) for number in range(share.num_slices)]
 
 
 def _moments_of(stage: RankForm, state: PassState) -> list[Moment]:
@@ -64,19 +76,16 @@ def _moments_of(stage: RankForm, state: PassState) -> list[Moment]:
 
 def _beside(form: RankForm, stages: list[RankForm], state: PassState) -> list[Line]:
     """Return what a rank holds of other passes than the one that it computes."""
-    saved, slices = 0.0, len(state.messages)
-    for stage, count in zip(stages, _by_stage(state.alive, slices), strict=True):
-        output = form.shape.stream if stage.shape.share.has_head else 0
-        saved += count * (total(stage.activations.kept_by_blocks()) + output)
-    operands = PutOffForm(form.workload.model, form.shape, form.attention).block
-    put_off = sum(count * stage.shape.layers for stage, count in zip(stages, _by_stage(state.waiting, slices), strict=True))
+    share, saved, put_off = form.shape.share, 0, 0
+    for stage, alive, waiting in zip(stages, state.alive, state.waiting, strict=True):
+        output = stage.shape.stream if stage.shape.share.has_head else 0
+        saved += alive * (total(stage.activations.kept_by_blocks()) + output)
+        put_off += waiting * stage.shape.layers * PutOffForm(form.workload.model, stage.shape, stage.attention).block
+    # those of the action's own micro-batch are counted with its pass
+    own = int(state.kind == "B" and state.slice < share.num_slices - 1)
+    partial = sum(state.partial[index] * layers for index, layers in enumerate(share.of_stages)) - own * share.of_stages[state.stage]
+    messages = sum(count * stage.shape.stream for count, stage in zip(state.messages, stages, strict=False))
     return [
-        Line("activations of other micro-batches", round(saved)),
-        Line("operands of gradients that are put off", round(put_off * operands)),
-        Line("messages between stages", sum(state.messages) * form.shape.stream // slices),
+        Line("activations of other micro-batches", saved), Line("operands of gradients that are put off", put_off),
+        Line("gradients of the keys of all slices", partial * form.attention.d_keys), Line("messages between stages", messages),
     ]  # fmt: skip
-
-
-def _by_stage(counts: tuple[int, ...], slices: int) -> list[float]:
-    """Return how many passes of whole sequences the counted ones are, of each stage; slices count as equal parts."""
-    return [sum(counts[first : first + slices]) / slices for first in range(0, len(counts), slices)]

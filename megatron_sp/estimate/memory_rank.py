@@ -81,11 +81,18 @@ class RankForm:
         is_shared = share.has_embedding != share.has_head and not model.untie_embeddings_and_output_weights
         return round_up(self.shape.rows * self.shape.h, ALIGN_BYTES // self.shape.e) if is_shared else 0
 
-    def of_stage(self, index: int) -> RankForm:
-        """Return the forms of one stage of a pipeline rank, by its number among the rank's; ``zero`` is that of the rank."""
+    def of_stage(self, index: int, number: int = 0) -> RankForm:
+        """Return the forms of one stage of a pipeline rank; ``zero`` is that of the rank.
+
+        Args:
+            index: of the stage, among the rank's.
+            number: of a slice of the sequences.
+        """
         made = copy(self)
-        made.shape = RankShape(self.workload, self.shape.share.stage(index))
-        made.activations = ActivationForm(made.shape, self.attention)
+        made.shape = RankShape(self.workload, self.shape.share.stage(index), number)
+        if number:
+            made.attention = AttentionForm(self.workload, made.shape)
+        made.activations = ActivationForm(made.shape, made.attention)
         return made
 
     def with_gradients(self, gradients: PassGradients) -> RankForm:

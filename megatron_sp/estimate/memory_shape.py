@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from megatron_sp.estimate.context_form import context_form
+from megatron_sp.estimate.context_form import ContextForm, context_form, slice_forms
 from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.estimate.stages import RankShare
 from megatron_sp.estimate.workload import Device, Workload, num_micro_batches
@@ -33,7 +33,8 @@ class RankShape:
             activation.
         micro_batch: sequences of a micro-batch.
         parts: number of ranks that shard the stream between the layers with tp_seq; 1 without it.
-        context: what the cp ranks exchange; None with one.
+        context: what the cp ranks exchange, and which keys are there; None with one and without slices of a sequence.
+        num_slices, slice: of a sequence in a pipeline; ``all_tokens`` are those of this slice.
         whole_length: tokens of a sequence.
         length, padded: those of the cp rank that has most, and with the padding that makes them divisible.
         all_tokens: tokens of a micro-batch, with cp of that rank's share; this rank has ``sp_tokens`` of them in
@@ -52,7 +53,7 @@ class RankShape:
         mlp_pieces: tokens of this rank in each piece of a chunked MLP (--mlp-chunks).
     """
 
-    def __init__(self, workload: Workload, share: RankShare | None = None) -> None:
+    def __init__(self, workload: Workload, share: RankShare | None = None, number: int = 0) -> None:
         model, parallel, kernels, batch, precision = (
             workload.model, workload.parallel, workload.kernels, workload.batch, workload.precision,
         )  # fmt: skip
@@ -70,7 +71,11 @@ class RankShape:
         self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
         self.dropout = model.hidden_dropout > 0
 
-        self.context = context_form(model, parallel) if self.cp > 1 else None
+        self.num_slices, self.slice = parallel.num_pipeline_slices if self.share.is_cut else 1, number
+        if self.num_slices > 1:
+            self.context: ContextForm | None = slice_forms(model, parallel)[number]
+        else:
+            self.context = context_form(model, parallel) if self.cp > 1 else None
         self.whole_length = model.seq_length
         b, s = batch.micro_batch_size, self.whole_length if self.context is None else self.context.longest
         self.micro_batch, self.num_micro_batches = b, num_micro_batches(workload)

@@ -38,7 +38,8 @@ class StageGradients:
         if ends_here:
             return True  # one micro-batch is embedded while another one is predicted
         assert self._state is not None
-        is_reduced = self._zero.stage >= 2 and not self._zero.table
+        is_first_slice = self._state.slice == self._share.num_slices - 1
+        is_reduced = self._zero.stage >= 2 and not self._zero.table and is_first_slice
         return Part(self._stage, blocks=False) in self._state.begun and not is_reduced
 
     # units
@@ -115,20 +116,20 @@ class StageGradients:
             leaves: it leaves this unit, whose reduction starts.
             also: further units that are whole, although later ones are being reduced.
         """
-        zero, state, now = self._zero, self._state, self._of_pass(above)
+        zero, state, now, overlaps = self._zero, self._state, self._of_pass(above), self._zero.parallel.overlap_grad_reduce
         assert state is not None
         here = [] if current is None else self._of_pass([current])
         before = [unit for part in state.begun for unit in self._units_of(part)]
         written = {*before, *now, *here, *self._tables(current is not None, current == 0)}
         if zero.stage >= 2:
-            order = [*self._under_way(), *(now if zero.parallel.overlap_grad_reduce else ())]
+            order = [*self._under_way(), *(now if overlaps and state.slice == 0 else ())]
             order = [unit for unit in order if unit != current]  # its own must have arrived
         elif state.is_last:
             order = [*self._ended(), *now]
         else:
             order = self._ended()
-        starts = here if leaves and (zero.stage >= 2 or state.is_last) else []
-        if zero.stage < 2 and not zero.parallel.overlap_grad_reduce:
+        starts = here if leaves and ((zero.stage >= 2 and state.slice == 0) or state.is_last) else []
+        if zero.stage < 2 and not overlaps:
             order, starts = [], []
         order += starts
         going = order[-2:] if starts else order[-1:]
@@ -140,11 +141,23 @@ class StageGradients:
             return Held(self._bytes(written.difference(done)), self._shards(done), self._beside(going, arrived))
         open_table = self._tables(current is not None, current == 0)
         waits = [0] if self._share.has_head and self._share.has_embedding and 0 in written and not self._apart_from_head else []
-        apart = () if zero.parallel.overlap_grad_reduce or leaves else now
-        whole = {*going, *here, *open_table, *waits, *also, *apart}
+        apart = () if overlaps or leaves else now
+        whole = {*going, *here, *open_table, *waits, *also, *apart, *self._open(now)}
+        before = before if state.latest is not None else []
         new = self._under_way() if state.is_new else []  # what arrives becomes its shard
         shards = {*before, *now}.difference(new if set(new) & set(going) else ())
         return Held(self._bytes(whole), self._shards(shards), self._beside(going, arrived))
+
+    def _open(self, now: Sequence[int]) -> list[int]:
+        """Return the units that have gradients of some slices of a micro-batch, and are reduced after the last of them."""
+        state, share = self._state, self._share
+        assert state is not None
+        units = [unit for part in sorted(state.begun) if state.partial[part.stage] for unit in self._units_of(part)]
+        if state.kind == "F" or share.num_slices == 1:
+            return units
+        if state.slice:
+            return [*units, *now]
+        return [unit for unit in units if unit not in now or not self._zero.parallel.overlap_grad_reduce]
 
     @property
     def _apart_from_head(self) -> bool:
@@ -155,7 +168,7 @@ class StageGradients:
         """Return the unit of the passes before whose reduction nobody has waited for yet (stages 2 and 3)."""
         assert self._state is not None
         latest = self._state.latest
-        if latest is None:
+        if latest is None or self._state.partial[latest.stage]:  # a slice of the next micro-batch has waited for it
             return []
         if not self._share.puts_off and not self._zero.parallel.overlap_grad_reduce:
             latest = latest._replace(blocks=True)  # one pass after another, the blocks' last

@@ -39,6 +39,7 @@ class PassState(NamedTuple):
         ended: parts that are complete, in that order.
         latest: part that has been completed last, of any micro-batch.
         is_new: it was for the first time.
+        partial: micro-batches of which some slices have been backward, of each stage, and others have not.
     """
 
     kind: ActionKind
@@ -52,6 +53,7 @@ class PassState(NamedTuple):
     ended: tuple[Part, ...]
     latest: Part | None
     is_new: bool
+    partial: tuple[int, ...]
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -97,6 +99,7 @@ class _Walk:
         self.plan, self.rank, self.stages = plan, rank, plan.stages_of(rank)
         size = len(self.stages) * plan.num_slices
         self.alive, self.waiting, self.messages = [0] * size, [0] * size, [0] * plan.num_slices
+        self.partial = [0] * len(self.stages)
         self.begun: set[Part] = set()
         self.ended: list[Part] = []
         self.latest: Part | None = None
@@ -117,8 +120,10 @@ class _Walk:
         is_last = action.kind != "F" and action.micro_batch == self.plan.num_micro_batches - 1 and action.slice == 0
         state = PassState(
             action.kind, stage, action.slice, is_last, tuple(self.alive), tuple(self.waiting), tuple(self.messages), frozenset(self.begun),
-            tuple(self.ended), self.latest, self.is_new,
+            tuple(self.ended), self.latest, self.is_new, tuple(self.partial),
         )  # fmt: skip
+        if action.kind == "B" and self.plan.num_slices > 1:  # the last slice comes first
+            self.partial[stage] += (action.slice == self.plan.num_slices - 1) - (action.slice == 0)
         if action.kind == "F":
             self.alive[at] += 1
         elif self.plan.splits:

@@ -42,6 +42,7 @@ class RankShare:
         is_stage: it is one stage alone.
         turns: the rank has two stages in a row, in the middle of a V.
         puts_off: gradients of its blocks are put off.
+        num_slices: of a sequence.
         states: what it holds at each action of a step, as far as that can be the most.
     """
 
@@ -52,6 +53,7 @@ class RankShare:
     is_stage: bool = False
     turns: bool = False
     puts_off: bool = False
+    num_slices: int = 1
     states: tuple[PassState, ...] = ()
 
     @property
@@ -92,6 +94,9 @@ def shares_of(model: ModelConfig, parallel: ParallelConfig, num_micro_batches: i
         of_stages = tuple(layers[stage] for stage in stages)
         has_embedding, has_head = stages[0] == 0, stages[-1] == plan.num_stages - 1
         turns = len(stages) == 2 and stages[1] == stages[0] + 1
-        states = states_of(plan, rank, zero_stage)
-        found.append(RankShare(sum(of_stages), has_embedding, has_head, of_stages, turns=turns, puts_off=plan.splits, states=states))
+        share = RankShare(
+            sum(of_stages), has_embedding, has_head, of_stages, turns=turns, puts_off=plan.splits, num_slices=plan.num_slices,
+            states=states_of(plan, rank, zero_stage),
+        )  # fmt: skip
+        found.append(share)
     return found

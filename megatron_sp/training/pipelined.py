@@ -24,7 +24,8 @@ from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import Stage, cut_model
-from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice, cut_into_slices
+from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
+from megatron_sp.parallel.slice_cut import cut_into_slices
 
 StageFunction = Callable[[Stage, int, ForwardContext], Tensor]
 

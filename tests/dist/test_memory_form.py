@@ -163,6 +163,22 @@ CASES = [
     [pipe(), pipe(kernels=FULL | {"recompute_num_layers": 2}, model=POST)],
     [pipe("interleaved"), pipe("zbv", model=WORDS), pipe("zb1p", kernels=PIECES, model=DROPOUT)],
     [pipe("1f1b", dp=2, zero=zero(2), model=DEEP), pipe("zb1p", dp=2, zero=zero(3), model=DEEP)],
+    [pipe("slices", slices=3), pipe("slices", slices=2, kernels=FULL | OFFLOAD, model=WORDS)],
+    pytest.param([pipe("slices", slices=2, model=model) for model in (
+        WIDE, NARROW, UNTIED, DROPOUT, PARALLEL, ROTARY, BROAD, LLAMA | {"num_query_groups": 2, "window_size": 64},
+        {"attention_dropout": 0.1},
+    )], marks=pytest.mark.long),
+    pytest.param([pipe("slices", slices=3, kernels=kernels) for kernels in (
+        FULL, FULL | {"recompute_num_layers": 2}, FULL | {"recompute_attention": "full"}, SELECTIVE, QKV_AGAIN, PIECES, OFFLOAD,
+        OFFLOAD | FULL, OFFLOAD | QKV_AGAIN,
+    )], marks=pytest.mark.long),
+    pytest.param([pipe("slices", slices=2, **more) for more in (
+        {"tp": 2}, {"tp": 2, "tp_seq": True}, {"sp": 2}, {"sp": 2, "mode": "chunked"}, {"cp": 2}, {"cp": 2, "zero": {"cp_keep_kv": True}},
+    )], marks=pytest.mark.long),
+    pytest.param([pipe("slices", slices=2, dp=2, zero=zero(stage, overlap_grad_reduce=overlap), model=DEEP | model)
+                  for stage in (1, 2, 3) for overlap in (True, False) for model in ({}, UNTIED)], marks=pytest.mark.long),
+    pytest.param([pipe("slices", pp=3, slices=4, micro_batches=count) for count in (1, 5)], marks=pytest.mark.long),
+    pytest.param([pipe("slices", slices=2, bf16=True)], marks=pytest.mark.long),
     pytest.param([pipe("zbv", model=BROAD), pipe("1f1b", model={"ffn_hidden_size": 1500, "vocab_size": 3000})], marks=pytest.mark.long),
     pytest.param([pipe(pp=3), pipe("zb1p", pp=3), pipe("interleaved", pp=3, model={"num_layers": 8})], marks=pytest.mark.long),
     pytest.param([pipe(kind, micro_batches=count) for kind in ("1f1b", "interleaved", "zb1p", "zbv") for count in (1, 2, 7)],

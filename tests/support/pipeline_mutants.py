@@ -96,7 +96,7 @@ MUTANTS = [
     ("slices: head and embedding are complete after the last one", PASSES, "        if action.slice == 0:\n            _, others", "        if action.slice == self.plan.num_slices - 1:\n            _, others"),
     ("slices: dropout counts keys from the slice's beginning", CP, "own = (self.plan.keys[j],) *", "own = (self.plan.runs[j],) *"),
     ("slices: others' keys of this slice alone", CUT, "for part in row_slice.runs[: row_slice.number + 1]]", "for part in row_slice.runs[row_slice.number : row_slice.number + 1]]"),
-    ("slices: each has as many positions", SLICES, "return area(position) + pairs_per_position", "return pairs_per_position"),
+    ("slices: each has as many positions", "parallel/slice_cut.py", "return area(position) + pairs_per_position", "return pairs_per_position"),
     ("slices: messages have the length of the first", RUN, "shape, dtype, device = self._work.shape(message.action)", "shape, dtype, device = self._work.shape(message.action._replace(slice=0))"),
     ("stages may read different sequences", SAME, "if groups.cp.size() == groups.pp.size() == 1:", "if groups.cp.size() == 1:"),
     # steps

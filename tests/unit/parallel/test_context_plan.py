@@ -12,7 +12,7 @@ import pytest
 
 from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, Run, Runs, cut_row, merge_runs, plan_context
 from megatron_sp.parallel.heads import deal
-from megatron_sp.parallel.row_slices import cut_into_slices
+from megatron_sp.parallel.slice_cut import cut_into_slices
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key
 
