@@ -74,20 +74,17 @@ class Handle:
             raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
         self._waited = True
         if self._work is not None:
-            self._wait(self._work)
+            began = time.monotonic()
+            try:
+                self._work.wait() if self._flight is None else self._flight.wait(self._work)
+            except RuntimeError as error:
+                if not self.expected:
+                    raise
+                seconds, why = time.monotonic() - began, next((line for line in str(error).splitlines() if line.strip()), "")
+                raise WaitError(f"rank {dist.get_rank()} waited {seconds:.0f} s for {self.expected}: {why[:200]}") from error
         result = self._result if self._finish is None else self._finish()
         self._work = self._finish = self._operand = self._flight = None
         return result
-
-    def _wait(self, work: dist.Work) -> None:
-        began = time.monotonic()
-        try:
-            work.wait() if self._flight is None else self._flight.wait(work)
-        except RuntimeError as error:
-            if not self.expected:
-                raise
-            seconds, why = time.monotonic() - began, next((line for line in str(error).splitlines() if line.strip()), "")
-            raise WaitError(f"rank {dist.get_rank()} waited {seconds:.0f} s for {self.expected}: {why[:200]}") from error
 
     def __del__(self) -> None:
         # an exception that is being handled has cut short the code that would have waited; at the interpreter's end

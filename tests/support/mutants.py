@@ -58,7 +58,7 @@ LAYERS = "parallel/layers.py"
 
 MUTANTS = [
     # waits
-    Mutant("handle: the work is not waited for", COLLECTIVES, "            self._wait(self._work)\n", "            pass\n"),
+    Mutant("handle: the work is not waited for", COLLECTIVES, "            self._work.wait() if self._flight is None else self._flight.wait(self._work)\n", "            pass\n"),
     Mutant("handle: may be waited for twice", COLLECTIVES, "        self._waited = True\n", "        self._waited = False\n"),
     Mutant("reduce-scatter: parts are added up before they are there", COLLECTIVES,
            'return Handle(work, x if out is None else out, "reduce_scatter", add_up, operand=x)', 'return Handle(work, add_up(), "reduce_scatter", operand=x)'),
