@@ -28,7 +28,7 @@ from megatron_sp.estimate.pipeline_states import PassState
 def pipeline_moments(form: RankForm) -> list[Moment]:
     """Return the moments of a step of a pipeline rank."""
     share = form.shape.share
-    stages, moments = _stages_of(form), list[Moment]()
+    stages, moments = form.of_passes(), list[Moment]()
     for state in share.states:
         gradients = StageGradients(form.zero, share, state)
         beside = _beside(form, stages, state)
@@ -45,7 +45,7 @@ def pipeline_host(form: RankForm) -> int:
     Buffers are used again for storages of the same size, so not by slices of other lengths.
     """
     share = form.shape.share
-    hosts = [stage.activations.host for stage in _stages_of(form)]
+    hosts = [stage.activations.host for stage in form.of_passes()]
     most = [0] * share.num_slices
     for state in share.states:
         counts = list(state.alive)
@@ -56,12 +56,6 @@ def pipeline_host(form: RankForm) -> int:
             now = sum(count * host for count, host in zip(counts[of_slice], hosts[of_slice], strict=True))
             most[number] = max(most[number], now)
     return sum(most)
-
-
-def _stages_of(form: RankForm) -> list[RankForm]:
-    """Return the forms of each stage and slice, in the places of ``PassState.alive``."""
-    share = form.shape.share
-    return [form.of_stage(index, number) for index in range(share.stages) for number in range(share.num_slices)]
 
 
 def _moments_of(stage: RankForm, state: PassState) -> list[Moment]:

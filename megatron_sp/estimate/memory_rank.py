@@ -95,6 +95,13 @@ class RankForm:
         made.activations = ActivationForm(made.shape, made.attention)
         return made
 
+    def of_passes(self) -> list[RankForm]:
+        """Return the forms of each stage and slice of a pipeline rank, slices of a stage one after another; without a pipeline these."""
+        share = self.shape.share
+        if not share.is_cut:
+            return [self]
+        return [self.of_stage(index, number) for index in range(share.stages) for number in range(share.num_slices)]
+
     def with_gradients(self, gradients: PassGradients) -> RankForm:
         """Return these forms in a pass with such gradients."""
         made = copy(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from megatron_sp.config.schema import ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import head_in_layers
@@ -40,7 +40,7 @@ class RankShare:
         has_embedding, has_head: what its stages have beside layers.
         of_stages: layers of each of its stages; empty without a pipeline.
         is_stage: it is one stage alone.
-        turns: the rank has two stages in a row, in the middle of a V.
+        turns: the rank has two stages in a row, in the middle of a V; of one stage: on which side the other one is.
         puts_off: gradients of its blocks are put off.
         num_slices: of a sequence.
         states: what it holds at each action of a step, as far as that can be the most.
@@ -51,7 +51,7 @@ class RankShare:
     has_head: bool = True
     of_stages: tuple[int, ...] = ()
     is_stage: bool = False
-    turns: bool = False
+    turns: Literal["", "both", "below", "above"] = ""
     puts_off: bool = False
     num_slices: int = 1
     states: tuple[PassState, ...] = ()
@@ -69,7 +69,9 @@ class RankShare:
     def stage(self, index: int) -> RankShare:
         """Return the share of one of its stages."""
         has_embedding, has_head = self.has_embedding and index == 0, self.has_head and index == self.stages - 1
-        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, puts_off=self.puts_off)
+        side: Literal["below", "above"] = "above" if index else "below"
+        turns = side if self.turns else ""
+        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off)
 
 
 def pipeline_plan(parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
@@ -93,7 +95,7 @@ def shares_of(model: ModelConfig, parallel: ParallelConfig, num_micro_batches: i
         stages = plan.stages_of(rank)
         of_stages = tuple(layers[stage] for stage in stages)
         has_embedding, has_head = stages[0] == 0, stages[-1] == plan.num_stages - 1
-        turns = len(stages) == 2 and stages[1] == stages[0] + 1
+        turns: Literal["", "both"] = "both" if len(stages) == 2 and stages[1] == stages[0] + 1 else ""
         share = RankShare(
             sum(of_stages), has_embedding, has_head, of_stages, turns=turns, puts_off=plan.splits, num_slices=plan.num_slices,
             states=states_of(plan, rank, zero_stage),

@@ -17,7 +17,7 @@ group:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -87,16 +87,34 @@ class TrafficPlan:
 
 def traffic_plan(workload: Workload) -> TrafficPlan:
     """Return the collectives of a training step, and the messages between the stages of a pipeline."""
-    return max((_of_rank(form) for form in forms_of_ranks(workload)), key=lambda plan: plan.num_bytes)
+    return max(plans_of_ranks(workload), key=lambda plan: plan.num_bytes)
+
+
+def plans_of_ranks(workload: Workload) -> list[TrafficPlan]:
+    """Return the collectives and messages of each pipeline rank, without a pipeline of the one."""
+    return [_of_rank(form) for form in forms_of_ranks(workload)]
 
 
 def _of_rank(form: RankForm) -> TrafficPlan:
     counter = _Counter(form)
-    flows = [
-        *counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.heads_and_rows(), *counter.stages(),
-        *counter.scalars(),
-    ]  # fmt: skip
+    passes = [_Counter(of_pass) for of_pass in form.of_passes()]
+    most = max(passes[0].sent_by, key=lambda rank: sum(of_pass.sent_by[rank] for of_pass in passes))
+    inside = _sums(flow for of_pass in passes for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.messages()))
+    flows = [*counter.gradients(), *counter.parameters(), *inside, *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
+
+
+def _sums(flows: Iterable[Flow]) -> list[Flow]:
+    """Return flows with those of the same kind in one."""
+    found: dict[tuple[str, str], Flow] = {}
+    for flow in flows:
+        before = found.get((flow.kind, flow.op))
+        if before is None:
+            found[flow.kind, flow.op] = flow
+        else:
+            sums = {name: getattr(before, name) + getattr(flow, name) for name in ("number", "num_bytes", "can_hide", "slowest")}
+            found[flow.kind, flow.op] = replace(before, under=before.under or flow.under, **sums)
+    return list(found.values())
 
 
 def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
@@ -144,14 +162,15 @@ class _Counter:
         self.ranks = workload.dp * shape.cp * shape.sp
         self.world = self.ranks * shape.tp * self.pp
         self.replicas = "dp x sp" if shape.cp == 1 else "dp x cp x sp"
-        self.units = range(shape.layers + 2)
+        self.units = [unit for unit, size in enumerate(form.zero.units) if size]  # of a pipeline's rank: not all have both ends
         self.recomputed = sum(last - first for first, last in shape.recomputed)
         self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step
         self.backwards = shape.layers * shape.num_micro_batches
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
-        ranks = {self.replicas: self.ranks, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world}[group]
+        ranks = {self.replicas: self.ranks, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
+                 "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
@@ -162,9 +181,10 @@ class _Counter:
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.shape.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
+        first = 1 if self.shape.share.has_embedding else 0  # how many units are exposed
         # at stages 2 and 3 the next micro-batch's forward pass hides the embedding's, except that of the last
         # micro-batch
-        hidden = sizes[1:] * times + sizes[:1] * (times - 1)
+        hidden = sizes[first:] * times + sizes[:first] * (times - 1)
         op: Op = "all_reduce" if stage == 0 else "reduce_scatter"
         yield self._flow(
             "gradients",
@@ -174,8 +194,16 @@ class _Counter:
             hidden if self.parallel.overlap_grad_reduce else [],
             "the rest of the backward pass",
         )
+        yield from self._table_gradient()
         shared = [self.form.shared_gradients(unit) * self.shape.wide for unit in self.units]
         yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
+
+    def _table_gradient(self) -> Iterator[Flow]:
+        """Gradient of a table that the ends of a pipeline share, after all passes."""
+        zero, op = self.form.zero, "all_reduce" if self.parallel.zero_stage == 0 else "reduce_scatter"
+        if zero.table:
+            travel = 2 if self.parallel.grad_reduce_in_bf16 else self.shape.wide
+            yield self._flow("gradient of the shared table", op, "ends", [zero.table_size * travel])  # type: ignore[arg-type]
 
     def parameters(self) -> Iterator[Flow]:
         """Parameters over dp x cp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
@@ -190,12 +218,16 @@ class _Counter:
                 sizes[1:] if overlap else [],
                 "the rest of the update, and the next forward pass",
             )
+        if stage > 0 and zero.table:
+            yield self._flow("shared table", "all_gather", "ends", [zero.table_size * self.shape.e])
         if stage == 3:
             order = unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True)
             fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap)
-            ahead = [sizes[unit] for unit, is_ahead in fetches if is_ahead]
+            by_unit = dict(zip(self.units, sizes, strict=True))
+            fetches = [(unit, is_ahead) for unit, is_ahead in fetches if unit in by_unit]
+            ahead = [by_unit[unit] for unit, is_ahead in fetches if is_ahead]
             yield self._flow(
-                "parameters", self.parallel.zero3_fetch, self.replicas, [sizes[unit] for unit, _ in fetches], ahead, "the unit before"
+                "parameters", self.parallel.zero3_fetch, self.replicas, [by_unit[unit] for unit, _ in fetches], ahead, "the unit before"
             )
 
     def tensor_parallel(self) -> Iterator[Flow]:
@@ -208,8 +240,9 @@ class _Counter:
         # gradient, and its input again, under the product before) and leaves once (in backward under the product of the
         # weight's gradient)
         forwards, backwards, bert = self.forwards, self.backwards, self.form.workload.model.is_bert
-        ends = 1 if bert else 2  # embedding and head; BERT's head has an all_reduce instead
-        enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
+        first, last = shape.share.has_embedding, shape.share.has_head
+        ends = first + (last and not bert)  # BERT's head has an all_reduce instead
+        enters, leaves = [size] * (forwards + 2 * backwards + (first + last) * times), [size] * (forwards + backwards + ends * times)
         entered, left = [size] * backwards, [size] * backwards
         pieces = [tokens * shape.parts * shape.h * shape.e for tokens in shape.mlp_pieces]
         enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
@@ -225,29 +258,35 @@ class _Counter:
         else:
             yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
         chunk, tokens = shape.head_chunk, shape.head_tokens
-        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * shape.h * shape.e] * times if bert else [])
+        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * shape.h * shape.e] * times if bert and last else [])
         chunks = [min(chunk, tokens - start) * shape.wide for start in range(0, tokens, chunk)]
-        yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
+        yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times * last)
 
-    def heads_and_rows(self) -> Iterator[Flow]:
-        """Ulysses' exchanges of heads over sp and those of keys and values over cp, for the rank that sends most of both together.
+    @cached_property
+    def sent_by(self) -> dict[tuple[int, int], int]:
+        """Bytes that each (sp rank, cp rank) sends over sp and cp together.
 
         What a rank sends over sp grows with the positions of its cp rank, what it sends over cp with the key/value
         heads of its sp rank.
         """
-        context, sp_tokens = self.shape.context, self.shape.sp_tokens
-        if context is None:
-            each = [(rank, 0, sp_tokens) for rank in range(self.sp)]
-        else:
-            shares = [self.shape.sp_positions(length) * self.shape.micro_batch for length in context.lengths]
-            each = [(rank, cp_rank, share) for rank in range(self.sp) for cp_rank, share in enumerate(shares)]
-        heads = [self._of_heads(rank) for rank in range(self.sp)]
+        return {
+            (rank, cp_rank): tokens * self._heads[rank].total + sum(self._of_rows(rank, cp_rank).values())
+            for rank in range(self.sp) for cp_rank, tokens in enumerate(self._tokens)
+        }  # fmt: skip
 
-        def sent(rank: int, cp_rank: int, tokens: int) -> int:
-            return tokens * heads[rank].total + sum(self._of_rows(rank, cp_rank).values())
+    @cached_property
+    def _heads(self) -> list[_Heads]:
+        return [self._of_heads(rank) for rank in range(self.sp)]
 
-        rank, cp_rank, tokens = max(each, key=lambda of: sent(*of))
-        yield from self._ulysses(heads[rank], tokens)
+    @property
+    def _tokens(self) -> list[int]:
+        """Tokens of an sp rank, for each cp rank."""
+        context, shape = self.shape.context, self.shape
+        return [shape.sp_tokens] if context is None else [shape.sp_positions(length) * shape.micro_batch for length in context.lengths]
+
+    def heads_and_rows(self, rank: int, cp_rank: int) -> Iterator[Flow]:
+        """Ulysses' exchanges of heads over sp and those of keys and values over cp, for a rank of sp and of cp."""
+        yield from self._ulysses(self._heads[rank], self._tokens[cp_rank])
         yield from self._context(rank, cp_rank)
 
     def _context(self, rank: int, cp_rank: int) -> Iterator[Flow]:
@@ -349,18 +388,16 @@ class _Counter:
             sent.backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
         return sent
 
-    def stages(self) -> Iterator[Flow]:
-        """Messages between the stages of a pipeline, under the passes of other micro-batches."""
+    def messages(self) -> Iterator[Flow]:
+        """Messages of a stage of a pipeline to its neighbours, under the passes of other micro-batches."""
         shape, share = self.shape, self.shape.share
         if self.pp == 1:
             return
         # each boundary is to another rank, but for the one in the middle of a V
-        turns = self.parallel.pipeline_kind == "zbv" and share.turns
-        forward, backward = share.stages - share.has_head - turns, share.stages - share.has_embedding - turns
-        for kind, number in (("outputs of stages", forward), ("gradients of stages' inputs", backward)):
-            sizes = [shape.stream] * (number * shape.num_micro_batches)
-            flow = self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
-            yield replace(flow, number=flow.number * self.parallel.num_pipeline_slices)  # the slices of a micro-batch have its bytes
+        forward, backward = not (share.has_head or share.turns == "below"), not (share.has_embedding or share.turns == "above")
+        for kind, sends in (("outputs of stages", forward), ("gradients of stages' inputs", backward)):
+            sizes = [shape.stream] * (sends * shape.num_micro_batches)
+            yield self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
 
     def scalars(self) -> Iterator[Flow]:
         """Scalars: token counts, digests of samples, loss sums, with cp digests of sequences, gradient norm."""

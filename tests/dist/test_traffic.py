@@ -15,8 +15,9 @@ from support.ranks import run_ranks
 
 from megatron_sp.comm import collectives
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan, wire_bytes
+from megatron_sp.estimate.traffic import TrafficPlan, plans_of_ranks, traffic_plan, wire_bytes
 from megatron_sp.estimate.workload import Workload
+from megatron_sp.parallel import pipeline
 from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -35,6 +36,7 @@ BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recom
 CHUNKS = {"lm_head_chunk_tokens": 10}
 PIECES = {"mlp_chunks": 4}  # of 21 positions, of 11 with tp_seq
 Counts = dict[str, tuple[int, int]]
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 CASES = [
     [Layout(dp=2, zero=zero(stage), micro_batches=count) for stage in (0, 1, 2, 3) for count in (1, 3)],
@@ -68,6 +70,16 @@ CASES = [
                  marks=pytest.mark.long),
     [Layout(cp=2, tp=2, model=BERT | {"seq_length": 28}),
      Layout(cp=2, tp=2, tp_seq=True, zero=zero(1), model=LLAMA | {"num_query_groups": 1})],
+    [Layout(pp=2, schedule=kind, micro_batches=3) for kind in ("1f1b", "interleaved", "zb1p", "zbv")],
+    [Layout(pp=2, schedule="slices", slices=2, micro_batches=3, model=model) for model in ({}, UNTIED)],
+    [Layout(pp=2, cp=2, schedule="slices", slices=3, micro_batches=2, kernels=kernels) for kernels in ({}, FULL)],
+    pytest.param([Layout(pp=2, tp=2, tp_seq=seq, schedule=kind, slices=slices, micro_batches=2, kernels=CHUNKS | PIECES)
+                  for seq in (True, False) for kind, slices in (("1f1b", 1), ("zbv", 1), ("slices", 2))], marks=pytest.mark.long),
+    pytest.param([Layout(pp=2, sp=2, schedule=kind, slices=slices, micro_batches=2) for kind, slices in (("zb1p", 1), ("slices", 2))],
+                 marks=pytest.mark.long),
+    pytest.param([Layout(pp=2, dp=2, schedule=kind, slices=slices, micro_batches=3, zero=zero(stage), model=model) for stage in (0, 1, 2)
+                  for kind, slices in (("1f1b", 1), ("zb1p", 1), ("zbv", 1), ("slices", 2)) for model in ({}, UNTIED)],
+                 marks=pytest.mark.long),
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
 ]  # fmt: skip
 
@@ -85,6 +97,7 @@ class Counted:
     def __init__(self) -> None:
         self.found: dict[str, list[int]] = defaultdict(list)
         collectives.announced = self  # type: ignore[assignment]
+        pipeline.send_async = self.send
 
     def __call__(self, group: Any, what: str, x: torch.Tensor, *, send: Any = (), receive: Any = ()) -> Any:
         op, size, ranks = what.split()[0], x.numel() * x.element_size(), group.size()
@@ -94,11 +107,21 @@ class Counted:
             self.found[op].append(wire_bytes(op, size * ranks if op == "all_gather" else size, ranks))  # type: ignore[arg-type]
         return group
 
-    def totals(self) -> Counts:
-        """(number, bytes) of each operation: those of the rank that starts most, and of the one that sends most."""
+    def send(self, x: torch.Tensor, group: Any, target: int) -> Any:
+        """Count a message between stages."""
+        self.found["send"].append(x.numel() * x.element_size())
+        return collectives.send_async(x, group, target)
+
+    def totals(self, is_mine: bool) -> Counts:
+        """(number, bytes) of each operation: those of the rank that starts most, and of the one that sends most.
+
+        Args:
+            is_mine: this rank is one of those that are counted.
+        """
         most = {}
-        for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for op in OPS:
             counts = torch.tensor([len(self.found[op]), sum(self.found[op])])  # a rank without heads in a chunk exchanges no keys
+            counts *= is_mine
             dist.all_reduce(counts, dist.ReduceOp.MAX)
             most[op] = int(counts[0]), int(counts[1])
         return most
@@ -106,7 +129,7 @@ class Counted:
 
 def planned(plan: TrafficPlan) -> Counts:
     found = {}
-    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+    for op in OPS:
         flows = [flow for flow in plan.flows if flow.op == op]
         found[op] = sum(flow.number for flow in flows), sum(flow.num_bytes for flow in flows)
     return found
@@ -119,10 +142,11 @@ def compare(cases: list[Layout]) -> None:
         counted = Counted()
         training.step(2)
         training.train_step.weights.settle()
-        got = counted.totals()
-        plan = memory.predict(case, SHAPE, BATCH, what=traffic_plan)
-        assert got == planned(plan), f"{case}: {got}, planned {planned(plan)}\n{plan.flows}"
-        assert all(0 <= flow.can_hide <= flow.num_bytes for flow in plan.flows)
+        plans = memory.predict(case, SHAPE, BATCH, what=plans_of_ranks)
+        for rank, plan in enumerate(plans):
+            got = counted.totals(rank == dist.get_rank() * len(plans) // case.ranks)
+            assert got == planned(plan), f"{case}, pipeline rank {rank}: {got}, planned {planned(plan)}\n{plan.flows}"
+            assert all(0 <= flow.can_hide <= flow.num_bytes for flow in plan.flows)
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: "; ".join(map(str, cases)))

@@ -73,8 +73,9 @@ def test_what_each_rank_has() -> None:
     assert shares[1].stage(0) == RankShare(2, False, False, is_stage=True)
     parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zbv")
     shares = shares_of(model(8), parallel, 8)
-    assert (shares[0].has_embedding, shares[0].has_head, shares[3].turns, shares[0].turns) == (True, True, True, False)
+    assert (shares[0].has_embedding, shares[0].has_head, shares[3].turns, shares[0].turns) == (True, True, "both", "")
     assert (shares[0].stage(0).has_embedding, shares[0].stage(0).has_head, shares[0].stage(1).has_head) == (True, False, True)
+    assert [shares[3].stage(index).turns for index in range(2)] == ["below", "above"]
     assert all(s.stages == 2 and s.puts_off and most(s, "B", "waiting") > 0 and most(s, "F", "alive") < 8 for s in shares)
     alone = shares_of(model(8), ParallelConfig(), 3)[0]
     assert (alone.stages, alone.is_cut, alone.states) == (1, False, ())
