@@ -107,10 +107,10 @@ class Counted:
             self.found[op].append(wire_bytes(op, size * ranks if op == "all_gather" else size, ranks))  # type: ignore[arg-type]
         return group
 
-    def send(self, x: torch.Tensor, group: Any, target: int) -> Any:
+    def send(self, x: torch.Tensor, group: Any, target: int, what: str) -> Any:
         """Count a message between stages."""
         self.found["send"].append(x.numel() * x.element_size())
-        return collectives.send_async(x, group, target)
+        return collectives.send_async(x, group, target, what)
 
     def totals(self, is_mine: bool) -> Counts:
         """(number, bytes) of each operation: those of the rank that starts most, and of the one that sends most.
