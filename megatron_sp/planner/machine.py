@@ -58,6 +58,8 @@ class Machine:
         """Return the number of a group's ranks on one node; ``tp``, ``sp``: sizes of the axes, of which the latter matters to cp alone."""
         if group == "pp":  # farthest apart
             return max(1, min(ranks, self.per_node * ranks // self.gpus))
+        if group == "ends":  # of the first and the last stage, which share nodes only where all ranks do
+            return max(1, min(ranks if self.nodes == 1 else ranks // 2, self.per_node // tp))
         stride = {"tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1, "pp x tp": 1}[group]
         return max(1, min(ranks, self.per_node // stride))
 

@@ -462,6 +462,7 @@ def test_between_nodes_messages_cross_and_stages_are_apart() -> None:
     assert machine.crosses("pp", 4, 2) and machine.crosses("pp", 2, 2) and machine.ranks_on_node("pp", 8, 1) == 2
     assert machine.seconds("send", "pp", 4, 2, 1, 1e9) == pytest.approx(1e9 / (machine.between.gbs * 1e9), rel=0.05)  # type: ignore[union-attr]
     assert not nodes(1, 8).crosses("pp", 4, 2)
+    assert machine.crosses("ends", 4, 2) and not nodes(1, 8).crosses("ends", 4, 2)
 
 
 def test_a_report_says_the_stages(two_nodes: Findings) -> None:
