@@ -36,7 +36,9 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
     """Return bytes and layout of the layout that needs least memory; None if no layout is valid."""
     found: list[tuple[int, ParallelPlan]] = []
     # the overlap of exchanges hardly changes memory, and tp_seq always saves some
-    distinct = {f.axes: f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
+    tried = list(frames(base, given, machine.gpus, machine.per_node))
+    longest = max((f.pp for f in tried), default=1)  # shorter pipelines need more than that, or than none
+    distinct = {f.axes: f for f in reversed(tried) if f.pp in (1, longest)}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
         size = micro_batches(base, given, dp, frame.cp * frame.sp)[0]
