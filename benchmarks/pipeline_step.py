@@ -19,7 +19,8 @@ runtime is real.
     / replay   the median step, of what ``pipeline_replay`` says for the medians of the run's own action times: a step in which ranks wait
                for nothing but what they need
     floor      the replay with the mean times of F, B and W (without a split of the whole backward pass) for all actions
-    host       time of a step whose work is nothing, per action of rank 0
+    host       processor time of the thread that runs a step whose work and messages are a single number each, of rank 0, per
+               micro-batch (or slice) and stage: a pass forward and a pass backward
     peak       largest bytes of live storages of a rank in a step, what the contender keeps included
 """
 
@@ -106,16 +107,16 @@ def report(cell: str, count: int, raw: dict[str, Any]) -> dict[str, Any]:
         like = LIKE.get(name.removeprefix("ours, "))
         ratio = ratios(seconds, raw["seconds"][like]).median if like in raw["seconds"] else None
         row: dict[str, Any] = {"seconds": steps.as_dict(), "of_torch": ratio, **more}
-        if more:
+        if "replay" in more:
             row["of_replay"] = steps.median / more["replay"]
         found[name] = row
         rows.append([
-            name, steps.text("ms", 1e3, 0), "" if ratio is None else f"{ratio:.3f}", f"{row['of_replay']:.3f}" if more else "",
-            f"{more['floor'] * 1e3:.0f}" if more else "", f"{more['host_s'] * 1e6:.0f}" if more else "",
-            f"{more['in_flight']}" if more else "", f"{raw['memory'][name] / 2**20:.0f}" if name in raw["memory"] else "",
+            name, steps.text("ms", 1e3, 0), "" if ratio is None else f"{ratio:.3f}", f"{row['of_replay']:.3f}" if "replay" in more else "",
+            f"{more['floor'] * 1e3:.0f}" if "floor" in more else "", f"{more['host_s'] * 1e6:.0f}" if more else "",
+            f"{more['in_flight']}" if "in_flight" in more else "", f"{raw['memory'][name] / 2**20:.0f}" if name in raw["memory"] else "",
         ])  # fmt: skip
     notes = [f"left out: {name}: {reason}" for name, reason in raw["left_out"].items()]
-    header = ["", "step: median (min-max)", "/ torch", "/ replay", "floor, ms", "host, us / action", "in flight", "peak, MiB"]
+    header = ["", "step: median (min-max)", "/ torch", "/ replay", "floor, ms", "host, us / part", "in flight", "peak, MiB"]
     print_table(f"A step through {cell}, {count} micro-batches", header, rows, notes)
     return found
 
@@ -157,7 +158,7 @@ def worker(task: dict[str, Any]) -> int:
             dist.barrier()
             if index:
                 seconds[name].append(time.perf_counter() - began)
-    about = {name: c.about() for name, c in contenders.items() if isinstance(c, Ours)}
+    about = {name: contender.about() for name, contender in contenders.items()}
     largest = {name: torch.tensor(float(size)) for name, size in memory.items() if name in contenders}
     for size in largest.values():
         dist.all_reduce(size, dist.ReduceOp.MAX)
@@ -272,15 +273,11 @@ class Ours:
         }  # fmt: skip
 
     def _host_seconds(self) -> float:
-        """Time of the runtime itself for each action, from a step whose work is nothing."""
+        """Time of the runtime itself for each part of a stage, from a step whose work is nothing."""
         from megatron_sp.parallel.pipeline import run_pipeline
 
-        idle, took = _Nothing(self), list[float]()
-        for _ in range(5):
-            began = time.perf_counter()
-            run_pipeline(self.plan, self.channels, idle)
-            took.append((time.perf_counter() - began) / len(self.plan.actions[self.rank]))
-        return median(took)
+        idle = _Nothing()
+        return idle_seconds(lambda: run_pipeline(self.plan, self.channels, idle), len(self.plan.actions[self.rank]) // 3)
 
     # StageWork
 
@@ -336,11 +333,20 @@ class Ours:
 class _Nothing:
     """Work that takes no time."""
 
-    def __init__(self, like: Ours) -> None:
-        self.shape, self._like = like.shape, like
+    def __init__(self) -> None:
+        import torch
+
+        self._scale = torch.ones((), requires_grad=True)
+
+    def shape(self, action: Any) -> Any:
+        import torch
+
+        return (1,), torch.float32, torch.device("cpu")
 
     def forward(self, action: Any, x: Any) -> Any:
-        return self._like.slices.part(self._like.inputs[0], action).clone().requires_grad_() if x is None else x * 1.0
+        import torch
+
+        return (torch.ones(1) if x is None else x) * self._scale
 
     def loss(self, action: Any, y: Any) -> Any:
         return y.sum()
@@ -353,6 +359,16 @@ class _Nothing:
 
     def weights(self, action: Any) -> None:
         pass
+
+
+def idle_seconds(step: Any, parts: int) -> float:
+    """Median processor time of the thread that runs a step in which nothing is to be done, for each of so many parts."""
+    took = list[float]()
+    for _ in range(30):
+        began = time.thread_time()  # without the waits for the other rank
+        step()
+        took.append((time.thread_time() - began) / parts)
+    return median(took[10:])
 
 
 def our_config(task: dict[str, Any]) -> Any:
@@ -443,20 +459,20 @@ class Torch:
         import torch
         import torch.distributed as dist
         from torch import nn
+
+        self.rank, self.p, self.m = dist.get_rank(), dist.get_world_size(), task["micro_batches"]
+        self.name, self.v = name, 1 if "1F1B" in name else 2
+        each = task["shape"]["layers"] // (self.p * self.v)
+        self.modules = [nn.Sequential(*(plain_block(task) for _ in range(each))) for _ in range(self.v)]
+        self.schedule = self._schedule(self.modules)
+        self.x = torch.cat([x.transpose(0, 1) for x in inputs(task)])
+
+    def _schedule(self, modules: list[Any]) -> Any:
+        import torch
         from torch.distributed import pipelining
         from torch.distributed.pipelining import PipelineStage
 
-        rank, p = dist.get_rank(), dist.get_world_size()
-        v = 1 if "1F1B" in name else 2
-        each = task["shape"]["layers"] // (p * v)
-
-        def module() -> Any:
-            return nn.Sequential(*(plain_block(task) for _ in range(each)))
-
-        self.rank, self.p, self.m = rank, p, task["micro_batches"]
-        self.modules = [module() for _ in range(v)]
-        device = torch.device("cpu")
-        stages = [PipelineStage(one, chunk * p + rank, p * v, device) for chunk, one in enumerate(self.modules)]
+        stages = [PipelineStage(one, chunk * self.p + self.rank, self.p * self.v, torch.device("cpu")) for chunk, one in enumerate(modules)]
 
         def loss(y: Any, target: Any) -> Any:
             return y.square().mean()
@@ -465,18 +481,36 @@ class Torch:
             "torch 1F1B": "Schedule1F1B", "torch interleaved": "ScheduleInterleaved1F1B",
             "torch interleaved zero bubble": "ScheduleInterleavedZeroBubble",
         }  # fmt: skip
-        schedule = getattr(pipelining, kinds[name], None) or getattr(pipelining.schedules, kinds[name])
-        self.schedule = schedule(stages[0] if v == 1 else stages, n_microbatches=self.m, loss_fn=loss)
-        self.x = torch.cat([x.transpose(0, 1) for x in inputs(task)])
+        schedule = getattr(pipelining, kinds[self.name], None) or getattr(pipelining.schedules, kinds[self.name])
+        return schedule(stages[0] if self.v == 1 else stages, n_microbatches=self.m, loss_fn=loss)
 
     def step(self) -> None:
         for module in self.modules:
             module.zero_grad()
-        target, losses = self.x, list[Any]()
+        self._run(self.schedule, self.x)
+
+    def _run(self, schedule: Any, x: Any) -> None:
+        losses = list[Any]()
         if self.rank == 0:
-            self.schedule.step(self.x)
+            schedule.step(x)
         else:
-            self.schedule.step(target=target, losses=losses)
+            schedule.step(target=x, losses=losses)
+
+    def about(self) -> dict[str, Any]:
+        """Host time. Collective."""
+        import torch
+        from torch import nn
+
+        class Nothing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(()))
+
+            def forward(self, x: Any) -> Any:
+                return x * self.scale
+
+        idle, x = self._schedule([Nothing() for _ in range(self.v)]), torch.ones(self.m, 1)
+        return {"host_s": idle_seconds(lambda: self._run(idle, x), self.m * self.v)}
 
 
 if __name__ == "__main__":
