@@ -254,7 +254,7 @@ class Training:
 
         from megatron_sp.comm.groups import ParallelGroups
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
-        from megatron_sp.estimate.stages import layers_of_stages
+        from megatron_sp.estimate.stages import layer_costs, layers_of_stages
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.ops.attention_choice import choose_kernel
@@ -277,7 +277,8 @@ class Training:
         sharding = layout.parallel()
         kind: Any = sharding.pipeline_kind
         stages = layers_of_stages(config, sharding) if layout.pp > 1 else ()
-        pipeline = Pipeline(groups, kind, stages, layout.slices) if layout.pp > 1 else None
+        costs = layer_costs(config, KernelConfig(**layout.kernels))
+        pipeline = Pipeline(groups, kind, stages, layout.slices, costs) if layout.pp > 1 else None
         parallel = Parallel.of(
             groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none", cp_chunks=sharding.cp_chunks,
             cp_stages_ahead=sharding.num_stages_ahead, cp_keep_kv=sharding.cp_keep_kv,

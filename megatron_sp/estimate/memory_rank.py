@@ -128,7 +128,7 @@ class RankForm:
 
 def forms_of_ranks(workload: Workload) -> list[RankForm]:
     """Return the closed forms of the pipeline ranks; without a pipeline of the one rank."""
-    shares = shares_of(workload.model, workload.parallel, num_micro_batches(workload))
+    shares = shares_of(workload.model, workload.kernels, workload.parallel, num_micro_batches(workload))
     return [RankForm(workload, share) for share in shares]
 
 

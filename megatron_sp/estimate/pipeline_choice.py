@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from megatron_sp.config.rules_pipeline import pipeline_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
-from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
+from megatron_sp.estimate.flops import head_in_layers
 from megatron_sp.estimate.memory import memory_plan
-from megatron_sp.estimate.stages import layers_of_stages, pipeline_plan
+from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.workload import num_micro_batches, workload_of
-from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.pipeline_plan import Action, Costs, PipelineKind
 from megatron_sp.parallel.pipeline_replay import replay
 
@@ -47,18 +46,6 @@ class Tried(NamedTuple):
     time: float
     bubble: float
     peak: int
-
-
-def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
-    """Return the time of a layer's passes by their FLOPs, in that of its forward pass."""
-    dense, scores = forward_flops_per_token(model, 0.0)
-    scores *= seen_share(model)
-    share = dense / (dense + scores)
-    # the gradients of products' inputs, attention's two for each of its products, and what is computed again
-    again = 1.0 if kernels.recompute_granularity == "full" else 1.0 - share if kernels.recompute_granularity == "selective" else 0.0
-    if again == 1.0 and model.num_layers:
-        again = sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed) / model.num_layers
-    return Costs(1.0, share + 2 * (1 - share) + again, share)
 
 
 def costs_of_stages(model: ModelConfig, kernels: KernelConfig, layers: tuple[int, ...], num_slices: int = 1) -> list[Costs]:
@@ -103,14 +90,17 @@ def _with_kind(config: Config, kind: PipelineKind) -> Config:
 
 
 def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, float]:
-    plan = pipeline_plan(config.parallel, num_micro_batches)
+    """Return the time of a step and the share of it in which ranks wait: first rounds replayed, and those that are like them added."""
+    played_ones = enough_micro_batches(config.parallel, num_micro_batches)
+    plan = pipeline_plan(config.model, config.kernels, config.parallel, played_ones)
     costs = costs_of_stages(config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices)
 
     def seconds(action: Action) -> float:
         return costs[action.stage].of(action.kind)
 
-    played = replay(plan, seconds)
-    return played.time, played.bubble
+    played, times = replay(plan, seconds), num_micro_batches / played_ones
+    time = played.time + (times - 1) * max(played.busy)
+    return time, 1 - times * sum(played.busy) / (time * plan.num_ranks)
 
 
 def choose(tried: list[Tried]) -> Tried:

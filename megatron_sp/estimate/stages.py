@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from megatron_sp.config.schema import ModelConfig, ParallelConfig
-from megatron_sp.estimate.flops import head_in_layers
+from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
+from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
 from megatron_sp.estimate.pipeline_states import PassState, states_of
+from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
-from megatron_sp.parallel.pipeline_plan import PipelineKind, PipelinePlan
+from megatron_sp.parallel.pipeline_plan import Costs, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import deal_layers
 
 
@@ -74,21 +75,37 @@ class RankShare:
         return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off)
 
 
-def pipeline_plan(parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
+def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
+    """Return the time of a layer's passes by their FLOPs, in that of its forward pass."""
+    dense, scores = forward_flops_per_token(model, 0.0)
+    scores *= seen_share(model)
+    share = dense / (dense + scores)
+    # the gradients of products' inputs, attention's two for each of its products, and what is computed again
+    again = 1.0 if kernels.recompute_granularity == "full" else 1.0 - share if kernels.recompute_granularity == "selective" else 0.0
+    if again == 1.0 and model.num_layers:
+        again = sum(last - first for first, last, recomputed in recompute_plan(kernels, model.num_layers) if recomputed) / model.num_layers
+    return Costs(1.0, share + 2 * (1 - share) + again, share)
+
+
+def pipeline_plan(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int) -> PipelinePlan:
     """Return the schedule of a configuration."""
     kind = cast("PipelineKind", parallel.pipeline_kind)
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
-    return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices)
+    return plan_pipeline(kind, p, v, num_micro_batches, parallel.num_pipeline_slices, layer_costs(model, kernels))
 
 
-def shares_of(model: ModelConfig, parallel: ParallelConfig, num_micro_batches: int) -> list[RankShare]:
+def enough_micro_batches(parallel: ParallelConfig, num_micro_batches: int) -> int:
+    """Return how many micro-batches of a step show all of it: beyond a few rounds nothing changes, and the plan of thousands is long."""
+    return min(num_micro_batches, 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank)
+
+
+def shares_of(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfig, num_micro_batches: int) -> list[RankShare]:
     """Return what each pipeline rank has."""
     assert model.num_layers
     if parallel.pipeline_model_parallel_size == 1:
         return [RankShare(model.num_layers)]
-    # beyond a few rounds nothing changes, and a plan of thousands of micro-batches is long
-    enough = 4 * parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank
-    plan, layers = pipeline_plan(parallel, min(num_micro_batches, enough)), layers_of_stages(model, parallel)
+    plan = pipeline_plan(model, kernels, parallel, enough_micro_batches(parallel, num_micro_batches))
+    layers = layers_of_stages(model, parallel)
     zero_stage = max(parallel.zero_stage, int(parallel.grad_reduce_in_bf16))  # what is rounded is kept, too
     found = []
     for rank in range(plan.num_ranks):

@@ -18,7 +18,8 @@ arXiv:2405.15362; slices arXiv:2406.03488 (Seq1F1B).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -129,6 +130,27 @@ def _one_by_one(rank: int, p: int, v: int, m: int, n: int, late: int = 0) -> tup
 # orders that follow from times
 
 
+class _Parts:
+    """Parts that a rank has still before it; those of a stage leave in order."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._of_stages: dict[int, deque[tuple[int, _Part]]] = {}
+        for index, part in enumerate(parts):
+            self._of_stages.setdefault(part.stage, deque()).append((index, part))
+
+    def __bool__(self) -> bool:
+        return any(self._of_stages.values())
+
+    def first_of_each_stage(self) -> list[_Part]:
+        """Return the next part of each stage, in their order."""
+        return [part for _, part in sorted(queue[0] for queue in self._of_stages.values() if queue)]
+
+    def remove(self, part: _Part) -> None:
+        """Take the next part of a stage away."""
+        _, first = self._of_stages[part.stage].popleft()
+        assert first == part
+
+
 class _Rank:
     """A rank while its order is being found.
 
@@ -138,8 +160,8 @@ class _Rank:
     """
 
     def __init__(self, forward: Sequence[_Part], limit: int) -> None:
-        self.forward, self.limit = list(forward), limit
-        self.backward = sorted(forward, key=lambda part: (part.micro_batch, -part.stage))
+        self.forward, self.limit = _Parts(forward), limit
+        self.backward = _Parts(sorted(forward, key=lambda part: (part.micro_batch, -part.stage)))
         self.weights: list[_Part] = []  # put off
         self.actions: list[Action] = []
         self.free_at = 0.0
@@ -180,11 +202,12 @@ def _in_time(is_v: bool, rank_of: tuple[int, ...], p: int, m: int, costs: Costs)
         return not 0 <= neighbour < num_stages or made.get(action._replace(stage=neighbour), math.inf) <= now
 
     def next_action(rank: _Rank, now: float) -> Action | None:
-        for part in _first_of_each_stage(rank.backward):
+        for part in rank.backward.first_of_each_stage():
             action = Action("B", *part)
             if action._replace(kind="F") in made and is_there(action, now):
                 return action
-        for part in _first_of_each_stage(rank.forward) if is_v else rank.forward[:1]:
+        parts = rank.forward.first_of_each_stage()
+        for part in parts if is_v else parts[:1]:
             # in a V the way back needs room, too: without a place of its own, ranks that have begun too much wait for each other
             leaves_room = is_v and part.stage < num_stages // 2
             if rank.in_flight < rank.limit - leaves_room and is_there(Action("F", *part), now):
@@ -209,15 +232,6 @@ def _in_time(is_v: bool, rank_of: tuple[int, ...], p: int, m: int, costs: Costs)
                 heappush(queue, (made[action], rank_of[neighbour]))
     assert all(rank.is_done for rank in ranks), f"{p} ranks and {m} micro-batches have no order within their memory"
     return tuple(tuple(rank.actions) for rank in ranks)
-
-
-def _first_of_each_stage(parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Yield the first part of each stage, in their order."""
-    seen: set[int] = set()
-    for part in parts:
-        if part.stage not in seen:
-            seen.add(part.stage)
-            yield part
 
 
 def forward_plan(rank_of: tuple[int, ...], num_ranks: int, num_micro_batches: int) -> PipelinePlan:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
-from megatron_sp.estimate.stages import layers_of_stages, pipeline_plan
+from megatron_sp.estimate.stages import enough_micro_batches, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.traffic import Flow, traffic_plan
 from megatron_sp.estimate.workload import Workload, workload_of
 from megatron_sp.parallel.pipeline_plan import Action
@@ -129,7 +129,7 @@ def _bubble(workload: Workload, clock: _Clock) -> float:
     """Return the seconds of a step that the busiest rank of a pipeline waits."""
     parallel, machine, shape = workload.parallel, clock.machine, clock.form.shape
     count, p = shape.num_micro_batches, parallel.pipeline_model_parallel_size
-    plan = pipeline_plan(parallel, min(count, 4 * p * parallel.stages_per_pipeline_rank))  # beyond that all rounds are alike
+    plan = pipeline_plan(workload.model, workload.kernels, parallel, enough_micro_batches(parallel, count))
     layers, each = layers_of_stages(workload.model, parallel), 1 / plan.num_slices
     weights = clock.backward.weight_products
     passes = {"F": clock.forward.seconds, "B": clock.backward.seconds + clock.again.seconds - weights, "W": weights}

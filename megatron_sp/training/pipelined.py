@@ -15,14 +15,14 @@ from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import pairs_per_position
-from megatron_sp.estimate.stages import layers_of_stages
+from megatron_sp.estimate.stages import layer_costs, layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents, row_mask
 from megatron_sp.parallel.pipeline import Channels, Timeline, run_pipeline
 from megatron_sp.parallel.pipeline_check import check_plan
 from megatron_sp.parallel.pipeline_orders import forward_plan, plan_pipeline
-from megatron_sp.parallel.pipeline_plan import Action, PipelineKind, PipelinePlan
+from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, Costs, PipelineKind, PipelinePlan
 from megatron_sp.parallel.pipeline_stages import Stage, cut_model
 from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
 from megatron_sp.parallel.slice_cut import cut_into_slices
@@ -38,9 +38,13 @@ class Pipeline:
         kind: schedule.
         layers: number of layers of each stage.
         num_slices: of each row, with the schedule "slices".
+        costs: times of a layer's passes, from which the order of zbv, and of zb1p with several stages on a rank, follows.
     """
 
-    def __init__(self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1) -> None:
+    def __init__(
+        self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1, costs: Costs = SAME_COSTS
+    ) -> None:
+        self.costs = costs
         self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
         self._world_size = groups.world_size
         self.stages = cut_model(tuple(layers))
@@ -76,7 +80,7 @@ class Pipeline:
 
     def plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the schedule of a step of so many micro-batches, checked."""
-        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices)
+        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices, self.costs)
 
     def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the order of forward passes alone."""
@@ -88,8 +92,8 @@ def _of_stages(stages: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int) -> PipelinePlan:
-    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices)
+def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs) -> PipelinePlan:
+    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices, costs)
     check_plan(made)
     return made
 
@@ -101,7 +105,7 @@ def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
         return None
     assert num_layers
     kind, layers = cast("PipelineKind", parallel.pipeline_kind), layers_of_stages(config.model, config.parallel)
-    return Pipeline(groups, kind, layers, parallel.num_pipeline_slices)
+    return Pipeline(groups, kind, layers, parallel.num_pipeline_slices, layer_costs(config.model, config.kernels))
 
 
 def fault_point(action: Action) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_sp.comm.groups import ParallelGroups, pipes
 from megatron_sp.parallel.pipeline import Channels, run_pipeline
 from megatron_sp.parallel.pipeline_check import check_plan
-from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan, PlanError
+from megatron_sp.parallel.pipeline_plan import SAME_COSTS, Action, PipelinePlan, PlanError
 from megatron_sp.training import pipelined
 
 ROWS, WIDTH = 3, 5
@@ -136,12 +136,12 @@ def test_random_orders_have_the_gradients_of_one_process(p: int, seed: int, coun
 
 def test_what_the_checker_refuses_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(2)
-    monkeypatch.setattr(pipelined, "plan_pipeline", lambda kind, p, v, m, n: any_plan(rng, p, 2, m, n))
+    monkeypatch.setattr(pipelined, "plan_pipeline", lambda kind, p, v, m, n, costs: any_plan(rng, p, 2, m, n))
     pipelined._checked.cache_clear()
     try:
         for _ in range(20):
             with pytest.raises(PlanError):
-                pipelined._checked("1f1b", 4, 2, 4, 1)
+                pipelined._checked("1f1b", 4, 2, 4, 1, SAME_COSTS)
     finally:
         pipelined._checked.cache_clear()
 

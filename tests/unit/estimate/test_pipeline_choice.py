@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 
 import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.pipeline_choice import Tried, choose, costs_of_stages, layer_costs, settle_schedule, try_schedules
+from megatron_sp.estimate.pipeline_choice import Tried, allowed_schedules, choose, costs_of_stages, settle_schedule, try_schedules
+from megatron_sp.estimate.stages import layer_costs, layers_of_stages, pipeline_plan
+from megatron_sp.parallel.pipeline_plan import Costs
+from megatron_sp.parallel.pipeline_replay import replay, replay_costs
 from megatron_sp.planner.dry_run import dry_run
 
 BASE = (
@@ -39,6 +43,30 @@ def test_costs_are_flops() -> None:
     assert stages[0].forward == 1.5 and stages[1].forward == 0.5
     head = 2 * 1024 * 1000 / (dense + scores)
     assert stages[1].backward == pytest.approx((backward + 3 * head) / 2)
+
+
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full", "--recompute-granularity selective"])
+@pytest.mark.parametrize(("kind", "p"), [("zbv", 2), ("zbv", 4), ("zb1p", 4)])
+def test_orders_follow_the_layers_own_times(kind: str, p: int, recompute: str) -> None:
+    """With the same times for F, B and W, a V with recomputation takes longer than 1F1B."""
+    stages = "" if kind == "zbv" else "--num-virtual-stages-per-pipeline-rank 2"
+    flags = f"--seq-length 4096 --pp-size {p} --global-batch-size {4 * p} {recompute}"
+    one, given = config(flags, world_size=p), config(f"{flags} --pipeline-schedule {kind} {stages}", world_size=p)
+    costs = layer_costs(given.model, given.kernels)
+    two = Costs(*(2 * time for time in costs))  # the layers of two stages in one
+    plain, ours = (pipeline_plan(each.model, each.kernels, each.parallel, 4 * p) for each in (one, given))
+    assert replay_costs(ours, costs).time < 0.96 * replay_costs(plain, two).time
+
+
+def test_many_micro_batches_are_first_rounds_and_those_like_them() -> None:
+    given = config("--pp-size 2 --pipeline-schedule zbv --global-batch-size 40")
+    for each in allowed_schedules(given, 40):
+        parallel = copy.copy(given.parallel)
+        parallel.pipeline_schedule = each.kind
+        plan = pipeline_plan(given.model, given.kernels, parallel, 40)
+        costs = costs_of_stages(given.model, given.kernels, layers_of_stages(given.model, parallel))
+        whole = replay(plan, lambda action, costs=costs: costs[action.stage].of(action.kind))  # type: ignore[misc]
+        assert (each.time, each.bubble) == pytest.approx((whole.time, whole.bubble), rel=2e-2, abs=2e-3)
 
 
 def test_the_shortest_that_fits_is_taken_and_the_simplest_of_equals() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_sp.config.schema import ModelConfig, ParallelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
 from megatron_sp.estimate.pipeline_states import states_of
 from megatron_sp.estimate.stages import RankShare, layers_of_stages, shares_of
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
@@ -66,18 +66,18 @@ def most(share: RankShare, kind: str, what: str) -> int:
 
 def test_what_each_rank_has() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=4)
-    shares = shares_of(model(8), parallel, 8)
+    shares = shares_of(model(8), KernelConfig(), parallel, 8)
     assert [(s.has_embedding, s.has_head, most(s, "B", "alive"), most(s, "B", "waiting"), s.puts_off) for s in shares] == [
         (True, False, 3, 0, False), (False, False, 2, 0, False), (False, False, 1, 0, False), (False, True, 0, 0, False),
     ]  # fmt: skip
     assert shares[1].stage(0) == RankShare(2, False, False, is_stage=True)
     parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zbv")
-    shares = shares_of(model(8), parallel, 8)
+    shares = shares_of(model(8), KernelConfig(), parallel, 8)
     assert (shares[0].has_embedding, shares[0].has_head, shares[3].turns, shares[0].turns) == (True, True, "both", "")
     assert (shares[0].stage(0).has_embedding, shares[0].stage(0).has_head, shares[0].stage(1).has_head) == (True, False, True)
     assert [shares[3].stage(index).turns for index in range(2)] == ["below", "above"]
     assert all(s.stages == 2 and s.puts_off and most(s, "B", "waiting") > 0 and most(s, "F", "alive") < 8 for s in shares)
-    alone = shares_of(model(8), ParallelConfig(), 3)[0]
+    alone = shares_of(model(8), KernelConfig(), ParallelConfig(), 3)[0]
     assert (alone.stages, alone.is_cut, alone.states) == (1, False, ())
 
 
