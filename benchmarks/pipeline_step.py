@@ -109,6 +109,8 @@ def report(cell: str, count: int, raw: dict[str, Any]) -> dict[str, Any]:
         row: dict[str, Any] = {"seconds": steps.as_dict(), "of_torch": ratio, **more}
         if "replay" in more:
             row["of_replay"] = steps.median / more["replay"]
+        if name in raw["memory"]:
+            row["peak_bytes"] = raw["memory"][name]
         found[name] = row
         rows.append([
             name, steps.text("ms", 1e3, 0), "" if ratio is None else f"{ratio:.3f}", f"{row['of_replay']:.3f}" if "replay" in more else "",
