@@ -91,14 +91,14 @@ def _with_kind(config: Config, kind: PipelineKind) -> Config:
 
 def _time_and_bubble(config: Config, num_micro_batches: int) -> tuple[float, float]:
     """Return the time of a step and the share of it in which ranks wait: first rounds replayed, and those that are like them added."""
-    played_ones = enough_micro_batches(config.parallel, num_micro_batches)
-    plan = pipeline_plan(config.model, config.kernels, config.parallel, played_ones)
+    first_ones = enough_micro_batches(config.parallel, num_micro_batches)
+    plan = pipeline_plan(config.model, config.kernels, config.parallel, first_ones)
     costs = costs_of_stages(config.model, config.kernels, layers_of_stages(config.model, config.parallel), plan.num_slices)
 
     def seconds(action: Action) -> float:
         return costs[action.stage].of(action.kind)
 
-    played, times = replay(plan, seconds), num_micro_batches / played_ones
+    played, times = replay(plan, seconds), num_micro_batches / first_ones
     time = played.time + (times - 1) * max(played.busy)
     return time, 1 - times * sum(played.busy) / (time * plan.num_ranks)
 

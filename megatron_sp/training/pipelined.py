@@ -44,8 +44,8 @@ class Pipeline:
     def __init__(
         self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1, costs: Costs = SAME_COSTS
     ) -> None:
-        self.costs = costs
         self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
+        self._costs = costs
         self._world_size = groups.world_size
         self.stages = cut_model(tuple(layers))
         self.stages_per_rank = len(layers) // self.size
@@ -80,7 +80,7 @@ class Pipeline:
 
     def plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the schedule of a step of so many micro-batches, checked."""
-        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices, self.costs)
+        return _checked(self.kind, self.size, self.stages_per_rank, num_micro_batches, self.num_slices, self._costs)
 
     def forward_plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the order of forward passes alone."""

@@ -36,6 +36,19 @@ def test_every_plan_passes_the_check(kind: PipelineKind, v: int, n: int) -> None
                 assert len(replay_costs(plan, costs).stop) == 3 * p * v * m * n
 
 
+def test_orders_for_any_times_end_within_their_memory() -> None:
+    """Attention may be any share of a layer, and any share of it may be computed again."""
+    rng = random.Random(1)
+    for _ in range(150):
+        (kind, v), p = rng.choice([("zbv", 2), ("zb1p", 2), ("zb1p", 3)]), rng.randint(1, 6)
+        dense, again = rng.uniform(0.02, 1), rng.choice([0.0, 1.0, rng.random()])
+        costs = Costs(1.0, dense + 2 * (1 - dense) + again, dense)
+        plan = plan_pipeline(kind, p, v, rng.randint(1, 3 * p + 1), 1, costs)  # type: ignore[arg-type]
+        check_plan(plan)
+        if kind == "zbv":
+            assert max(map(plan.in_flight, range(p))) <= 2 * p
+
+
 def test_bubbles_are_those_of_the_papers() -> None:
     for p in (1, 2, 3, 4, 8):
         for m in (p, p + 1, 2 * p, 3 * p + 1):
