@@ -257,6 +257,7 @@ class Training:
         from megatron_sp.estimate.stages import layer_costs, layers_of_stages
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
+        from megatron_sp.models.transformer import delayed_weights
         from megatron_sp.ops.attention_choice import choose_kernel
         from megatron_sp.optim.flat import FlatUnit, Zero
         from megatron_sp.optim.gradients import FlatGradients
@@ -297,6 +298,7 @@ class Training:
             units, groups.dp_cp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
             own_groups={index: units[index].zero.group for index in tables}, reserves_ahead=not embeds_and_predicts(parallel),
+            delayed=delayed_weights(model, parallel.tp) if sharding.delay_wgrad else (),
         )  # fmt: skip
         weights = WholeWeights(
             units, pools=pools_of_model(model, sharding), order=[] if pipeline else model.unit_order(backward=True),

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_sp.config.concessions import concede
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
-from megatron_sp.config.rules_context import context_violations, settle_comm_type
+from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
@@ -179,6 +179,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
     yield from context_violations(config)
+    yield from delay_violations(config)
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:

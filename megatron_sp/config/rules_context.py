@@ -63,7 +63,37 @@ def with_split(config: Config, sp: int, cp: int) -> Config:
     if cp == 1:
         parallel.cp_chunks = parallel.cp_stages_ahead = None
         parallel.cp_keep_kv = False
+    parallel.delay_wgrad &= can_delay(parallel)
     return replace(config, parallel=parallel)
+
+
+def can_delay(parallel: ParallelConfig) -> bool:
+    """Return whether attention has exchanges that gradients of weights can cover; with sp > 1 the last ones are those of the heads."""
+    if parallel.sequence_parallel_size > 1:
+        return parallel.overlaps_exchanges
+    return parallel.context_parallel_size > 1
+
+
+def delay_violations(config: Config) -> Iterator[str]:
+    """Check that --delay-wgrad has an exchange to be computed under."""
+    parallel = config.parallel
+    if not parallel.delay_wgrad or parallel.measures_split:
+        return
+    if can_delay(parallel):
+        if parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_kind in ("zb1p", "zbv"):
+            yield (
+                f"--pipeline-schedule {parallel.pipeline_kind} puts off the gradients of all weights to where a rank would wait, and"
+                " --delay-wgrad some of them to the exchanges of attention: give one"
+            )
+        return
+    what = "--delay-wgrad computes gradients of weights under the exchanges of attention"
+    if parallel.sequence_parallel_size > 1:
+        yield f"{what}, and without overlap these are waited for at once: add --sp-overlap-comm, or leave --delay-wgrad out"
+    else:
+        yield (
+            f"{what}, and with sequence_parallel_size 1 and context_parallel_size 1 there are none: add --sequence-parallel-size N or"
+            " --context-parallel-size N, or leave the flag out"
+        )
 
 
 def _kinds(parallel: ParallelConfig) -> list[str]:

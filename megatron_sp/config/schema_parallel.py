@@ -191,6 +191,11 @@ class ParallelConfig:
         "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows of a step to data-parallel ranks by the attention"
         " that they need, not by index; losses stay the same",
     )
+    delay_wgrad: bool = flag(
+        False,
+        "with sp or cp > 1: compute the gradients of the MLP's weights under the last exchange of attention's backward; shorter where"
+        " exchanges take longer than what they overlap with (one head on a rank, slow links); takes the memory of an MLP's operands",
+    )
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:

@@ -205,15 +205,18 @@ class BlockMoments:
             moments.append(self._moment(layer, "attention, made again", *self._attention_keeps(layer), *lines))
         return moments
 
-    def _at_attention(self, layer: int) -> list[Line]:
-        """Return the gradients of streams while backward is in attention.
+    def _at_attention(self, layer: int, *, delayed: bool = True) -> list[Line]:
+        """Return the gradients of streams while backward is in attention, and the operands of gradients that are put off.
 
         With a parallel residual the gradient of the MLP's input is held beside the block's own; with dropout the two
         are already summed.
+
+        Args:
+            delayed: what --delay-wgrad delays has not been computed yet.
         """
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
-        put_off = Line(_PUT_OFF, self.put_off.mlp)
+        put_off = Line(_PUT_OFF, self.put_off.mlp if delayed or self.shape.share.puts_off else 0)
         begins = 0 < self.shape.slice == self.shape.num_slices - 1  # with the last slice, whose backward pass is the first
         of_keys = Line("gradients of the keys of all slices", self.attention.d_keys if begins else 0)
         return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off, of_keys]
@@ -238,6 +241,7 @@ class BlockMoments:
         if self.activations.remakes_heads(again=self._is_again(layer)):
             return self._remade_backward(layer, kernel, apart)
         base = [*self._attention_keeps(layer), *self._at_attention(layer)]
+        after = [*self._attention_keeps(layer), *self._at_attention(layer, delayed=shape.sp > 1)]
         out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]
         of_all_slices = attention.kept_keys if not shape.is_16_bit else 0  # in the gradients of the keys of all slices
         return [
@@ -246,12 +250,12 @@ class BlockMoments:
                 Line("gradient of q, k, v", d_qkv - of_all_slices), Line("attention kernel's temporaries", kernel),
             ),
             self._moment(
-                layer, "rotary embedding", *base, out, Line("gradient of q, k, v", d_qkv - of_all_slices),
+                layer, "rotary embedding", *after, out, Line("gradient of q, k, v", d_qkv - of_all_slices),
                 Line("gradients of q, k and v, apart", d_qkv if apart else 0),
                 Line("gradient of q, k, v, turned back", attention.rotary_makes),
             ),
             self._moment(
-                layer, "exchange of the gradient of q, k, v", *base, out,
+                layer, "exchange of the gradient of q, k, v", *after, out,
                 Line("gradient of q, k, v", d_qkv + (attention.sent[first] if shape.sp > 1 else 0)),
             ),
         ]  # fmt: skip
@@ -282,7 +286,7 @@ class BlockMoments:
             kept.append(Line("attention output", sum(attention.outs)))
         heads = sum(len(of_rank) for of_rank in attention.chunks[0].messages[0].rows)
         product = [
-            *kept, *self._at_attention(layer),
+            *kept, *self._at_attention(layer, delayed=False),
             Line("gradient of q, k, v, as it arrives", sum(attention.sent)),
             Line("gradient of q, k, v, by token", heads * shape.d * shape.sp_tokens * shape.e if shape.sp > 1 else 0),
             Line("norm's output, for all", shape.gathered if shape.post else shape.whole_stream),

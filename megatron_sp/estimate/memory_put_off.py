@@ -1,7 +1,10 @@
-"""Operands of the weights' gradients that a backward pass puts off (``optim/gradients.py :: put_off``), in closed form.
+"""Operands of the weights' gradients that a backward pass puts off (``optim/gradients.py :: put_off``) or delays, in closed form.
 
 Of each product grad_out.T @ x both stay until the gradient is written: what a linear layer has read, normed or activated again in
 backward, and the gradient of what it has made. Sums for biases and norms are small, and stay, too.
+
+With --delay-wgrad only operands of the MLP's weights stay, until the last exchange of attention's backward. The gradients of a
+block without biases then begin that late, too; the form has them from the block's beginning.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ class PutOffForm:
 
     def __init__(self, model: ModelConfig, shape: RankShape, attention: AttentionForm) -> None:
         puts_off = shape.share.puts_off
-        tokens = shape.sp_tokens * shape.e * puts_off
-        self.normed = shape.whole_stream * puts_off
-        self.gathered = shape.gathered * puts_off
-        self.activation = tokens * shape.ffn
-        self.wide = tokens * shape.ffn_in
+        of_fc2, of_fc1 = puts_off or shape.delays, puts_off or (shape.delays and shape.tp == 1)
+        every = shape.sp_tokens * shape.e
+        tokens = every * puts_off
+        self.normed = shape.whole_stream * of_fc1
+        self.gathered = shape.gathered * of_fc2
+        self.activation = every * shape.ffn * of_fc2
+        self.wide = every * shape.ffn_in * of_fc1
         # the branches of a parallel residual have one gradient, unless each has been dropped from or gathered
         is_shared = shape.parallel_residual and not shape.dropout and shape.parts == 1
-        self.mlp = self.activation + self.wide + (1 if is_shared else 2) * self.normed
+        self.mlp = self.activation + self.wide + self.normed + (0 if is_shared else shape.whole_stream * of_fc2)
         self.heads = tokens * attention.qkv_rows * (shape.sp > 1)
         sums = 2 * shape.norms * shape.h + model.mlp_bias * (shape.ffn_in + shape.h)
         sums += model.qkv_bias * attention.qkv_rows + model.proj_bias * shape.h
-        of_attention = tokens * (attention.qkv_rows + attention.proj_columns) + 2 * self.normed
-        self.block = self.mlp + of_attention + sums * shape.wide * puts_off
+        of_attention = every * (attention.qkv_rows + attention.proj_columns) + 2 * self.normed
+        self.block = (self.mlp + of_attention + sums * shape.wide) * puts_off

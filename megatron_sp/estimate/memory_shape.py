@@ -48,6 +48,7 @@ class RankShape:
         scattering: a reduce_scatter of the stream that is under way.
         norm_stats, norm_temporaries: what a norm saves beside its input, and what its backward takes.
         gate_block: what a gated activation computes at a time.
+        delays: gradients of the MLP's weights wait for attention's last exchange (--delay-wgrad).
         fused: Triton's kernels compute norms and elementwise operations.
         share: what a pipeline rank has of the model; ``layers``: its layers.
         mlp_pieces: tokens of this rank in each piece of a chunked MLP (--mlp-chunks).
@@ -61,6 +62,7 @@ class RankShape:
         self.cuda = workload.device == "cuda"
         self.kernels = kernels
         self.tp, self.sp, self.cp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size
+        self.delays = parallel.delay_wgrad and (self.sp > 1 or self.cp > 1)
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.is_16_bit = precision.bf16 or precision.fp16
         self.e, self.wide = (2, 4) if self.is_16_bit else (8, 8) if precision.fp64 else (4, 4)

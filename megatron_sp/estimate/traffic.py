@@ -370,7 +370,7 @@ class _Counter:
         shape, chunks = self.shape, self.form.attention.chunks
         per_head = shape.d * shape.e
         sent = _Sent([0, 0], [0, 0], [0, 0])
-        messages = sum(len(chunk.messages) for chunk in chunks)
+        messages, delays = sum(len(chunk.messages) for chunk in chunks), self.shape.delays
         for index, chunk in enumerate(chunks):
             last = index == len(chunks) - 1
             of_ranks = [len(share.queries) for share in chunk.shares]
@@ -380,8 +380,8 @@ class _Counter:
                 covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
                 sent.there[covered] += (sum(widths) - widths[rank]) * per_head
                 # backward: messages are waited for in the order in which they were sent; with a single chunk the first
-                # one at once
-                covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
+                # one at once, unless the MLP's weights come first
+                covered = hides and (delays or (messages > 1 and (len(chunks) > 1 or message.part != "v")))
                 sent.backward[covered] += widths[rank] * (self.sp - 1) * per_head
             sent.back[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
             # the gradient of attention's output, under the gradient of the projection's weight

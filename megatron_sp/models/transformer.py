@@ -38,7 +38,7 @@ from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelL
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan
+from megatron_sp.parallel.ulysses import ATTENTION, AttentionPlan
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3
@@ -189,10 +189,19 @@ class AttentionCore:
             q, paired(k, v), plan, self.layer.layout.cp, piece_kernel(self.ctx.kernel, q, rate),
             batch=q.shape[1] * q.shape[2] // len(share.queries), counts=counts, row_keys=row_keys, kept=before,
             slices=None if self.ctx.row_slice is None else self.ctx.row_slice.of((self.layer.layer, share.queries.start)),
+            cover=self._cover_last_exchange,
         )  # fmt: skip
         if kept is not None and not kept.replays:
             kept.keep("attention", found.out, found.lse, *found.received)
         return found.out
+
+    def _cover_last_exchange(self) -> None:
+        """Compute what has been delayed, unless there are exchanges of heads to come."""
+        tp, main_grad = self.layer.layout.tp, self.layer.linear_qkv.main_grad
+        if main_grad is not None and self.layer.layout.sp.size == 1:
+            tp.mark("mlp")
+            main_grad.cover()
+            tp.mark(ATTENTION)
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
         assert self.ctx.rotary is not None
@@ -255,6 +264,16 @@ class MLP(nn.Module):
         return chunked_mlp(
             x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, main_grad=fc1.main_grad
         )
+
+
+def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
+    """Return the weights of a model's blocks whose gradients are computed under the exchanges of attention's backward (--delay-wgrad).
+
+    They are the MLP's, since its backward comes before attention's. With several tp ranks fc1's is not: it covers the
+    reduction of the gradient of fc1's input.
+    """
+    mlps = [module for module in model.modules() if isinstance(module, MLP)]
+    return [linear.weight for mlp in mlps for linear in (mlp.linear_fc2, *((mlp.linear_fc1,) if tp.size == 1 else ()))]
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:

@@ -6,8 +6,9 @@ its final dtype: no temporary of the weight's size, no zero-fill before the firs
 afterwards. Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
 
 A main_grad may keep gradients for later (``later``): nothing waits for a weight's gradient but the optimizer, so a backward pass can
-hand on the gradient of its input first (zero-bubble pipelines, arXiv:2401.10241). Then an op hands over what writes the
-gradient, with the operands, in place of writing it; the order of a parameter's gradients stays the same.
+hand on the gradient of its input first (zero-bubble pipelines, arXiv:2401.10241), or have something to compute while an
+exchange is under way (``cover``). Then an op hands over what writes the gradient, with the operands, in place of writing
+it; the order of a parameter's gradients stays the same.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class MainGrad(Protocol):
 
         It is called without autograd, with its operands as they are: they must not be changed in place any more.
         """
+
+    def cover(self) -> None:
+        """Write what was put off until now to have work under an exchange; to be called when the exchange has been started."""
 
 
 def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:

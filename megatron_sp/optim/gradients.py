@@ -9,7 +9,8 @@ unit's collective, which overlaps with the rest of backward; ``finish_step`` wai
 
 With several stages of a pipeline on a rank, the units of a stage have their micro-batches at other times than those of
 another one: ``last_micro_batch`` and ``finish_micro_batch`` say which units they are about. A backward pass may put off
-the gradients of some units (``put_off``): what writes them is kept until ``catch_up``.
+the gradients of some units (``put_off``): what writes them is kept until ``catch_up``. Those of ``delayed`` weights are
+written when an exchange is under way that they can cover, at the latest when the unit is done.
 
 Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that
 several tp ranks hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
@@ -17,7 +18,8 @@ several tp ranks hold but use on different positions or heads (``ShardSpec.sums`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -45,6 +47,7 @@ class FlatGradients:
         own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
         reserves_ahead: the LM head may write its table's gradient in the forward pass (``reserve_ahead``), since nothing else
             writes to it before the head's backward pass.
+        delayed: weights whose gradients wait for an exchange that they can cover (``--delay-wgrad``).
 
     Attributes:
         more_follows: the micro-batch has further backward passes, of other slices of its rows: no unit is complete.
@@ -55,7 +58,7 @@ class FlatGradients:
     def __init__(
         self, units: list[FlatUnit], group: Group, *, tp: Group = SINGLE_RANK, overlap: bool = True,
         reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None, own_groups: Mapping[int, Group] = _NONE,
-        reserves_ahead: bool = True,
+        reserves_ahead: bool = True, delayed: Iterable[Tensor] = (),
     ) -> None:  # fmt: skip
         self.host, self._own_groups, self._reserves_ahead = host, own_groups, reserves_ahead
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
@@ -78,6 +81,8 @@ class FlatGradients:
         self.more_follows = False
         self._put_off: tuple[Hashable, Collection[int]] = None, ()
         self._kept: dict[Hashable, list[tuple[int, Callable[[], object]]]] = {}
+        self._delays = {id(param) for param in delayed}
+        self._delayed: deque[Callable[[], object]] = deque()
 
     def start_step(self) -> None:
         """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
@@ -88,6 +93,7 @@ class FlatGradients:
         self._completing.clear()
         self._last.clear()
         self._kept.clear()
+        self._delayed.clear()
         self.more_follows = False
         if self.host is not None:
             self.host.start_step()
@@ -117,13 +123,21 @@ class FlatGradients:
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
         key, units = self._put_off
-        if key is None or id(param) not in self._slots:
+        if id(param) not in self._slots:
             return False
         index, _ = self._slots[id(param)]
-        if index not in units:
-            return False
-        self._kept[key].append((index, write))
-        return True
+        if key is not None and index in units:
+            self._kept[key].append((index, write))
+            return True
+        if id(param) in self._delays:
+            self._delayed.append(write)
+            return True
+        return False
+
+    @torch.no_grad()
+    def cover(self) -> None:
+        while self._delayed:
+            self._delayed.popleft()()  # with its operands
 
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:
@@ -169,6 +183,7 @@ class FlatGradients:
 
     def unit_done(self, index: int) -> None:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
+        self.cover()
         key, put_off = self._put_off
         if key is not None and index in put_off:
             return  # ``catch_up`` completes it
@@ -183,6 +198,7 @@ class FlatGradients:
         Args:
             units: those whose backward pass it was; None: all.
         """
+        self.cover()
         for index in sorted(range(len(self.units)) if units is None else units, reverse=True):
             if self._stage(index) < 2:
                 continue

@@ -210,6 +210,9 @@ class _Backward:
             statistics).
         """
         needs, w_qkv, plan = self.needs, self.w_qkv, self.plan
+        if self.main_grad is not None and plan.sp.size > 1:  # nothing else is left to do while the messages are on their way
+            plan.sp.mark("mlp")
+            self.main_grad.cover()
         plan.sp.mark(PROJECTION)
         normed, stats = normed_by(self.x, self.norm)
         a = plan.tp.enter_async(normed)

@@ -24,6 +24,7 @@ planned exchange for packed documents: MagiAttention (arXiv:2505.13211).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ class ContextAttention(NamedTuple):
 def context_attention(
     q: Tensor, kv: Tensor, plan: ContextPlan, cp: ContextParallel, kernel: PieceKernel, *, batch: int,
     counts: tuple[int, ...] | None = None, row_keys: Tensor | None = None, kept: ContextAttention | None = None,
-    slices: SliceKeys | None = None,
+    slices: SliceKeys | None = None, cover: Callable[[], None] | None = None,
 ) -> ContextAttention:  # fmt: skip
     """Compute the attention of this rank's queries over the keys and values of all cp ranks. Collective over the cp group.
 
@@ -105,6 +106,7 @@ def context_attention(
             had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
         slices: q and kv are of a slice of the row, which the plan knows (``ContextPlan.keys``): keys and values of the slices before
             it. The backward passes of a row's slices must run from the last one to the first.
+        cover: independent work for the end of backward, while the last gradients of this rank's keys are on their way.
     Returns:
         Attention, and what to keep of it.
     Raises:
@@ -113,7 +115,7 @@ def context_attention(
     """
     columns = _checked(q, kv, plan, cp, batch, counts)
     # whether backward may follow is known here only: inside forward autograd is always off
-    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled(), slices)
+    pass_ = _Pass(plan, cp, kernel, columns, torch.is_grad_enabled(), slices, cover)
     return ContextAttention._make(_regrouped(_ContextAttention.apply(pass_, kept, row_keys, q, kv)))
 
 
@@ -294,6 +296,7 @@ class _Pass:
     columns: Columns
     train: bool
     slices: SliceKeys | None = None
+    cover: Callable[[], None] | None = None
 
     def peer(self, shift: int) -> int:
         """Return the rank at a distance."""
@@ -421,6 +424,8 @@ def _backward(
         _add_arrived(pass_, d_kv, returning)
         returning = going_back
     add_own(second)
+    if pass_.cover is not None:
+        pass_.cover()
     _add_arrived(pass_, d_kv, returning)
     if slices is not None:
         d_kv = slices.take_gradient()  # the other rows are for the slices before this one

@@ -10,6 +10,7 @@ import math
 
 from megatron_sp.config.flags.arguments import draft_config
 from megatron_sp.config.rules import normalize, violations
+from megatron_sp.config.rules_context import can_delay
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
 from megatron_sp.planner import report
@@ -159,6 +160,7 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
     if ("parallel", "context_parallel_size") not in given:
         parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
+    parallel.delay_wgrad &= can_delay(parallel)
     if ("parallel", "tensor_model_parallel_size") not in given:
         parallel.sequence_parallel = False
     if ("parallel", "pipeline_model_parallel_size") not in given:

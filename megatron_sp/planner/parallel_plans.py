@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.rules import normalize
+from megatron_sp.config.rules_context import can_delay
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.pipeline_choice import allowed_schedules
 
@@ -115,6 +116,7 @@ class ParallelPlan:
             parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
         if self.cp == 1:  # flags about exchanges that there are not
             parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
+        parallel.delay_wgrad &= can_delay(parallel)
         if self.recompute != kernels.recompute_granularity:
             kernels.recompute_method = kernels.recompute_num_layers = None
         if self.recompute != "full":

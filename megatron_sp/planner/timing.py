@@ -13,6 +13,7 @@
     tensor parallel           the products of the backward pass for gradients of weights
     Ulysses, split-qkv        two thirds of the q, k, v products; in backward also the output projection's weight gradient
     Ulysses, chunked in G     (G-1)/G of attention and its projections
+    --delay-wgrad             beside that, in backward, gradients of the MLP's weights (with tp > 1 of fc2's)
     context parallel          attention, forward and backward, less what hides Ulysses' exchanges on the same link
     gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
     copies to the host        the blocks' forward passes (--offload-activations); copies back: their backward passes
@@ -222,14 +223,16 @@ class _Clock:
         times = self.layers * self.count
         again = 0.0 if self.form.attention.keeps_results else self.repeats
         left = {"forward": times * (1 + again) * self.forward.attention, "backward": times * self.backward.attention}
+        delayed = times * self.backward.delayed if self.form.shape.sp == 1 else 0.0
         for flow in flows:
             direction = "forward" if flow.kind.endswith("forward") else "backward"
             taken = sum(
                 other.hidden for other in others if other.flow.group == "sp" and self._is_between(other.flow) == self._is_between(flow)
                 and (other.flow.kind == "heads, forward") == (direction == "forward")
             )  # fmt: skip
-            exchange = self._exchange(flow, left[direction] - taken)
-            left[direction] -= exchange.hidden
+            beside = delayed if flow.kind == "gradients of keys and values" else 0.0
+            exchange = self._exchange(flow, left[direction] - taken + beside)
+            left[direction] -= max(0.0, exchange.hidden - beside)
             yield exchange
 
     def _sharded(self, flows: list[Flow], taken: float) -> Iterable[Exchange]:
@@ -268,11 +271,11 @@ class _Clock:
         if flow.kind in ("heads, backward", "heads, made again"):
             return times * self._beside_attention(self.backward)
         if flow.kind == "activations":
-            return times * self.backward.weight_products
+            return times * (self.backward.weight_products - self.backward.delayed)
         return times * self.forward.seconds
 
     def _beside_attention(self, one: Pass) -> float:
         chunks = len(self.form.attention.chunks)
         if chunks > 1:
-            return (one.attention + one.qkv_products + one.out_products) * (chunks - 1) / chunks
-        return one.qkv_products * 2 / 3 + (one.out_products / 2 if one.weight_products else 0.0)
+            return (one.attention + one.qkv_products + one.out_products) * (chunks - 1) / chunks + one.delayed
+        return one.qkv_products * 2 / 3 + (one.out_products / 2 if one.weight_products else 0.0) + one.delayed

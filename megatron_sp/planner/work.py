@@ -36,6 +36,7 @@ class Pass:
     Attributes:
         products, attention, memory: time of matrix products, of attention, and of elementwise kernels.
         weight_products: part of ``products`` for gradients of weights.
+        delayed: part of ``weight_products`` that --delay-wgrad puts under attention's last exchange.
         qkv_products, out_products: parts of ``products`` for the projections before and after attention.
     """
 
@@ -45,6 +46,7 @@ class Pass:
     weight_products: float = 0.0
     qkv_products: float = 0.0
     out_products: float = 0.0
+    delayed: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -195,7 +197,9 @@ class Work:
         remade = self._forward(self.mlp()[::2]) if self.shape.chunked else 0.0  # --mlp-chunks saves nothing of fc1
         moved = self._elementwise(2, 3) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
-        return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out)
+        mlp = self.mlp()
+        delayed = self._backward(mlp if self.shape.tp == 1 else mlp[1::2])[1] if self.shape.delays else 0.0
+        return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out, delayed)
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:
         """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""

@@ -105,7 +105,7 @@ def problems(config: Config) -> Iterator[str]:
     if kernels.recompute_granularity == "selective" or partly:
         yield "an external model recomputes all of its blocks or none: use --recompute-granularity full without further options"
     for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations"),
-                        (kernels.recompute_qkv, "--recompute-qkv")):  # fmt: skip
+                        (kernels.recompute_qkv, "--recompute-qkv"), (parallel.delay_wgrad, "--delay-wgrad")):  # fmt: skip
         if given:
             yield f"{flag} changes megatron_sp's own blocks, which an external model does not have: leave it out"
     data = config.data

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
 from megatron_sp.config.schema import Config, ParallelConfig
+from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies
@@ -103,6 +104,7 @@ def build_sharded(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
         own_groups={index: units[index].zero.group for index in shared}, reserves_ahead=not embeds_and_predicts(layout),
+        delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
     )  # fmt: skip
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:

@@ -46,6 +46,7 @@ GROUPS = {"group_query_attention": True, "num_attention_heads": 12, "num_query_g
 PARALLEL = {"use_parallel_residual": True}
 WINDOW = LLAMA | {"num_query_groups": 2, "window_size": 64}
 ROTARY = {"position_embedding_type": "rope", "ffn_hidden_size": 40}  # attention is the worst moment, and what turns its gradients back
+DELAY = {"delay_wgrad": True}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 POST = BERT | {"norm_placement": "post"}
 
@@ -158,6 +159,24 @@ CASES = [
                  marks=pytest.mark.long),
     [Layout(cp=2, model=NARROW | {"attention_dropout": 0.1}, zero={"cp_keep_kv": keep}) for keep in (False, True)],
     pytest.param([Layout(cp=4, model=NARROW | {"attention_dropout": 0.1}, kernels=kernels) for kernels in ({}, OFFLOAD)],
+                 marks=pytest.mark.long),
+    [Layout(sp=2, mode="split-qkv", zero=DELAY), Layout(sp=2, mode="chunked", zero=DELAY, kernels=FULL, model=BROAD),
+     Layout(cp=2, zero=DELAY, model=NARROW)],
+    pytest.param([Layout(sp=2, mode=mode, zero=DELAY, model=model) for mode in ("split-qkv", "chunked")
+                  for model in (DROPOUT, POST, PARALLEL, BROAD, WIDE, ROTARY)], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode=mode, zero=DELAY, micro_batches=2, model=LLAMA | {"num_query_groups": 2})
+                  for mode in ("split-qkv", "chunked")], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode="chunked", zero=DELAY, kernels=kernels, model=DEEP | model) for model in ({}, BROAD)
+                  for kernels in (FULL, SELECTIVE, QKV_AGAIN, PIECES, OFFLOAD, OFFLOAD | FULL)], marks=pytest.mark.long),
+    pytest.param([Layout(cp=2, zero=DELAY, model=model, kernels=kernels, micro_batches=count)
+                  for model, count in ((NARROW, 1), (BROAD, 1), (LLAMA | {"num_query_groups": 2}, 2)) for kernels in ({}, FULL, PIECES)],
+                 marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode="split-qkv", zero=DELAY, bf16=True)], marks=pytest.mark.long),
+    pytest.param([Layout(cp=2, sp=2, mode="chunked", zero=DELAY, model=NARROW),
+                  Layout(tp=2, sp=2, mode="chunked", zero=DELAY, model=BROAD), Layout(tp=2, cp=2, zero=DELAY, model=BROAD),
+                  Layout(tp=2, tp_seq=True, sp=2, mode="chunked", zero=DELAY, model=BROAD)], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode="chunked", zero=DELAY | zero(stage), model=DEEP) for stage in (1, 2, 3)], marks=pytest.mark.long),
+    pytest.param([pipe(sp=2, mode="chunked", zero=DELAY), pipe("slices", slices=2, sp=2, mode="chunked", zero=DELAY)],
                  marks=pytest.mark.long),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
     [pipe(), pipe(kernels=FULL | {"recompute_num_layers": 2}, model=POST)],

@@ -48,6 +48,8 @@ JOBS = {
     "documents": Job(f"--bf16 --attention-dropout 0 {DOCUMENTS}"), "documents, sp": Job(f"--bf16 {SP} {SPLIT} {DOCUMENTS}", 2),
     "cp": Job(f"--bf16 {CP} {NO_DROPOUT}", 2), "cp, sp, chunked, stage 3": Job(f"{LLAMA} {CP} {SP} {CHUNKED} --zero-stage 3 {FULL}", 4),
     "cp, all at once, kept": Job(f"--bf16 --context-parallel-size 4 --cp-stages-ahead all --cp-keep-kv {NO_DROPOUT}", 4),
+    "weights delayed, sp, tp": Job(f"--bf16 {SP} {TP} {CHUNKED} --delay-wgrad", 4),
+    "weights delayed, cp, stage 3": Job(f"{LLAMA} {CP} --delay-wgrad --zero-stage 3 {FULL}", 2),
     "cp, documents": Job(f"--bf16 {CP} --attention-dropout 0 {DOCUMENTS}", 2),
     "cp, window, on the host": Job(f"--bf16 {CP} --attention-dropout 0 --window-size 8 --offload-activations", 2),
     "cp, heads made again, tp_seq": Job(f"--bf16 {CP} {TP_SEQ} {SP} {CHUNKED} --recompute-qkv", 8),

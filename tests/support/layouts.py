@@ -24,6 +24,7 @@ from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatUnit, Zero
@@ -76,6 +77,7 @@ class Case:
     zero: int = 0
     buffers: int = 2  # of the blocks, with zero 3
     fetch: Any = "all_gather"
+    delay: bool = False  # gradients of the MLP's weights, to attention's last exchange
     steps: int = 0  # optimizer steps after which weights are compared
 
     @property
@@ -328,6 +330,7 @@ class Sharded:
         self.gradients = FlatGradients(
             self.units, self.groups.dp_cp_sp, tp=self.groups.tp, own_groups={i: self.units[i].zero.group for i in self.tables},
             reserves_ahead=not embeds_and_predicts(self.layout),
+            delayed=delayed_weights(self.model, self.layout.tp) if case.delay else (),
         )  # fmt: skip
         order = [] if self.pipeline is not None else self.model.unit_order(backward=True)
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
@@ -451,7 +454,7 @@ def alone(case: Case) -> OneProcess:
     """
     of_the_layout = (
         "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
-        "pp", "schedule", "layers", "slices",
+        "pp", "schedule", "layers", "slices", "delay",
     )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:

@@ -5,7 +5,8 @@ from __future__ import annotations
 TESTS = [
     "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py",
     "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
-    "tests/dist/test_pipeline_layouts.py", "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py",
+    "tests/dist/test_delayed_weights.py", "tests/dist/test_pipeline_layouts.py", "tests/dist/test_pipeline_random_orders.py",
+    "tests/dist/test_train_pipeline.py",
 ]  # fmt: skip
 
 ORDERS, CHECK, REPLAY, PLAN, RUN = (f"parallel/pipeline{name}.py" for name in ("_orders", "_check", "_replay", "_plan", ""))
@@ -18,7 +19,7 @@ CP, SLICES, BLOCK, CUT, SAME = (
     "parallel/parallel_context.py",
     "training/same_sequences.py",
 )
-SPLIT, PIECES, MAIN = "parallel/split_projection.py", "parallel/chunked_mlp.py", "ops/main_grad.py"
+SPLIT, PIECES, MAIN, BLOCK_OP = "parallel/split_projection.py", "parallel/chunked_mlp.py", "ops/main_grad.py", "parallel/attention_block.py"
 
 MUTANTS = [
     # orders
@@ -80,6 +81,18 @@ MUTANTS = [
     ("put off: rows of a message at once", SPLIT, "        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))\n", "        self._calls = [lambda grad: grad.put_product(grad_out, x, rows)]\n"),
     ("put off: the last piece of an MLP alone", PIECES, "        self._operands.append((grad_out, x))\n", "        self._operands = [(grad_out, x)]\n"),
     ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
+    # gradients that are delayed
+    ("delayed: and forgotten", GRADIENTS, "            self._delayed.popleft()()  # with its operands\n", "            self._delayed.popleft()\n"),
+    ("delayed: from one step to the next", GRADIENTS, "        self._delayed.clear()\n", ""),
+    ("delayed: what a pipeline puts off, too", GRADIENTS, "        if key is not None and index in units:\n            self._kept", "        if key is not None and index in units and id(param) not in self._delays:\n            self._kept"),
+    ("delayed: past the end of the unit", GRADIENTS, "        self.cover()\n        key, put_off = self._put_off\n", "        key, put_off = self._put_off\n"),
+    ("delayed: past the end of the micro-batch", GRADIENTS, "        self.cover()\n        for index in sorted", "        for index in sorted"),
+    ("delayed: all weights", GRADIENTS, "        if id(param) in self._delays:\n", "        if self._delays:\n"),
+    ("delayed: nothing under the heads' exchange", BLOCK_OP, "            self.main_grad.cover()\n", "            pass\n"),
+    ("delayed: nothing under the keys' exchange", CP, "        pass_.cover()\n", "        pass\n"),
+    ("delayed: under the keys' exchange, though the heads' comes later", BLOCK, "if main_grad is not None and self.layer.layout.sp.size == 1:", "if main_grad is not None:"),
+    ("delayed: fc1, which covers a reduction", BLOCK, "*((mlp.linear_fc1,) if tp.size == 1 else ())", "mlp.linear_fc1"),
+    ("delayed: fc2 alone", BLOCK, "*((mlp.linear_fc1,) if tp.size == 1 else ())", ""),
     # slices
     ("slices: the keys of earlier ones are not seen", CP, "kv = pass_.slices.add(kv)", "pass_.slices.add(kv)"),
     ("slices: backward has its own keys alone", CP, "if slices is None else slices.so_far()", "if slices is None else slices.so_far()[-slices.layer._slices[slices.number].shape[0]:]"),

@@ -108,6 +108,15 @@ WRONG = [
         "--cp-chunks 4 --cp-keep-kv",
         "--cp-chunks and --cp-keep-kv are about the exchanges of context parallelism, and with context_parallel_size 1 there are none",
     ),
+    (
+        "--delay-wgrad",
+        "--delay-wgrad computes gradients of weights under the exchanges of attention, and with sequence_parallel_size 1 and"
+        " context_parallel_size 1 there are none: add --sequence-parallel-size N or --context-parallel-size N, or leave the flag out",
+    ),
+    ("--delay-wgrad --sp-size 2", "without overlap these are waited for at once: add --sp-overlap-comm, or leave --delay-wgrad out"),
+    ("--delay-wgrad --sp-size 2 --cp-size 2", "without overlap these are waited for at once"),
+    ("--delay-wgrad --sp-size 2 --split-qkv-linear", "without overlap these are waited for at once"),
+    ("--delay-wgrad --cp-size 2 --pp-size 2 --num-layers 4 --pipeline-schedule zb1p", "zb1p puts off the gradients of all weights"),
     ("--cp-stages-ahead 2", "--cp-stages-ahead is about the exchanges of context parallelism"),
     ("--cp-size 4 --cp-comm-type a2a --cp-keep-kv", "--cp-keep-kv is about the exchanges of context parallelism"),
     ("--cp-size 2 --cp-chunks 0", "--cp-chunks (0) must be at least 1"),
@@ -122,6 +131,16 @@ WRONG = [
 @pytest.mark.parametrize("flags, message", WRONG, ids=[message[:60] for _, message in WRONG])
 def test_what_contradicts_is_refused(flags: str, message: str) -> None:
     assert message in error(flags)
+
+
+def test_weights_wait_for_exchanges_that_there_are() -> None:
+    for flags in ("--cp-size 2", "--sp-size 2 --sp-overlap-comm", "--sp-size 2 --sp-head-chunks 2", "--cp-size 2 --pp-size 2"):
+        assert parse(f"--delay-wgrad {flags}").parallel.delay_wgrad
+    measured = parse("--delay-wgrad --cp-size 4 --cp-comm-type auto")
+    delays = [with_split(measured, sp, 4 // sp).parallel.delay_wgrad for sp in (1, 2, 4)]
+    assert delays == [True, False, False], "Ulysses' exchanges are waited for at once"
+    overlapped = parse("--delay-wgrad --cp-size 4 --cp-comm-type auto --sp-overlap-comm")
+    assert all(with_split(overlapped, sp, 4 // sp).parallel.delay_wgrad for sp in (1, 2, 4))
 
 
 def test_attention_dropout_with_the_plain_kernel() -> None:

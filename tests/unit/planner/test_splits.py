@@ -80,6 +80,20 @@ def test_what_does_not_hide_under_attention_is_exposed() -> None:
     assert kept == {"keys and values, forward", "gradients of keys and values"}
 
 
+def test_delayed_weights_hide_more() -> None:
+    """Of Ulysses' exchanges in backward, of cp's gradients; with tp > 1 fc1's weight is not delayed, which covers tp's own exchanges."""
+    for flags, kind in (
+        ("--sp-size 8 --split-qkv-linear --sp-overlap-comm --seq-length 8192", "heads, backward"),
+        ("--sp-size 8 --sp-head-chunks 2 --seq-length 8192", "heads, backward"),
+        ("--cp-size 8 --seq-length 8192", "gradients of keys and values"),
+        ("--sp-size 4 --tp-size 2 --sp-head-chunks 2 --seq-length 8192 --sequence-parallel", "heads, backward"),
+    ):
+        plain, delayed = ({e.flow.kind: e for e in stepped(f"{flags}{more}").exchanges} for more in ("", " --delay-wgrad"))
+        assert delayed[kind].hidden > 1.1 * plain[kind].hidden and delayed[kind].seconds == plain[kind].seconds
+        others = [name for name in plain if name != kind and plain[name].flow.group in ("sp", "cp")]
+        assert all(delayed[name].hidden == plain[name].hidden for name in others)
+
+
 def test_attention_takes_the_time_of_the_rank_with_most_pairs() -> None:
     """As with Ulysses, but for calls and merges; contiguous chunks nearly double it."""
     ulysses, zigzag, contiguous = (stepped(flags).attention for flags in ("--sp-size 8", "--cp-size 8", "--cp-size 8 --cp-chunks 1"))
