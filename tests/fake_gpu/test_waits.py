@@ -31,7 +31,7 @@ ALL = (
     "activations on the host", "sp, chunked", "sp, split", "tp_seq, dp", "stage 3", "documents, sp", "MLP in chunks", "BERT, tp, sp",
     "validation, stage 3", "overlap report", "overlap report, tp_seq", "saves", "generate, tp, sp", "serve, tp, sp", "evaluate, tp, dp",
     "evaluate BERT, sp", "verify, tp_seq", "classifier, sp, stage 2", "documents", "tp, sp, fp32", "BERT, post-norm, tp, sp",
-    "BERT, post-norm, tp_seq, MLP in chunks",
+    "BERT, post-norm, tp_seq, MLP in chunks", "cp", "cp, window, on the host", "pp", "pp, slices, sp", "pp, zb1p, stage 3",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def is_noticed(job: Job, site: str) -> bool:
         ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:_batch < data/loader.py:_dealt_batch"),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
         ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
+        ("pp", f"{WAIT}parallel/pipeline.py:take"), ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
         ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
     ],
