@@ -97,6 +97,7 @@ PROGRAMS = {
     "evaluate": Job("--load gpt --text text.jsonl", program="evaluate"),
     "evaluate, tp, dp": Job("--load gpt --choices choices.jsonl --tp-size 2", 4, program="evaluate"),
     "evaluate, sp": Job("--load gpt --text text.jsonl --sp-size 2", 2, program="evaluate"),
+    "evaluate, cp": Job("--load gpt --text text.jsonl --cp-size 2", 2, program="evaluate"),
     "evaluate BERT, tp": Job("--load bert --text text.jsonl --tp-size 2", 2, program="evaluate"),
     "evaluate BERT, sp": Job("--load bert --text text.jsonl --sp-size 2", 2, program="evaluate"),
     "classifier": Job(f"{_CLASSIFIER} --pretrained-checkpoint bert", program="finetune"),

@@ -23,6 +23,7 @@ EXPLAINED = {
     "event.synchronize in checkpoint/host_copy.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
     f"{COPY}optim/offload.py:send": "nothing is queued since the host has read the losses; the same line is needed by fetch",
     "Work.wait in comm/recorder.py:when_done < comm/recorder.py:watch": "only the recorded time depends on it",
+    f"{WAIT}training/step.py:finish": "a rank of a pipeline without the head does not read the total",
     f"{WAIT}training/overlap.py:_time_once": "a collective that is timed: nobody reads its result",
 }
 # the jobs in which the places are looked for
@@ -53,7 +54,8 @@ def is_noticed(job: Job, site: str) -> bool:
         ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:_batch < data/loader.py:_dealt_batch"),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
         ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
-        ("pp", f"{WAIT}parallel/pipeline.py:take"), ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
+        ("pp", f"{WAIT}parallel/pipeline.py:take"),
+        ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
         ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
     ],

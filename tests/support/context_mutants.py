@@ -65,7 +65,7 @@ MUTANTS = [
     ("other ranks' stages are skipped, backward", CONTEXT, "        attend_backward(kernel, stage, of_queries, rows, d_q, into, columns, row_keys)\n", ""),
     ("every rank decides by itself whether to send", CONTEXT, "for j in range(size))]\n", "for j in (rank,))]\n"),
     ("shifts that nobody needs take place", CONTEXT, "if any(plan.num_rows((j + t) % size, j, columns.batch) for j in range(size))]", "if True]"),
-    ("the last gradients are dropped", CONTEXT, "    add_own(second)\n    _add_arrived(pass_, d_kv, returning)\n", "    add_own(second)\n    if returning:\n        returning[1].wait()\n"),
+    ("the last gradients are dropped", CONTEXT, "        pass_.cover()\n    _add_arrived(pass_, d_kv, returning)\n", "        pass_.cover()\n    if returning:\n        returning[1].wait()\n"),
     ("the last gradients are added twice", CONTEXT, "            rows.add_(part)", "            rows.add_(part, alpha=2)"),
     ("own gradients are overwritten by what arrives", CONTEXT, "            rows.add_(part)", "            rows.copy_(part)"),
     ("own gradients of the second half are missing", CONTEXT, "    add_own(second)\n", ""),
