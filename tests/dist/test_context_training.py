@@ -25,9 +25,9 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "cp2": (2, ("--cp-size", 2)),
     "cp3 zero3": (3, ("--cp-size", 3, "--zero-stage", 3, "--cp-chunks", 1)),
     "sp2": (2, ("--sp-size", 2)),
-    "sp2 cp2": (4, (*ULYSSES, "--sp-overlap-mode", "chunked", "--zero-stage", 1)),
+    "sp2 cp2": (4, (*ULYSSES, "--sp-overlap-mode", "chunked", "--zero-stage", 1, "--delay-wgrad")),
     "tp2 cp2": (4, ("--tp-size", 2, "--sequence-parallel", "--cp-size", 2, "--check-collectives")),
-    "cp3 kept": (3, ("--cp-size", 3, "--cp-keep-kv", "--cp-stages-ahead", "all", "--recompute-granularity", "full")),
+    "cp3 kept": (3, ("--cp-size", 3, "--cp-keep-kv", "--cp-stages-ahead", "all", "--recompute-granularity", "full", "--delay-wgrad")),
     "cp2 dp2": (4, ("--cp-size", 2, "--recompute-granularity", "full")),
 }
 LONG = ("tp2 cp2", "cp2 dp2", "cp2", "cp3 zero3")

@@ -317,6 +317,18 @@ def test_the_zero_step_leaves_out_who_does_not_run(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
+def test_delayed_weights_are_compared_and_timed(tmp_path: Path) -> None:
+    done = run("delay_wgrad.py", "--smoke", "--links", "loopback", "--rounds", "1", "--warmup", "0", "--json", str(tmp_path / "d.json"))
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "d.json").read_text())["results"]["links"]["loopback"]
+    assert len(cells) == 5
+    for cell in cells.values():
+        plain, delayed, compute = (cell[f"{name}_seconds"]["median"] for name in ("plain", "delayed", "compute"))
+        assert cell["ratio"]["median"] == pytest.approx(delayed / plain)
+        assert cell["plain_exposed"]["median"] == pytest.approx(plain / compute - 1)
+
+
+@pytest.mark.long
 def test_the_zero_fetch_runs_and_draws(tmp_path: Path) -> None:
     arguments = ["--smoke", "--rounds", "1", "--warmup", "0", "--ranks", "2", "--json", str(tmp_path / "f.json")]
     if importlib.util.find_spec("matplotlib"):
