@@ -137,7 +137,7 @@ class FlatGradients:
     @torch.no_grad()
     def cover(self) -> None:
         while self._delayed:
-            self._delayed.popleft()()  # with its operands
+            self._delayed.popleft()()  # and its operands go
 
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:

@@ -82,7 +82,7 @@ MUTANTS = [
     ("put off: the last piece of an MLP alone", PIECES, "        self._operands.append((grad_out, x))\n", "        self._operands = [(grad_out, x)]\n"),
     ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
     # gradients that are delayed
-    ("delayed: and forgotten", GRADIENTS, "            self._delayed.popleft()()  # with its operands\n", "            self._delayed.popleft()\n"),
+    ("delayed: and forgotten", GRADIENTS, "            self._delayed.popleft()()  # and its operands go\n", "            self._delayed.popleft()\n"),
     ("delayed: from one step to the next", GRADIENTS, "        self._delayed.clear()\n", ""),
     ("delayed: what a pipeline puts off, too", GRADIENTS, "        if key is not None and index in units:\n            self._kept", "        if key is not None and index in units and id(param) not in self._delays:\n            self._kept"),
     ("delayed: past the end of the unit", GRADIENTS, "        self.cover()\n        key, put_off = self._put_off\n", "        key, put_off = self._put_off\n"),
