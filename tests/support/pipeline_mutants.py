@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TESTS = [
-    "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py",
+    "tests/unit/training/test_step.py", "tests/unit/parallel/test_context_plan.py", "tests/unit/parallel/test_row_slices.py", "tests/dist/test_context_gather.py",
     "tests/unit/parallel/test_pipeline_plan.py", "tests/unit/parallel/test_pipeline_stages.py", "tests/dist/test_groups.py",
     "tests/dist/test_delayed_weights.py", "tests/dist/test_put_off_weights.py", "tests/dist/test_pipeline_layouts.py", "tests/dist/test_pipeline_random_orders.py",
     "tests/dist/test_train_pipeline.py",
