@@ -267,7 +267,7 @@ class Training:
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
         from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
         from megatron_sp.training.pipelined import Pipeline
-        from megatron_sp.training.sharding import TABLE_STAGE, embeds_and_predicts, pools_of_model
+        from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model
         from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
@@ -297,7 +297,7 @@ class Training:
         gradients = FlatGradients(
             units, groups.dp_cp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
-            own_groups={index: units[index].zero.group for index in tables}, reserves_ahead=not embeds_and_predicts(parallel),
+            own_groups={index: units[index].zero.group for index in tables},
             delayed=delayed_weights(model, parallel.tp) if sharding.delay_wgrad else (),
         )  # fmt: skip
         weights = WholeWeights(

@@ -45,8 +45,6 @@ class FlatGradients:
         reduce_dtype: dtype in which gradients are reduced; None: that of the buffers.
         host: receives reduced gradients at once (``--offload-optimizer``); None: they stay on the device.
         own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
-        reserves_ahead: the LM head may write its table's gradient in the forward pass (``reserve_ahead``), since nothing else
-            writes to it before the head's backward pass.
         delayed: weights whose gradients wait for an exchange that they can cover (``--delay-wgrad``).
 
     Attributes:
@@ -58,9 +56,9 @@ class FlatGradients:
     def __init__(
         self, units: list[FlatUnit], group: Group, *, tp: Group = SINGLE_RANK, overlap: bool = True,
         reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None, own_groups: Mapping[int, Group] = _NONE,
-        reserves_ahead: bool = True, delayed: Iterable[Tensor] = (),
+        delayed: Iterable[Tensor] = (),
     ) -> None:  # fmt: skip
-        self.host, self._own_groups, self._reserves_ahead = host, own_groups, reserves_ahead
+        self.host, self._own_groups = host, own_groups
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype
         self._slots: dict[int, tuple[int, Slot]] = {}
@@ -164,7 +162,7 @@ class FlatGradients:
         return view, fresh
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        if not self._reserves_ahead or id(param) not in self._slots or id(param) in self._written:
+        if id(param) not in self._slots or id(param) in self._written:
             return None
         view = self._view(param)
         self._written.add(id(param))

@@ -103,18 +103,13 @@ def build_sharded(
     gradients = FlatGradients(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
-        own_groups={index: units[index].zero.group for index in shared}, reserves_ahead=not embeds_and_predicts(layout),
+        own_groups={index: units[index].zero.group for index in shared},
         delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
     )  # fmt: skip
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
     return ShardedModel(model, units, weights, gradients, fingerprint, host, shared[0] if shared else None)
-
-
-def embeds_and_predicts(layout: ParallelContext) -> bool:
-    """Return whether this rank has the first and the last of several stages: then it embeds one micro-batch while it predicts another."""
-    return len(layout.stages) > 1 and layout.stages[0].is_first and layout.stages[-1].is_last
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:

@@ -37,7 +37,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_plan import PipelineKind
 from megatron_sp.parallel.pipeline_stages import deal_layers
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
-from megatron_sp.training.sharding import TABLE_STAGE, embeds_and_predicts, pools_of_model
+from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model
 from support import reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
@@ -329,7 +329,6 @@ class Sharded:
         self.tables = [i for i, u in enumerate(self.units) if u.name == TABLE]
         self.gradients = FlatGradients(
             self.units, self.groups.dp_cp_sp, tp=self.groups.tp, own_groups={i: self.units[i].zero.group for i in self.tables},
-            reserves_ahead=not embeds_and_predicts(self.layout),
             delayed=delayed_weights(self.model, self.layout.tp) if case.delay else (),
         )  # fmt: skip
         order = [] if self.pipeline is not None else self.model.unit_order(backward=True)

@@ -65,7 +65,6 @@ MUTANTS = [
     ("table: counted on both ends", SHARDING, "elsewhere = () if self.table is None or groups.pp_rank == 0 else (self.table,)", "elsewhere = ()"),
     ("table: counted on neither end", SHARDING, "or groups.pp_rank == 0 else (self.table,)", "else (self.table,)"),
     ("table: the ends of all tp ranks share", GROUPS, "members = ranks[[0, -1]][..., tp_rank].flatten().tolist()", "members = ranks[[0, -1]].flatten().tolist()"),
-    ("table: a V's head writes ahead", SHARDING, "reserves_ahead=not embeds_and_predicts(layout)", "reserves_ahead=True"),
     ("norm: of one's own stages", OPTIMIZER, "self.holders = everybody if is_sharded else whole or tp", "self.holders = everybody if is_sharded else tp"),
     # gradients that are put off
     ("put off: and forgotten", GRADIENTS, "            write()\n            del write", "            del write"),
