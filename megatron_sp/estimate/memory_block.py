@@ -57,11 +57,17 @@ class BlockMoments:
 
     # forward
 
+    def _own_input(self) -> int:
+        """Return the last block's input where it is not that of the blocks which are recomputed together."""
+        recomputed = self.shape.recomputed
+        return self.shape.stream if recomputed and recomputed[-1][1] - recomputed[-1][0] > 1 else 0
+
     def _attention_forward(self) -> Moment:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
         mlp = 0 if recomputed else -total([*self.activations.mlp_keeps, *[self.activations.norm_behind] * 2])
         keeps = total(self.activations.attention_keeps(again=False)) - attention.results if recomputed else 0
+        keeps += self._own_input()
         if self.kernels.recompute_qkv:
             keeps += max(chunk.heads for chunk in attention.remade)
         makes = attention.attention_blocks
@@ -86,9 +92,7 @@ class BlockMoments:
     def _end_of_forward(self) -> Moment:
         """Return the moment at the end of the last block's forward pass: the MLP's activation and the block's output."""
         shape = self.shape
-        inside = total(self.activations.mlp_keeps) if shape.recomputed else 0
-        if shape.recomputed and shape.recomputed[-1][1] - shape.recomputed[-1][0] > 1:
-            inside += shape.stream  # the block's input, which is not that of the recomputed ones
+        inside = self._own_input() + (total(self.activations.mlp_keeps) if shape.recomputed else 0)
         if shape.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
@@ -131,6 +135,8 @@ class BlockMoments:
         """Return the gradient of the output of a chunk of recomputed blocks; after the chunk's first op the stream's is another."""
         ends = {i: last for first, last in self.shape.recomputed for i in range(first, last)}
         apart = layer in ends and (attention or layer + 1 < ends[layer])
+        # put off, it is an operand of the last of these blocks, and counted there
+        apart &= not self.shape.share.puts_off or self.shape.dropout or self.shape.post or self.shape.parts > 1
         return Line("gradient of the recomputed blocks' output", self.shape.stream if apart else 0)
 
     def _local_gradients(self) -> list[Line]:
