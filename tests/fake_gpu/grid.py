@@ -68,6 +68,10 @@ JOBS = {
     "pp, activations on the host, validation": Job(
         f"--bf16 --attention-dropout 0 {PP} --num-layers 4 --offload-activations --eval-iters 1 --eval-interval 1", 2, micro_batches=3
     ),
+    "pp, report": Job(f"--bf16 {PP} --num-layers 4 --report-overlap 1", 2, micro_batches=3, rehearsals=2),
+    "pp, sp, zbv, report": Job(
+        f"--bf16 {PP} {SP} {CHUNKED} --num-layers 5 --pipeline-schedule zbv --report-overlap 1", 4, micro_batches=3, rehearsals=2
+    ),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
     "overlap report, tp_seq": Job(f"--bf16 {TP_SEQ} --mlp-chunks 4 --report-overlap 1", 2),

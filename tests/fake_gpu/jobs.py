@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Job:
         program: pretrain, or one of ``programs.PROGRAMS``.
         large: the model is large (``program.Case``); ``flags`` are then all of them.
         error: how the program ends.
+        rehearsals: how often all ranks run beforehand, for programs in which what they gather must fit each other: each run
+            has what all have given in the one before, which may end early, where its first part did not fit.
     """
 
     flags: str
@@ -50,6 +52,7 @@ class Job:
     program: str = "pretrain"
     large: bool = False
     error: str = ""
+    rehearsals: int = 0
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -96,6 +99,9 @@ def run_rank(job: Job, rank: int = 0) -> dict[str, Any]:
     case = job.case(rank)
     if rank > 0:
         case["broadcasts"] = run_rank(job)["broadcasts"]
+    if job.rehearsals:
+        before = replace(job, rehearsals=job.rehearsals - 1)
+        case["gathered"] = [run_rank(before, each)["gathered"] for each in range(job.world_size)]
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(case) + "\n")

@@ -50,6 +50,7 @@ class Nccl:
         calls: in the order in which the rank has made them.
         broadcasts: what the host of this rank has sent to all others, in order: contents of broadcasts, its part of what
             is gathered.
+        gathered: what the host of this rank has given to each gather of all ranks, in order.
         communicators: ranks of each group, in the order of their first call, which is when NCCL creates it.
     """
 
@@ -59,6 +60,7 @@ class Nccl:
         self._ranks: dict[str, tuple[int, ...]] = {}
         self.calls: list[Call] = []
         self.broadcasts: list[list[int]] = []
+        self.gathered: list[list[int]] = []
         self.communicators: list[tuple[int, ...]] = []
 
     def run(
@@ -111,11 +113,12 @@ class Nccl:
         return None
 
 
-def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
+def install(device: Device, received: Sequence[Sequence[int]] = (), gathered: Sequence[Sequence[Sequence[int]]] = ()) -> Nccl:
     """Make this process one rank of a job that is not there; return the list of its calls.
 
     Groups for the host (gloo) answer as if all ranks were like this one: what it gathers are copies of its own. What
-    rank 0 has sent to it is ``received``, in order.
+    rank 0 has sent to it is ``received``, in order; ``gathered`` is what each rank has given to the gathers of all ranks in a
+    run before this one, for programs in which the ranks' parts must fit each other.
     """
     nccl = Nccl(device)
     coming = iter(received)
@@ -129,15 +132,21 @@ def install(device: Device, received: Sequence[Sequence[int]] = ()) -> Nccl:
             return _on_host(t.mul_(dist.get_world_size(group)) if op in (None, dist.ReduceOp.SUM) else t, async_op)
         return nccl.run(group, "all_reduce", [t], [t], [t.numel()], async_op=async_op)
 
+    def fill(part: Tensor, values: Sequence[int]) -> None:
+        part.view(-1)[: len(values)] = torch.tensor(values[: part.numel()], dtype=part.dtype)
+
     def gather_list(parts: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
         assert x.device.type == "cpu", "lists are gathered by the host only"
         for part in parts:
             part.copy_(x)
+        if len(parts) == dist.get_world_size():
+            for part, theirs in zip(parts, gathered, strict=False):
+                fill(part, theirs[len(nccl.gathered)] if len(nccl.gathered) < len(theirs) else ())
+            nccl.gathered.append(x.flatten().tolist())
         if dist.get_rank() == 0:
             nccl.broadcasts.append(x.flatten().tolist())
         elif len(parts) == dist.get_world_size():
-            first = torch.tensor(next(coming), dtype=x.dtype)
-            parts[0].view(-1)[: first.numel()] = first
+            fill(parts[0], next(coming))
         return _on_host(x, async_op)
 
     def all_gather(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:

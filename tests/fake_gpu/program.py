@@ -40,6 +40,7 @@ class Case:
         program: pretrain, or one of ``programs.PROGRAMS``.
         family: of the model that is pretrained, gpt or bert.
         broadcasts: what the host of rank 0 has sent to all (``Outcome.broadcasts``); for other ranks.
+        gathered: what the host of each rank has gathered in a run before (``Outcome.gathered``); empty if there was none.
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
         large: the model is large: initial weights are not drawn, and the host gets no contents of large tensors.
         drop: one of ``Outcome.sites``, which this run leaves out.
@@ -52,6 +53,7 @@ class Case:
     program: str = "pretrain"
     family: str = "gpt"
     broadcasts: list[list[int]] = field(default_factory=list)
+    gathered: list[list[list[int]]] = field(default_factory=list)
     skips_first: bool = False
     large: bool = False
     drop: str = ""
@@ -69,7 +71,7 @@ class Outcome:
         steps: of each training step: launches, bytes by operator, the places where the host waited, and the bytes on the
             device after it.
         calls, communicators: of NCCL (``nccl.Nccl``).
-        broadcasts: contents of what its host has sent to all others, in order.
+        broadcasts, gathered: contents of what its host has sent to all others, and of its parts of gathers, in order.
         host_waits: places where the host waited after the last step, or in a program without steps.
         sites: where the package waits for something, keeps memory until then or pins host memory, and how often.
         passed: lines of the package with such a call, as ``file:line``.
@@ -88,6 +90,7 @@ class Outcome:
     calls: list[Any] = field(default_factory=list)
     communicators: list[Any] = field(default_factory=list)
     broadcasts: list[list[int]] = field(default_factory=list)
+    gathered: list[list[int]] = field(default_factory=list)
     host_waits: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     passed: list[str] = field(default_factory=list)
@@ -112,7 +115,7 @@ def run(case: Case) -> Outcome:
     outcome = Outcome()
     device = Device(LIBRARY, _values_of(case, outcome))
     stand_ins.install(device)
-    calls = nccl.install(device, case.broadcasts)
+    calls = nccl.install(device, case.broadcasts, case.gathered)
     modules.install(device)
     kernels.install(device)
     if case.large:
@@ -135,7 +138,7 @@ def run(case: Case) -> Outcome:
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
     outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
     outcome.passed, outcome.squares = sorted(device.passed), dict(device.squares)
-    outcome.broadcasts = calls.broadcasts
+    outcome.broadcasts, outcome.gathered = calls.broadcasts, calls.gathered
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses
     outcome.held = dict(list(held_at_peak(device.memory.history).items())[:40])
     outcome.reserved = Allocator().run(device.memory.history).peak_reserved
