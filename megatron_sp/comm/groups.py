@@ -278,6 +278,79 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
     return found
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of the experts of a pipeline stage (``parallel/expert_parallel.py``).
+
+    Attributes:
+        ep: ranks that have different experts.
+        replicas: ranks that have the same ones, and other tokens.
+        sequence: ranks that have other positions of the same sequences.
+        tokens: ranks that have other tokens: those of ``ep`` and ``replicas`` together.
+    """
+
+    ep: Group
+    replicas: Group
+    sequence: Group
+    tokens: Group
+
+
+def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> ExpertGroups:
+    """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks.
+
+    Args:
+        groups: the layout's.
+        ep_size: number of ranks over which experts are dealt, neighbours on these axes.
+        over_tp: the ranks of a tp group have different tokens.
+        check: compare the ranks' calls before each collective.
+    Raises:
+        ValueError: ep_size does not divide the number of ranks on these axes.
+    """
+    ranks, device = groups.mesh.mesh, groups.device  # [pp, dp, cp, sp, tp]
+    pp_size, dp_size, tp_size = ranks.shape[0], ranks.shape[1], ranks.shape[-1]
+    if over_tp:
+        lines = ranks.reshape(pp_size, -1)
+        sequences = ranks.reshape(pp_size * dp_size, -1)
+    else:
+        lines = ranks.reshape(pp_size, -1, tp_size).transpose(1, 2).reshape(pp_size * tp_size, -1)
+        sequences = ranks.reshape(pp_size * dp_size, -1, tp_size).transpose(1, 2).reshape(pp_size * dp_size * tp_size, -1)
+    if lines.shape[1] % ep_size:
+        axes = f"{'tp * ' if over_tp else ''}sp * cp * dp"
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks that have different tokens, {axes} ({lines.shape[1]})")
+    by_ep = lines.reshape(-1, lines.shape[1] // ep_size, ep_size)
+    found = {
+        "ep": _mine(by_ep.flatten(0, 1).tolist(), groups, device, urgent=True),
+        "replicas": _mine(by_ep.transpose(1, 2).flatten(0, 1).tolist(), groups, device),
+        "sequence": _mine(sequences.tolist(), groups, device, urgent=True),
+        "tokens": _mine(lines.tolist(), groups, device),
+    }
+    if check:
+        wrapped = check_groups({name: group for name, group in found.items() if group is not SINGLE_RANK}, _DEFAULT_TIMEOUT)
+        found |= wrapped
+    return ExpertGroups(**found)
+
+
+def _mine(lines: list[list[int]], groups: ParallelGroups, device: torch.device, *, urgent: bool = False) -> Group:
+    """Return this rank's group of these, one of the layout's if that has the same ranks. Collective over all ranks."""
+    size, me = len(lines[0]), dist.get_rank()
+    if size == 1:
+        return SINGLE_RANK
+    # urgent exchanges do not queue behind gradients in a communicator
+    known = [groups.sp, groups.cp, groups.tp] if urgent else [groups.dp_cp_sp]
+    mine = next(line for line in lines if me in line)
+    same = next((group for group in known if group.size() > 1 and dist.get_process_group_ranks(unchecked(group)) == mine), None)
+    # the layout is the same everywhere: whether a group exists is, too
+    if same is not None:
+        return unchecked(same)
+    made = SINGLE_RANK
+    for line in lines:
+        group = _new_group(line, device, {}, urgent=urgent)
+        if me in line:
+            assert group is not None
+            made = group
+    return made
+
+
 def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, urgent: bool = False) -> Group | None:
     """Make a group with the job's timeout. Collective over all ranks."""
     options = _options(len(ranks), device, urgent, fields)

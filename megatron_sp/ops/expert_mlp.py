@@ -1,0 +1,243 @@
+"""MLPs of several experts on the rows that have chosen them, forward and backward as plain functions.
+
+    out[row] = sum over the row's experts e of p * fc2_e(activation(fc1_e(x[row]))),  p: the weight of e for the row
+
+The weight is applied to what goes into fc2, so that no expert's output has to be kept: dp is the sum over the width of the MLP of
+the activation and its gradient. What is kept for backward is the input of the activation alone, one row for each choice.
+
+One expert after another: its rows are taken together, and its results added to theirs. A row chooses an expert once at most, so each
+addition has rows of its own; experts come in order, so the sums have the same bits in every run, on a GPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.main_grad import MainGrad, put_product
+from megatron_sp.ops.memory import empty
+
+
+class ExpertWeights(NamedTuple):
+    """Parameters of a rank's experts, stacked.
+
+    Attributes:
+        w1: [E, f, h] ([E, 2f, h] if the activation is gated).
+        b1: [E, f] or [E, 2f], or None.
+        w2: [E, h, f].
+        b2: [E, h], or None.
+    """
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices of experts of this rank, sorted by expert and then by row.
+
+    Attributes:
+        rows: int64 [n], the row that has chosen.
+        places: int64 [n], place of the choice in the rows' choices [rows, k], flattened.
+        counts: choices of each expert.
+        weights: [n], p.
+    """
+
+    rows: Tensor
+    places: Tensor
+    counts: list[int]
+    weights: Tensor
+
+    def by_expert(self) -> Iterator[tuple[int, slice]]:
+        """Yield (expert, its choices) for each expert that has any."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which results of experts are added up: fp32 for 16 bits."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def experts_forward(x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor) -> Tensor:
+    """Add the experts' results to ``out``.
+
+    Args:
+        x: [rows, h].
+        choices: who has chosen whom.
+        params: of this rank's experts.
+        activation: between fc1 and fc2.
+        out: [rows, h], in ``sum_dtype``.
+    Returns:
+        [n, f] ([n, 2f] if gated), the inputs of the activation, for backward.
+    """
+    wide = empty((len(choices.rows), params.w1.shape[1]), dtype=x.dtype, device=x.device)
+    for expert, mine in choices.by_expert():
+        rows, u = choices.rows[mine], wide[mine]
+        a = x.index_select(0, rows)
+        if params.b1 is None:
+            torch.mm(a, params.w1[expert].t(), out=u)
+        else:
+            torch.addmm(params.b1[expert], a, params.w1[expert].t(), out=u)
+        del a
+        weights = choices.weights[mine, None]
+        y = activation.forward(u).mul_(weights) @ params.w2[expert].t()
+        if params.b2 is not None:
+            y = y + weights.to(y.dtype) * params.b2[expert]
+        out.index_add_(0, rows, y.to(out.dtype))
+    return wide
+
+
+def experts_backward(
+    grad: Tensor, x: Tensor, wide: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, grads: ExpertGrads,
+    grad_x: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Add the gradients of the parameters to ``grads`` and that of the rows to ``grad_x``.
+
+    Args:
+        grad: [rows, h], gradient of the results.
+        x, choices, params, activation: of the forward pass.
+        wide: what the forward pass returned.
+        grads: receives the gradients of the parameters.
+        grad_x: [rows, h], in ``sum_dtype``; None: not needed.
+    Returns:
+        [n], gradients of the choices' weights.
+    """
+    grad_weights = torch.empty_like(choices.weights)
+    for expert, mine in choices.by_expert():
+        rows, u, weights = choices.rows[mine], wide[mine], choices.weights[mine, None]
+        g = grad.index_select(0, rows)
+        inner = activation.forward(u)
+        grad_inner = g @ params.w2[expert]
+        grad_weights[mine] = (grad_inner * inner).sum(1, dtype=choices.weights.dtype)
+        if params.b2 is not None:
+            grad_weights[mine] += (g * params.b2[expert]).sum(1, dtype=choices.weights.dtype)
+        grads.add_fc2(expert, g, inner.mul_(weights), weights, rows)
+        grad_u = activation.backward_(grad_inner.mul_(weights), u)
+        grads.add_fc1(expert, grad_u, x, rows)
+        del inner, g, grad_inner
+        if grad_x is not None:
+            grad_x.index_add_(0, rows, (grad_u @ params.w1[expert]).to(grad_x.dtype))
+    return grad_weights
+
+
+class ExpertGrads:
+    """Gradients of the parameters of a rank's experts, added up over several calls of ``experts_backward``.
+
+    They go into the main_grad, now or, where gradients are put off, when it asks for them; without one they are returned. An
+    expert that no row has chosen has a gradient of zero.
+
+    Args:
+        params: as the main_grad knows them.
+        needs: which of them need a gradient.
+        main_grad: None: gradients are returned to autograd.
+    """
+
+    def __init__(self, params: ExpertWeights, needs: tuple[bool, bool, bool, bool], main_grad: MainGrad | None) -> None:
+        self._w1, self._b1, self._w2, self._b2 = (
+            _stacked_grad(main_grad, param) if need and param is not None else None for param, need in zip(params, needs, strict=True)
+        )
+
+    def add_fc1(self, expert: int, grad: Tensor, x: Tensor, rows: Tensor) -> None:
+        """Add to the gradients of fc1: its output's gradient [n, f], the input's rows of ``x``."""
+        if self._w1 is not None:
+            self._w1.add(expert, _Product(grad, x, rows))
+        if self._b1 is not None:
+            self._b1.add(expert, _Sum(grad))
+
+    def add_fc2(self, expert: int, grad: Tensor, inner: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """Add to the gradients of fc2: rows of its output's gradient [n, h], its weighted input [n, f], the weights [n, 1]."""
+        if self._w2 is not None:
+            self._w2.add(expert, _Product(grad, inner))
+        if self._b2 is not None:
+            self._b2.add(expert, _Sum(grad * weights))
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients for autograd, in the order of the parameters; None for one that is not needed or is in the main_grad."""
+        w1, b1, w2, b2 = (None if grad is None else grad.result() for grad in (self._w1, self._b1, self._w2, self._b2))
+        return w1, b1, w2, b2
+
+
+class _Product(NamedTuple):
+    """grad.T @ x, of all rows of x or of some."""
+
+    grad: Tensor
+    x: Tensor
+    rows: Tensor | None = None
+
+    def put(self, view: Tensor, *, fresh: bool) -> None:
+        put_product(view, self.grad, self.x if self.rows is None else self.x.index_select(0, self.rows), fresh=fresh)
+
+
+class _Sum(NamedTuple):
+    """Sum over the rows of a gradient."""
+
+    grad: Tensor
+
+    def put(self, view: Tensor, *, fresh: bool) -> None:
+        total = self.grad.sum(0, dtype=view.dtype)
+        view.copy_(total) if fresh else view.add_(total)
+
+
+class _StackedGrad:
+    """Gradient of a stacked parameter, [E, ...], one expert at a time."""
+
+    def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
+        reserved = main_grad.reserve(param) if main_grad is not None else None
+        self._param, self._held = param, reserved is not None
+        self._view, fresh = reserved or (torch.empty(param.shape, dtype=sum_dtype(param.dtype), device=param.device), True)
+        self._fresh = [fresh] * len(param)
+
+    def add(self, expert: int, part: _Product | _Sum) -> None:
+        """Add a part of an expert's gradient."""
+        part.put(self._view[expert], fresh=self._fresh[expert])
+        self._fresh[expert] = False
+
+    def result(self) -> Tensor | None:
+        """Complete the gradient; return it for autograd, or None if it is in the main_grad."""
+        for expert, fresh in enumerate(self._fresh):
+            if fresh:
+                self._view[expert].zero_()
+        return None if self._held else self._view.to(self._param.dtype)
+
+
+@dataclass
+class _PutOffStackedGrad:
+    """Parts of a ``_StackedGrad``, until the main_grad asks for the gradient."""
+
+    main_grad: MainGrad
+    param: Tensor
+    parts: list[tuple[int, _Product | _Sum]] = field(default_factory=list)
+
+    def add(self, expert: int, part: _Product | _Sum) -> None:
+        """As of ``_StackedGrad``."""
+        self.parts.append((expert, part))
+
+    def result(self) -> None:
+        """Return None: the main_grad has it, or will have it."""
+
+    def write(self) -> None:
+        """Compute the gradient and store it."""
+        made = _StackedGrad(self.main_grad, self.param)
+        for expert, part in self.parts:
+            made.add(expert, part)
+        made.result()
+
+
+def _stacked_grad(main_grad: MainGrad | None, param: Tensor) -> _StackedGrad | _PutOffStackedGrad:
+    """Return what adds up the gradient of a stacked parameter, now or when the main_grad asks for it."""
+    if main_grad is not None:
+        put_off = _PutOffStackedGrad(main_grad, param)
+        if main_grad.later(param, put_off.write):
+            return put_off
+    return _StackedGrad(main_grad, param)

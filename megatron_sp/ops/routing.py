@@ -1,0 +1,190 @@
+"""Routing of tokens to experts: which experts each token goes to, with which weights, and the gradients of the router's logits.
+
+    scores    softmax or sigmoid of the logits, in fp32 (or wider)
+    chosen    the top k experts of each token; ties go to the expert with the lower number, so that no layout, kernel or order of
+              rows decides. A loss-free bias (arXiv:2408.15664) is added for the choice only; with groups (arXiv:2412.19437) the
+              experts of the best groups alone can be chosen
+    weights   softmax:              of the logits of the chosen experts alone
+              softmax, pre_softmax: the scores of the chosen experts, which do not sum to 1
+              sigmoid:              the scores of the chosen experts, divided by their sum if there are several
+              and times ``scaling``
+
+Terms that keep the load even, per token and differentiable in the logits:
+
+    balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for a group of T tokens (a sequence, or the global
+              batch) in which c_e tokens have chosen expert e; q are the scores, those of a sigmoid divided by their sum. 1 for an even
+              load (arXiv:2101.03961, arXiv:2412.19437 for sequences, arXiv:2501.11873 for the global batch)
+    z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
+
+Everything here is local to a rank and knows nothing of autograd: ``parallel/experts.py`` calls it inside its own function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+_TINY = 1e-20  # Megatron-LM's, in the sum of the chosen sigmoids
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How tokens choose experts.
+
+    Attributes:
+        num_experts: E.
+        top_k: experts of a token.
+        score_function: of the logits.
+        pre_softmax: the softmax is over all experts and not over the chosen ones.
+        scaling: factor of the weights.
+        num_groups: groups of consecutive experts; 1: no groups.
+        group_top_k: groups of a token whose experts can be chosen.
+    """
+
+    num_experts: int
+    top_k: int
+    score_function: ScoreFunction = "softmax"
+    pre_softmax: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    group_top_k: int = 1
+
+
+class Routed(NamedTuple):
+    """Choice of some tokens.
+
+    Attributes:
+        chosen: int64 [tokens, k], the best expert first.
+        weights: [tokens, k], in the dtype of the logits.
+    """
+
+    chosen: Tensor
+    weights: Tensor
+
+
+def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen: Tensor | None = None) -> Routed:
+    """Choose experts and compute their weights.
+
+    Args:
+        logits: [tokens, E], fp32 or wider.
+        spec: how.
+        bias: [E], added to the scores for the choice only (sigmoid).
+        chosen: the choice, made before: only the weights are computed.
+    """
+    if chosen is None:
+        chosen = choose(logits, spec, bias)
+    if spec.score_function == "sigmoid":
+        scores = torch.sigmoid(logits.gather(1, chosen))
+        weights = scores / (scores.sum(1, keepdim=True) + _TINY) if spec.top_k > 1 else scores
+    elif spec.pre_softmax:
+        weights = (logits.gather(1, chosen) - logits.logsumexp(1, keepdim=True)).exp()
+    else:
+        weights = torch.softmax(logits.gather(1, chosen), 1)
+    return Routed(chosen, weights if spec.scaling == 1.0 else weights * spec.scaling)
+
+
+def choose(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
+    """Return the chosen experts, int64 [tokens, k], the best first."""
+    ranked = ranking(logits, spec, bias)
+    return ranked.sort(dim=1, descending=True, stable=True).indices[:, : spec.top_k].contiguous()
+
+
+def ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
+    """Return what experts are ranked by, [tokens, E]: -inf for those of groups that are not chosen.
+
+    Without bias and groups these are the logits themselves, which have the order of the scores and no ties that rounding made.
+    """
+    if bias is None and spec.num_groups == 1:
+        return logits
+    scores = torch.sigmoid(logits) if spec.score_function == "sigmoid" else torch.softmax(logits, 1)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if spec.num_groups == 1:
+        return scores
+    by_group = scores.unflatten(1, (spec.num_groups, -1))
+    best = by_group.topk(max(1, spec.top_k // spec.group_top_k), 2).values.sum(2)
+    groups = best.sort(dim=1, descending=True, stable=True).indices[:, : spec.group_top_k]
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+    return by_group.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+
+
+def margins(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
+    """Return by how much the last chosen expert of each token is ahead of the first that is not chosen, [tokens].
+
+    Where it is about the rounding of the logits, another layout may choose another expert.
+    """
+    ranked = ranking(logits, spec, bias)
+    if spec.top_k == spec.num_experts:
+        return torch.full_like(ranked[:, 0], float("inf"))
+    top = ranked.sort(dim=1, descending=True).values
+    return top[:, spec.top_k - 1] - top[:, spec.top_k]
+
+
+def count_chosen(chosen: Tensor, num_experts: int, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
+    """Return how many tokens have chosen each expert, int64 [num_groups, E].
+
+    Args:
+        chosen: int64 [tokens, k].
+        num_experts: E.
+        groups: int64 [tokens], the group in which a token counts; None: all in the first.
+    """
+    numbers = chosen if groups is None else chosen + groups[:, None] * num_experts
+    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=chosen.device)
+    # integers: the order in which they are added up does not matter
+    counts.index_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
+    return counts.view(num_groups, num_experts)
+
+
+def balance_scores(logits: Tensor, spec: RoutingSpec) -> Tensor:
+    """Return q, the scores that the balance term has, [tokens, E]: they sum to 1."""
+    if spec.score_function == "softmax":
+        return torch.softmax(logits, 1)
+    scores = torch.sigmoid(logits)
+    return scores / (scores.sum(1, keepdim=True) + _TINY)
+
+
+def logits_backward(
+    logits: Tensor, routed: Routed, spec: RoutingSpec, grad_weights: Tensor, grad_scores: Tensor | None = None, z_weight: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the logits, [tokens, E].
+
+    Args:
+        logits, routed, spec: of the forward pass.
+        grad_weights: [tokens, k].
+        grad_scores: of ``balance_scores``, [tokens, E] or one row for all tokens; None: there is no balance term.
+        z_weight: factor of the sum over tokens of logsumexp(logits)^2, a scalar; None: there is no such term.
+    """
+    chosen, weights = routed
+    if spec.score_function == "softmax":
+        inner = (grad_weights * weights).sum(1, keepdim=True)
+        of_chosen = weights * grad_weights
+        if spec.pre_softmax or grad_scores is not None or z_weight is not None:
+            soft = torch.softmax(logits, 1)
+        if spec.pre_softmax:
+            grad = (soft * -inner).scatter_add_(1, chosen, of_chosen)
+        else:
+            of_chosen = of_chosen - weights * (inner / spec.scaling)
+            grad = torch.zeros_like(logits).scatter_(1, chosen, of_chosen)
+        if grad_scores is not None:
+            grad.add_(soft * (grad_scores - (soft * grad_scores).sum(1, keepdim=True)))
+    else:
+        scores = torch.sigmoid(logits.gather(1, chosen))
+        grad_chosen = grad_weights * spec.scaling
+        if spec.top_k > 1:
+            total = scores.sum(1, keepdim=True) + _TINY
+            grad_chosen = (grad_chosen - (grad_chosen * scores).sum(1, keepdim=True) / total) / total
+        grad = torch.zeros_like(logits).scatter_(1, chosen, grad_chosen * scores * (1 - scores))
+        if grad_scores is not None:
+            scores = torch.sigmoid(logits)
+            total = scores.sum(1, keepdim=True) + _TINY
+            of_scores = (grad_scores - (grad_scores * scores).sum(1, keepdim=True) / total) / total
+            grad.add_(of_scores * scores * (1 - scores))
+        if z_weight is not None:
+            soft = torch.softmax(logits, 1)
+    if z_weight is not None:
+        grad.add_(soft * (2.0 * z_weight * logits.logsumexp(1, keepdim=True)))
+    return grad

@@ -1,0 +1,55 @@
+"""The ranks that share the experts of a layer, and those that have the same ones.
+
+Experts are dealt to ``ep`` ranks that are neighbours on the axes dp, cp and sp taken together, with tp_seq on tp, too: they have
+different tokens anyway, and send each other those that have chosen the other's experts. All that is left of these axes has replicas
+of the same experts, over which their gradients are summed and, with ZeRO, they are sharded. Without tp_seq the ranks of a tp group
+have the same tokens and compute the same experts.
+
+    ranks of a stage   d0c0s0  d0c0s1  d1c0s0  d1c0s1        (dp 2, sp 2)
+    ep 2               experts 0-3, 4-7, 0-3, 4-7             groups of neighbours; replicas: every second rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
+from megatron_sp.comm.groups import expert_groups as groups_of_experts
+from megatron_sp.parallel.exchange_group import ExchangeGroup
+
+
+@dataclass(frozen=True)
+class ExpertParallel(ExchangeGroup):
+    """The ep group, over which the experts of each layer are dealt, and how its exchanges are run.
+
+    Attributes:
+        replicas: the ranks that have the same experts as this one, and other tokens.
+        sequence: the ranks that have other positions of the same sequences.
+        tokens: the ranks that have other tokens, of these sequences or of others.
+        counts: this rank's tokens are its own, so that it counts them: with several tp ranks that have the same tokens only the first.
+        chunks: parts of a rank's tokens that are sent and computed in turn.
+    """
+
+    replicas: Group = SINGLE_RANK
+    sequence: Group = SINGLE_RANK
+    tokens: Group = SINGLE_RANK
+    counts: bool = True
+    chunks: int = 1
+
+    @classmethod
+    def create(cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False) -> ExpertParallel:
+        """Make the groups. Collective.
+
+        Args:
+            groups: the layout's.
+            ep_size: ranks that the experts are dealt to.
+            tp_seq: the tp ranks have different tokens.
+            chunks: see above.
+            check: compare the ranks' calls before each collective.
+        """
+        made = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)
+        counts = tp_seq or groups.tp_rank == 0
+        return cls(made.ep, True, None, made.replicas, made.sequence, made.tokens, counts, chunks)
+
+
+NO_EP = ExpertParallel()

@@ -1,0 +1,393 @@
+"""A mixture-of-experts MLP as one autograd function, from the norm before it to the residual stream after it.
+
+    a = norm(x); logits = a @ router.T in fp32 (or wider); the top k experts of each token, with weights (``ops/routing.py``)
+    y = x + shared(a) + sum over the chosen experts of weight * expert(a)
+
+Rows travel to the ranks of their experts and back (``expert_exchange.py``), in ``chunks`` parts of the tokens, one ahead:
+
+    compute     | router | shared fc1 | shared fc2 | experts 0 | experts 1 | add 0 |     | add 1
+    exchanges           |-- counts --| |- rows 0 -||- rows 1 -||-results 0-||-results 1-|
+
+What is kept for backward: x, the logits, the rows that came from other ranks, and the inputs of the activations; no output of an expert.
+Backward mirrors forward, with the shared expert's backward under the first exchange.
+
+Activations are [s, b, h]. Rows after the first ``rows`` (padding) choose no expert. With several tp ranks the experts are not split:
+with tp_seq these ranks have different tokens, else they compute alike. The shared expert is split as any MLP is.
+Source: arXiv:2101.03961 (routing), arXiv:2401.06066 (shared experts), arXiv:2211.15841 (no capacity, nothing is dropped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.expert_mlp import Choices, ExpertGrads, ExpertWeights, experts_backward, experts_forward, sum_dtype
+from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad, put_weight_grad_now
+from megatron_sp.ops.memory import empty
+from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.ops.routing import Routed, RoutingSpec, logits_backward, route
+from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
+from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
+from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.router_pass import RouterPass
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
+
+
+class Router(NamedTuple):
+    """The router's tensors.
+
+    Attributes:
+        weight: [E, h], replicated on all ranks.
+        bias: [E], added for the choice only (loss-free balance), or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Options of a mixture of experts.
+
+    Attributes:
+        routing: how tokens choose.
+        activation: of all experts, the shared one included.
+        ep, tp: the groups.
+        router_dtype: of the logits; None: fp32, of an fp64 model fp64.
+        rows: rows [positions, b] that choose experts, the first ones; None: all.
+        place: number of the layer in the model, and slice of the sequence.
+        layer: its number among the layers with experts.
+    """
+
+    routing: RoutingSpec
+    activation: Activation
+    ep: ExpertParallel = NO_EP
+    tp: TensorParallel = NO_TP
+    router_dtype: torch.dtype | None = None
+    rows: int | None = None
+    place: tuple[int, int] = (0, 0)
+    layer: int = 0
+
+
+def expert_mlp(
+    x: Tensor, norm: NormInFront | None, router: Router, experts: ExpertWeights, plan: ExpertPlan, *,
+    shared: ExpertWeights | None = None, residual: Tensor | None = None, add_input: bool = True, main_grad: MainGrad | None = None,
+    told: RouterPass | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute residual + experts(norm(x)). Collective over the ep ranks.
+
+    Args:
+        x: [s/parts, b, h].
+        norm: before router and experts, with weights replicated on all ranks; or None.
+        router: its tensors.
+        experts: this rank's experts, stacked.
+        plan: options.
+        shared: a shared expert, this tp rank's part; weights and biases as of an MLP, [f/tp, h], [f/tp], [h, f/tp], [h].
+        residual: of the shape of x; added to the result instead of x.
+        add_input: add x where there is no ``residual``; else nothing is added.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
+        told: counts choices, and has the weights of the terms that keep them even; None: there are none.
+    Returns:
+        (the result [s/parts, b, h], x for its other consumers, whose gradient is added inside this op).
+    """
+    chosen = None if told is None else told.earlier(plan.place)
+    norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
+    of_shared = (None, None, None, None) if shared is None else shared
+    params = _Params(*norm_params, router.weight, *experts, *of_shared)
+    options = _Options(None if norm is None else norm.spec, plan, router.bias, add_input and residual is None, main_grad, told, chosen)
+    return _ExpertMLP.apply(options, x, residual, *params)
+
+
+class _Options(NamedTuple):
+    """Arguments of the op that have no gradient.
+
+    Attributes:
+        chosen: the choice of the first pass, if this is a recomputation.
+    """
+
+    norm_spec: NormSpec | None
+    plan: ExpertPlan
+    router_bias: Tensor | None
+    add_input: bool
+    main_grad: MainGrad | None
+    told: RouterPass | None
+    chosen: Tensor | None
+
+
+class _Params(NamedTuple):
+    """The parameters, in the order of the op's arguments."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    router: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    shared_w1: Tensor | None
+    shared_b1: Tensor | None
+    shared_w2: Tensor | None
+    shared_b2: Tensor | None
+
+    @property
+    def experts(self) -> ExpertWeights:
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
+
+
+class _Trip(NamedTuple):
+    """A chunk of tokens as backward needs it: where its rows went, who has chosen whom, the rows, the inputs of the activation."""
+
+    journey: Journey
+    choices: Choices
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: _Options, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        params, plan = _Params._make(tensors), options.plan
+        ctx.params, ctx.options, ctx.has_residual = params, options, residual is not None
+        ctx.set_materialize_grads(False)
+        plan.tp.mark("experts")
+        state = _Forward(options, params, x, residual)
+        y = state.run()
+        # parameters are seen through autograd, which has them as recomputation hands them back
+        ctx.save_for_backward(x, state.logits, state.routed.chosen, *params, state.shared_wide, *state.rows, *state.wide)
+        ctx.trips = state.trips
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, passed, None, *[None] * len(_Params._fields)
+        return None, *_Backward(ctx, grad.contiguous(), passed).run()
+
+
+def _chunks(tokens: int, ep: ExpertParallel) -> list[slice]:
+    """Return contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank."""
+    count = ep.chunks if ep.size > 1 else 1
+    return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
+
+
+class _Forward:
+    """One forward pass.
+
+    Attributes:
+        logits: [tokens, E].
+        routed: the choice.
+        shared_wide: input of the shared expert's activation, or None.
+        rows, wide: of each chunk, the rows that came and the inputs of the activation.
+        trips: of each chunk.
+    """
+
+    def __init__(self, options: _Options, params: _Params, x: Tensor, residual: Tensor | None) -> None:
+        self.options, self.plan, self.params = options, options.plan, params
+        self.x, self.stream = x, residual if residual is not None else x if options.add_input else None
+        self.shared_wide: Tensor | None = None
+        self.rows: list[Tensor] = []
+        self.wide: list[Tensor] = []
+        self.trips: list[_Trip] = []
+
+    def run(self) -> Tensor:
+        plan, params, told = self.plan, self.params, self.options.told
+        norm = norm_in_front(self.options.norm_spec, params.norm_weight, params.norm_bias)
+        normed, _ = normed_by(self.x, norm)
+        entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
+        a = rows_of(normed)[: plan.rows]
+        self.logits = _logits(a, params.router, plan.router_dtype)
+        self.routed = route(self.logits, plan.routing, self.options.router_bias, self.options.chosen)
+        own = len(params.w1)
+        counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep))
+        if told is not None and self.options.chosen is None:
+            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen)
+        inner = None if entered is None else self._shared_fc1(entered)
+        journeys, of_experts = counts.read()
+        exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)
+        coming = [exchange.send_rows(a, self.routed, journeys[0])]
+        y = self._begin(inner)
+        del normed, inner
+        wide = sum_dtype(a.dtype)
+        total = rows_of(y)[: plan.rows] if wide == a.dtype else torch.zeros(a.shape, dtype=wide, device=a.device)
+        under_way: tuple[Handle, Journey] | None = None
+        for index, (journey, numbers) in enumerate(zip(journeys, of_experts, strict=True)):
+            arrived = coming.pop().wait()
+            if index + 1 < len(journeys):
+                coming.append(exchange.send_rows(a, self.routed, journeys[index + 1]))
+            rows, choices = exchange.received_rows(arrived, self.routed, journey, numbers)
+            results = exchange.place_for(total, journey)
+            self.wide.append(experts_forward(rows, choices, params.experts, plan.activation, results))
+            self.rows.append(arrived if plan.ep.size > 1 else arrived[:0])  # on one rank they are computed again, with the norm
+            self.trips.append(_Trip(journey, choices))
+            if under_way is not None:
+                exchange.add_results(under_way[0].wait(), under_way[1], total)
+            under_way = exchange.send_results(results, journey), journey
+            del arrived, rows, results
+        assert under_way is not None
+        exchange.add_results(under_way[0].wait(), under_way[1], total)
+        if wide != a.dtype:
+            rows_of(y)[: plan.rows] += total
+        return y
+
+    def _shared_fc1(self, entered: Handle) -> Tensor:
+        """Compute the shared expert's fc1 and activation."""
+        params = self.params
+        assert params.shared_w1 is not None
+        a = entered.wait()
+        self.shared_wide = empty((*a.shape[:-1], params.shared_w1.shape[0]), dtype=a.dtype, device=a.device)
+        multiply(rows_of(a), params.shared_w1, params.shared_b1, out=rows_of(self.shared_wide))
+        return self.plan.activation.forward(self.shared_wide)
+
+    def _begin(self, inner: Tensor | None) -> Tensor:
+        """Return the residual stream, if it is added, with the shared expert's output: [s/parts, b, h], a tensor of its own."""
+        x, stream, params, tp = self.x, self.stream, self.params, self.plan.tp
+        y = empty(x.shape, dtype=x.dtype, device=x.device)
+        if inner is None:
+            return y.zero_() if stream is None else y.copy_(stream)
+        assert params.shared_w2 is not None
+        if tp.size == 1:
+            multiply(rows_of(inner), params.shared_w2, params.shared_b2, None if stream is None else rows_of(stream), out=rows_of(y))
+            return y
+        part = empty((*inner.shape[:-1], x.shape[-1]), dtype=x.dtype, device=x.device)
+        multiply(rows_of(inner), params.shared_w2, None, out=rows_of(part))
+        left = tp.leave_async(part).wait()
+        if params.shared_b2 is not None:
+            left.add_(params.shared_b2)
+        return y.copy_(left) if stream is None else torch.add(left, stream, out=y)
+
+
+def _logits(a: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the router's logits, [tokens, E]."""
+    wide = dtype or sum_dtype(a.dtype)
+    return a.to(wide) @ weight.to(wide).t()
+
+
+def _format(a: Tensor, logits: Tensor, plan: ExpertPlan) -> RowFormat:
+    return RowFormat(a.shape[1], plan.routing.top_k, a.dtype, logits.dtype)
+
+
+class _Backward:
+    """One backward pass."""
+
+    def __init__(self, ctx: Any, grad: Tensor, passed: Tensor | None) -> None:
+        saved: Iterator[Tensor] = iter(ctx.saved_tensors)
+        self.x, self.logits, chosen = next(saved), next(saved), next(saved)
+        self.values = _Params._make(next(saved) for _ in _Params._fields)
+        self.shared_wide: Tensor | None = next(saved)
+        self.trips: list[_Trip] = ctx.trips
+        self.rows, self.wide = [next(saved) for _ in self.trips], [next(saved) for _ in self.trips]
+        options: _Options = ctx.options
+        self.options, self.plan, self.params, self.main_grad = options, options.plan, ctx.params, options.main_grad
+        self.need_x, self.need_residual, *needs = ctx.needs_input_grad[1:]
+        self.need = _Params._make(needs)
+        self.grad, self.passed, self.has_residual = grad, passed, ctx.has_residual
+        self.routed = route(self.logits, self.plan.routing, chosen=chosen)
+
+    def run(self) -> tuple[Tensor | None, ...]:
+        plan, values = self.plan, self.values
+        plan.tp.mark("experts")
+        norm = norm_in_front(self.options.norm_spec, values.norm_weight, values.norm_bias)
+        grad2 = rows_of(self.grad)[: plan.rows]
+        exchange = RowExchange(plan.ep, _format(grad2, self.logits, plan), len(values.w1))
+        coming = [exchange.send_grads(grad2, self.trips[0].journey)]
+        normed, stats = normed_by(self.x, norm)
+        of_shared, reduced = self._shared(normed)
+        a = rows_of(normed)[: plan.rows]
+        grad_a = torch.zeros(a.shape, dtype=sum_dtype(a.dtype), device=a.device)
+        grad_weights = torch.zeros_like(self.routed.weights)
+        need = (self.need.w1, self.need.b1, self.need.w2, self.need.b2)
+        grads = ExpertGrads(self.params.experts, need, self.main_grad)
+        under_way: tuple[Handle, Journey] | None = None
+        for index, (journey, choices) in enumerate(self.trips):
+            arrived = exchange.received_grads(coming.pop().wait())
+            if index + 1 < len(self.trips):
+                coming.append(exchange.send_grads(grad2, self.trips[index + 1].journey))
+            rows = exchange.rows_of(self.rows[index], a, journey)
+            row_grads = exchange.place_for(grad_a, journey)
+            found = experts_backward(
+                arrived, rows, self.wide[index], choices, values.experts, plan.activation, grads, row_grads
+            )  # fmt: skip
+            of_rows = torch.zeros(len(rows) * plan.routing.top_k, dtype=found.dtype, device=found.device)
+            of_rows[choices.places] = found
+            if under_way is not None:
+                exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
+            under_way = exchange.send_row_grads(row_grads, of_rows.view(len(rows), plan.routing.top_k), journey), journey
+        of_experts = grads.results()  # under the last exchange
+        assert under_way is not None
+        exchange.add_row_grads(under_way[0].wait(), under_way[1], grad_a, grad_weights)
+        router = self._router(a, grad_weights, grad_a)
+        return self._input(norm, stats, grad_a, reduced, router, of_experts, of_shared)
+
+    def _router(self, a: Tensor, grad_weights: Tensor, grad_a: Tensor) -> Tensor | None:
+        """Add the gradient that comes through the router to ``grad_a``; return that of its weight for autograd, if it is needed there."""
+        plan, told = self.plan, self.options.told
+        of_scores, z = (None, None) if told is None else told.gradients(plan.layer, len(a), self.logits.dtype)
+        grad = logits_backward(self.logits, self.routed, plan.routing, grad_weights, of_scores, z)
+        grad_a += (grad @ self.values.router.to(grad.dtype)).to(grad_a.dtype)
+        if not self.need.router:
+            return None
+        main_grad, param = self.main_grad, self.params.router
+        if main_grad is not None and main_grad.later(param, partial(_put_router_grad, main_grad, param, grad, a)):
+            return None
+        return _put_router_grad(main_grad, param, grad, a)
+
+    def _shared(self, normed: Tensor) -> tuple[list[Tensor | None], Handle | None]:
+        """Run the shared expert's backward; return its parameters' gradients for autograd, and that of its input on its way."""
+        wide, values, params, need, tp, main_grad = self.shared_wide, self.values, self.params, self.need, self.plan.tp, self.main_grad
+        if wide is None:
+            return [None] * 4, None
+        assert values.shared_w1 is not None and values.shared_w2 is not None
+        found: dict[str, Tensor | None] = dict.fromkeys(("w1", "b1", "w2", "b2"))
+        entered_grad, entered = tp.enter_async(self.grad), tp.enter_async(normed)
+        if need.shared_b2:
+            found["b2"] = put_grad(main_grad, params.shared_b2, column_sum(rows_of(self.grad)))
+        grad = entered_grad.wait()
+        grad2, activation = rows_of(grad), self.plan.activation
+        if need.shared_w2:
+            found["w2"] = put_weight_grad(main_grad, params.shared_w2, grad2, rows_of(activation.forward(wide)))
+        grad_wide = activation.backward_((grad2 @ values.shared_w2).view(*grad.shape[:-1], values.shared_w2.shape[1]), wide)
+        part = empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        torch.mm(rows_of(grad_wide), values.shared_w1, out=rows_of(part))
+        reduced = tp.leave_async(part)
+        del part
+        if need.shared_b1:
+            found["b1"] = put_grad(main_grad, params.shared_b1, column_sum(rows_of(grad_wide)))
+        a = entered.wait()
+        if need.shared_w1:
+            found["w1"] = put_weight_grad(main_grad, params.shared_w1, rows_of(grad_wide), rows_of(a))
+        return list(found.values()), reduced
+
+    def _input(
+        self, norm: NormInFront | None, stats: tuple[Tensor, ...], grad_a: Tensor, reduced: Handle | None, router: Tensor | None,
+        of_experts: tuple[Tensor | None, ...], of_shared: list[Tensor | None],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Return the gradients of all arguments, with that of x at the end of the norm's backward."""
+        grad = self.grad
+        passed = self.passed
+        if self.options.add_input:
+            passed = grad if passed is None else passed + grad
+        grad_normed = torch.zeros_like(self.x) if reduced is None else reduced.wait()
+        rows = rows_of(grad_normed)[: self.plan.rows]
+        rows.add_(grad_a) if rows.dtype == grad_a.dtype else rows.copy_(rows + grad_a)
+        grad_x = of_weight = of_bias = None
+        if norm is None:
+            grad_x = grad_normed if passed is None else grad_normed.add_(passed)
+        else:
+            need = self.need_x, bool(self.need.norm_weight), bool(self.need.norm_bias)
+            grad_x, of_weight, of_bias = norm_gradients(
+                norm, grad_normed, self.x, stats, need, passed, params=(self.params.norm_weight, self.params.norm_bias),
+                main_grad=self.main_grad,
+            )  # fmt: skip
+        of_residual = grad if self.has_residual and self.need_residual else None
+        return grad_x, of_residual, of_weight, of_bias, router, *of_experts, *of_shared
+
+
+def _put_router_grad(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, a: Tensor) -> Tensor | None:
+    """Compute the gradient of the router's weight in the dtype of the logits, and store it; return it if no main_grad holds the weight."""
+    found = put_weight_grad_now(main_grad, weight, grad, a.to(grad.dtype))
+    return None if found is None else found.to(weight.dtype)

@@ -1,0 +1,193 @@
+"""What the routers of a step's forward passes tell it, and what they are told: loads, terms that keep them even, earlier choices.
+
+The gradient of the balance and the z term (``ops/routing.py``) is added inside the backward pass of the layer, as part of the gradient
+of its logits. So it does not matter in which stage of a pipeline the layer is, or whether it is recomputed, and the terms never become
+nodes of a graph that might be lost. What they are divided by is global: sequences and tokens of the step, whoever has them, so that
+neither term depends on the layout.
+
+    sequence   c_e and q are those of a sequence; its ranks sum up c in the forward pass
+    global     c_e is that of the whole step, which must be known before the first backward pass: the step counts first (``is_counting``)
+               where it has several micro-batches
+
+A layer counts its tokens in its first pass only; a recomputation takes the choice of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.ops.routing import RoutingSpec, balance_scores, count_chosen
+from megatron_sp.parallel.expert_parallel import ExpertParallel
+
+BalanceKind = Literal["none", "sequence", "global"]
+Key = tuple[int, int]  # layer, slice of the sequence
+
+
+@dataclass(frozen=True)
+class BalanceSpec:
+    """Terms of the routers.
+
+    Attributes:
+        kind: of the balance term.
+        balance: its coefficient.
+        z: coefficient of the z term.
+    """
+
+    kind: BalanceKind = "none"
+    balance: float = 0.0
+    z: float = 0.0
+
+
+@dataclass(frozen=True)
+class TermWeights:
+    """What the terms' gradients are multiplied by: coefficients, loss scale, and one over the global counts; scalars, fp64.
+
+    Attributes:
+        balance: for the sum over sequences; with ``global`` for c_e * q of the step, without E / k.
+        z: for the sum over tokens.
+    """
+
+    balance: Tensor
+    z: Tensor
+
+
+class RouterStep:
+    """Loads and terms of the routers in one step, on this rank.
+
+    Args:
+        routing: of all layers with experts.
+        spec: terms.
+        num_layers: layers with experts of the whole model, in order.
+        ep: groups.
+        device: device of the counts.
+
+    Attributes:
+        loads: int64 [layers, E], tokens of this rank that have chosen each expert.
+        known: [layers, E], those of the whole step, if the balance term is global and they have been summed up.
+        sums: fp64 [2], sums of the balance and the z term, without the global counts.
+        weights: returns the weights of the terms' gradients; may wait for counts of the step.
+        is_counting: forward passes without gradients that count for the passes to come.
+    """
+
+    def __init__(self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device) -> None:
+        self.routing, self.spec, self.ep = routing, spec, ep
+        self.loads = torch.zeros(num_layers, routing.num_experts, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.known: Tensor | None = None
+        self.is_counting = False
+        self.weights: Callable[[], TermWeights] | None = None
+
+    def settle(self) -> None:
+        """Sum up the loads for the global balance term: after the passes that count, before the first backward pass. Collective."""
+        if self.spec.kind == "global":
+            self.known = all_reduce(self.loads.clone(), self.ep.tokens)
+
+    def micro_batch(self, batch: int, lengths: Tensor | int) -> RouterPass:
+        """Return the routers' part of a micro-batch's context.
+
+        Args:
+            batch: number of its sequences.
+            lengths: tokens of each sequence, [b], or of all of them.
+        """
+        return RouterPass(self, batch, lengths)
+
+
+@dataclass
+class RouterPass:
+    """The routers' part of a micro-batch.
+
+    Attributes:
+        step: of the step.
+        batch: number of sequences.
+        lengths: their tokens.
+        choices: of layers that are computed again, by layer and slice.
+        counts: [b, E] of each layer, over the ranks of the sequence.
+        scores: [b, E] of each layer, sums over this rank's tokens.
+    """
+
+    step: RouterStep
+    batch: int
+    lengths: Tensor | int
+    choices: dict[Key, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
+
+    def earlier(self, key: Key) -> Tensor | None:
+        """Return the choice of a layer's first pass, if this is its second."""
+        return self.choices.pop(key, None) if torch.is_grad_enabled() else None
+
+    def observe(self, key: Key, layer: int, logits: Tensor, chosen: Tensor) -> None:
+        """Count the choices of a layer's first pass. Collective over the ranks of the sequence with a balance term of sequences.
+
+        Args:
+            key: number of the layer in the model, and slice.
+            layer: its number among those with experts.
+            logits: [tokens, E], of rows [positions, b].
+            chosen: int64 [tokens, k].
+        """
+        step, spec = self.step, self.step.spec
+        if not torch.is_grad_enabled() and not step.is_counting:
+            self.choices[key] = chosen
+        counts_again = step.known is not None and not step.is_counting
+        by_sequence = spec.kind == "sequence"
+        counts = count_chosen(chosen, step.routing.num_experts, self._sequences(len(chosen), chosen), self.batch)
+        if not counts_again:
+            step.loads[layer] += counts.sum(0)
+        if step.is_counting:
+            return
+        if spec.z:
+            step.sums[1] += logits.logsumexp(1).double().square_().sum()
+        if spec.kind == "none":
+            return
+        if by_sequence:
+            counts = all_reduce(counts, step.ep.sequence)
+            self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
+        scores = balance_scores(logits, step.routing).double()
+        by_row = scores.view(-1, self.batch, scores.shape[1]).sum(0)
+        self.scores[layer] = self.scores[layer] + by_row if layer in self.scores else by_row
+
+    def _sequences(self, tokens: int, like: Tensor) -> Tensor | None:
+        """Return the sequence of each row [positions, b]; None if there is one."""
+        return None if self.batch == 1 else torch.arange(tokens, device=like.device) % self.batch
+
+    def finish(self) -> None:
+        """Add the balance term to the step's sum, after the micro-batch's last forward pass."""
+        step = self.step
+        for layer, scores in self.scores.items():
+            step.sums[0] += (self._factor() * self._counts(layer) * scores).sum()
+        self.scores.clear()
+
+    def _factor(self) -> Tensor | float:
+        """Return E / (k T^2) of each sequence [b, 1], or of all; with a global term E / k."""
+        routing = self.step.routing
+        share = routing.num_experts / routing.top_k
+        if self.step.spec.kind == "global":
+            return share
+        if isinstance(self.lengths, int):
+            return share / max(1, self.lengths) ** 2
+        return share / self.lengths.double().clamp_min(1).square()[:, None]
+
+    def _counts(self, layer: int) -> Tensor:
+        """Return c, fp64 [b, E]; with a global term [1, E]."""
+        if self.step.spec.kind == "sequence":
+            return self.counts[layer].double()  # integers times a Python number would be fp32
+        assert self.step.known is not None, "settle() sums up the loads before they are used"
+        return self.step.known[layer][None].double()
+
+    def gradients(self, layer: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradient of a layer's balance scores, [tokens, E] or [1, E], and the weight of its z term; None: there is none."""
+        step, spec = self.step, self.step.spec
+        if step.weights is None or (spec.kind == "none" and not spec.z):
+            return None, None
+        weights, found = step.weights(), None
+        if spec.kind != "none":
+            found = (weights.balance * self._factor() * self._counts(layer)).to(dtype)
+            if len(found) > 1:
+                found = found.expand(tokens // self.batch, *found.shape).reshape(tokens, -1)
+        return found, weights.z.to(dtype) if spec.z else None
