@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-Axis = Literal["cp", "pp", "sp", "tp"]
+Axis = Literal["cp", "ep", "pp", "sp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 Pipe = tuple[int, int]  # source and target of messages, as ranks of a pipeline
 Direction = Literal["forward", "backward", "update"]

@@ -40,6 +40,7 @@ class ShardSpec:
         sums: rows whose gradients must be summed.
         counted: (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on
             exactly one rank.
+        stacked: leading dims that number parameters of their own, such as those of experts: 1 for a stack of matrices or of biases.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class ShardSpec:
     runs: tuple[tuple[int, int], ...]
     sums: tuple[Sum, ...] = ()
     counted: tuple[tuple[int, int], ...] = ()
+    stacked: int = 0
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:

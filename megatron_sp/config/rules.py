@@ -17,6 +17,7 @@ from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
+from megatron_sp.config.rules_experts import expert_violations, settle_experts
 from megatron_sp.config.rules_model import variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
@@ -51,7 +52,7 @@ def normalize(config: Config) -> Config:
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
     settle_stages(config)
-    config.ignored_flags += (*settle_comm_type(config.parallel), *concede(config))
+    config.ignored_flags += (*settle_comm_type(config.parallel), *settle_experts(config), *concede(config))
     return config
 
 
@@ -180,6 +181,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _exchanges(config, world_size)
     yield from context_violations(config)
     yield from delay_violations(config)
+    yield from expert_violations(config, world_size)
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sp.config.schema_experts import ExpertConfig
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
 
@@ -13,7 +14,7 @@ ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", 
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(ExpertConfig):
     """Shape of the model."""
 
     model_family: Literal["gpt", "bert"] = flag("gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves")
@@ -151,6 +152,11 @@ class ModelConfig:
             return self.ffn_hidden_size
         hidden = _required(self.hidden_size)
         return int(8 * hidden / 3 / 64) * 64 if self.is_gated else 4 * hidden
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of an expert (of one half if it is gated)."""
+        return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def rope_scaling(self) -> tuple[float, ...]:

@@ -123,6 +123,19 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size"
     )
+    expert_model_parallel_size: int = flag(
+        1,
+        "ep: ranks that share the experts of each layer, and send each other the tokens that have chosen them; they are ranks of dp, cp"
+        " and sp, with --sequence-parallel of tp, too, so that it takes none of its own",
+        unit="ranks",
+        aliases=("ep-size", "moe-expert-parallel-size"),
+        low=1,
+        high=2**16,
+    )
+    moe_chunks: int = flag(
+        1, "with ep > 1: send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
+        unit="parts", low=1, high=1024,
+    )  # fmt: skip
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600

@@ -72,8 +72,8 @@ class Ours:
 
     def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
         """Load the weights: those of a block only while it runs, all others permanently."""
-        blocks = [unit.module for unit in net.units() if unit.alike]
-        prefixes = [unit.name for unit in net.units() if unit.alike]
+        blocks = [unit.module for unit in net.units() if unit.alike == "block"]
+        prefixes = [unit.name for unit in net.units() if unit.alike == "block"]
         for name, _ in list(net.named_parameters()):
             if not name.startswith(tuple(f"{prefix}." for prefix in prefixes)):
                 self._load(net, [name], cast)

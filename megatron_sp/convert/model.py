@@ -132,7 +132,7 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
     """
     model = build(replace(config, num_layers=1), num_classes)
     specs = shard_specs(model)
-    blocks = [f"{unit.name}." for unit in model.units() if unit.alike]
+    blocks = [f"{unit.name}." for unit in model.units() if unit.alike == "block"]
     assert len(blocks) == 1 and blocks[0].endswith(".0."), f"the blocks of a model with one layer are {blocks}"
     found: dict[str, tuple[int, ...]] = {}
     of_block = {name: specs[name].shape for name, _ in model.named_parameters() if name.startswith(blocks[0])}

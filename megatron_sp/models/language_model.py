@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.models.experts import ExpertMLP, router_step
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
-from megatron_sp.models.unit_order import ends_recomputed, recompute_plan, unit_order
+from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompute_plan, unit_order
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors
@@ -25,6 +27,7 @@ from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.pipeline_stages import Stage, whole_model
 from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.router_pass import RouterStep
 
 OnUnit = Callable[["LanguageModel", Unit], None]
 
@@ -147,6 +150,7 @@ class LanguageModel(nn.Module):
         self.stages = self.layout.stages or (whole_model(config.num_layers),)
         self._offload: ActivationOffload | None = None
         self._units: list[Unit] = []
+        self._units_of_layer: dict[int, tuple[int, ...]] = {}  # by the layer's number: its own, and its experts'
         tell = on_unit or (lambda model, unit: None)
 
         def built(unit: Unit) -> None:
@@ -163,7 +167,10 @@ class LanguageModel(nn.Module):
                 name = f"{self.stack_name}.layers.{layer}"
                 block = TransformerBlock(config, layer, name, seed, dtype, self.layout)
                 self.stack.layers.add(layer, block)
-                built(Unit(name, block, alike=True))
+                units = block.units(name)
+                self._units_of_layer[layer] = tuple(range(len(self._units), len(self._units) + len(units)))
+                for unit in units:
+                    built(unit)
         if self.has_head:
             self._build_head(seed, dtype)
             norm = self.stack.final_layernorm
@@ -205,6 +212,21 @@ class LanguageModel(nn.Module):
         """True if this rank has a replica of a table that the embedding on one pipeline rank and the head on another use."""
         return self.is_tied and self.has_embedding != self.has_head
 
+    def router_step(self, device: torch.device) -> RouterStep | None:
+        """Return what the routers tell a training step; None: there are no experts."""
+        return router_step(self.config, self.layout.ep, device)
+
+    def update_expert_biases(self, loads: Tensor, skip: Tensor | None = None) -> None:
+        """Move the routers' biases (--moe-router-enable-expert-bias) after a step.
+
+        Args:
+            loads: [layers with experts, E], tokens of the whole step that have chosen each expert.
+            skip: true on the device if the step is left out; None: it is not.
+        """
+        for block in self.stack.layers:
+            if isinstance(block.mlp, ExpertMLP):
+                block.mlp.router.update_bias(loads[block.mlp.number], self.config.moe_router_bias_update_rate, skip)
+
     def _own_part_of_embedding(self) -> nn.Module:
         """Return what of the embedding is in its unit: all of it, or what is not shared."""
         if not self.shares_table:
@@ -215,6 +237,10 @@ class LanguageModel(nn.Module):
         """Return the units of this rank's stages in the order of the forward pass; every parameter is in exactly one."""
         return list(self._units)
 
+    def units_together(self) -> list[tuple[int, ...]]:
+        """Return the units that are used at the same time: a block and its experts."""
+        return [units for units in self._units_of_layer.values() if len(units) > 1]
+
     def unit_order(self, *, backward: bool) -> list[int]:
         """Return the unit indices in the order in which a pass of a whole model reads parameters, as it reports to ``UnitEvents``.
 
@@ -222,7 +248,8 @@ class LanguageModel(nn.Module):
             backward: include the backward pass; else the forward pass only.
         """
         layers, again = len(self.stack.layers), self._reads_embedding_again
-        return unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
+        order = unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
+        return expand_order(order, [(0,), *self._units_of_layer.values(), (len(self._units) - 1,)])
 
     @property
     def _reads_embedding_again(self) -> bool:
@@ -248,21 +275,21 @@ class LanguageModel(nn.Module):
             mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
             x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
         layers = [self.stack.layers[layer] for layer in range(stage.start, stage.stop)]
-        first_unit = self._first_unit(stage)
+        units = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
         offload = self._offload_pass(x, ctx)
-        # the unit whose parameters backward reads after those of the layers run next
-        below: int | None = self._index["embedding"] if stage.is_first and self._reads_embedding_again else None
+        # the units whose parameters backward reads after those of the layers run next
+        below: tuple[int, ...] = (self._index["embedding"],) if stage.is_first and self._reads_embedding_again else ()
         for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()
             if first == last:
                 continue
-            x = unit_boundary(x, events, first_unit + first, below)
+            x = unit_boundary(x, events, units[first], below)
             if again:
-                run = partial(_recomputed, layers, range(first, last), first_unit, self._with_kept_attention(ctx, x), events)
+                run = partial(_recomputed, layers, range(first, last), units, self._with_kept_attention(ctx, x), events)
                 x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
             else:
-                x = _run_layers(layers, range(first, last), first_unit, x, ctx, events, offload)
-            below = None if again else first_unit + last - 1
+                x = _run_layers(layers, range(first, last), units, x, ctx, events, offload)
+            below = () if again else units[last - 1]
         if stage.is_last and part == "all":
             x = self._normed(stage, x, events)
         if ctx.cache is not None:
@@ -271,8 +298,8 @@ class LanguageModel(nn.Module):
 
     def _normed(self, stage: Stage, x: Tensor, events: UnitEvents | None) -> Tensor:
         """Return the final hidden states from the output of the last block, within the head's unit."""
-        last = None if ends_recomputed(self.kernels, len(stage)) else self._first_unit(stage) + len(stage) - 1
-        x = unit_boundary(x, events, self._index["head"], last)
+        last = () if ends_recomputed(self.kernels, len(stage)) else self._units_of_layer[stage.stop - 1]
+        x = unit_boundary(x, events, (self._index["head"],), last)
         self.use(events, "head")
         return x if self.stack.final_layernorm is None else self.stack.final_layernorm(x)
 
@@ -284,24 +311,21 @@ class LanguageModel(nn.Module):
             backward: of the backward pass, which begins with the head, forward and backward.
             trained: False: a backward pass does not follow, and the forward pass has the head.
         """
-        layers = range(self._first_unit(stage), self._first_unit(stage) + len(stage))
+        layers = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
         head = [self._index["head"]] if stage.is_last else []
         head += [self._index[TABLE if self.shares_table else "embedding"]] if stage.is_last and self.is_tied else []
         if not backward:
             first = [self._index[name] for name in ("embedding", TABLE) if stage.is_first and name in self._index]
-            return [*first, *layers, *(() if trained else head)]
+            return [*first, *chain(*layers), *(() if trained else head)]
         again = stage.is_first and self._reads_embedding_again
         back = unit_order(self.kernels, len(stage), tied=False, backward=True)[len(stage) + 2 :]
-        return [*head, *(layers[unit - 1] for unit in back), *([self._index["embedding"]] if again else [])]
+        return [*head, *chain(*(layers[unit - 1] for unit in back)), *([self._index["embedding"]] if again else [])]
 
     def before_backward(self, stage: Stage, events: UnitEvents) -> None:
         """Report which unit's parameters the backward pass of a stage reads first, unless that is the head, which reports itself."""
         if not stage.is_last and not ends_recomputed(self.kernels, len(stage)):
-            events.before_use(self._first_unit(stage) + len(stage) - 1)
-
-    def _first_unit(self, stage: Stage) -> int:
-        """Return the index of a stage's first block."""
-        return self._index[f"{self.stack_name}.layers.{stage.start}"] if len(stage) else 0
+            for unit in self._units_of_layer[stage.stop - 1]:
+                events.before_use(unit)
 
     def use(self, events: UnitEvents | None, name: str) -> None:
         """Report that the parameters of a unit are about to be read, if this rank has it."""
@@ -342,7 +366,7 @@ class LanguageModel(nn.Module):
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
-        ctx = replace(ctx, length=cut.length, whole_length=cut.whole)
+        ctx = replace(ctx, length=cut.length, whole_length=cut.whole, num_tokens=cut.num_tokens)
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
@@ -358,22 +382,23 @@ class LanguageModel(nn.Module):
 
 
 def _recomputed(
-    layers: list[TransformerBlock], which: range, first_unit: int, ctx: ForwardContext, events: UnitEvents | None, x: Tensor
+    layers: list[TransformerBlock], which: range, units: list[tuple[int, ...]], ctx: ForwardContext, events: UnitEvents | None, x: Tensor
 ) -> Tensor:  # fmt: skip
     draws_random = layers[which.start].self_attention.draws_random(ctx)
-    return recompute(_run_layers, layers, which, first_unit, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
+    return recompute(_run_layers, layers, which, units, x, ctx, events, draws_random=draws_random, kept=ctx.kept)
 
 
 def _run_layers(
-    layers: list[TransformerBlock], which: range, first_unit: int, x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
+    layers: list[TransformerBlock], which: range, units: list[tuple[int, ...]], x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
     offload: OffloadPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run the blocks ``which``, whose units are numbered from ``first_unit``; the caller sets the unit boundary before the first."""
+    """Run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first."""
     for layer in which:
         if layer > which.start:
-            x = unit_boundary(x, events, first_unit + layer, first_unit + layer - 1)
+            x = unit_boundary(x, events, units[layer], units[layer - 1])
         if events is not None:
-            events.before_use(first_unit + layer)
+            for unit in units[layer]:
+                events.before_use(unit)
         block = layers[layer]
         x = block(x, ctx) if offload is None else offload.run(partial(block, ctx=ctx), x, block.parameters, last=layer + 1 == len(layers))
     return x

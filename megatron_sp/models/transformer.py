@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.models.experts import ExpertMLP
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import hash_dropout
@@ -31,7 +32,7 @@ from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 from megatron_sp.parallel.context_plan import ContextPlan
-from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
+from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout, Unit
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.init import WeightInit, output_std
 from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
@@ -302,7 +303,11 @@ class TransformerBlock(nn.Module):
             self.post_attention_layernorm = Norm(config, config.hidden_size, dtype, layout)
         else:
             self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
-        self.mlp = MLP(config, f"{name}.mlp", seed, dtype, layout)
+        self.mlp: MLP | ExpertMLP
+        if layer in config.expert_layers(config.num_layers or 0):
+            self.mlp = ExpertMLP(config, layer, f"{name}.mlp", seed, dtype, layout)
+        else:
+            self.mlp = MLP(config, f"{name}.mlp", seed, dtype, layout)
         if self.post:
             self.post_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
@@ -310,12 +315,25 @@ class TransformerBlock(nn.Module):
         """Apply the block to x [s, b, h]; the result has the same shape."""
         if self.post:
             x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0])
-            return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks))
+            return self.post_mlp_layernorm(self._mlp(x, None, ctx))
         y, x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
-        norm, dropout = self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT)
-        if self.parallel:
-            return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto=y)
-        return self.mlp(y, norm, dropout, ctx.mlp_chunks)
+        norm = self.pre_mlp_layernorm.in_front()
+        return self._mlp(x, norm, ctx, onto=y) if self.parallel else self._mlp(y, norm, ctx)
+
+    def _mlp(self, x: Tensor, norm: NormInFront | None, ctx: ForwardContext, onto: Tensor | None = None) -> Tensor:
+        dropout = self._dropout(ctx, SITE_MLP_OUTPUT)
+        if isinstance(self.mlp, MLP):
+            return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto)
+        out, x = self.mlp(x, norm, ctx, onto=onto if dropout is None else None, add_input=dropout is None)
+        return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
+
+    def units(self, name: str) -> list[Unit]:
+        """Return the block as units: all of it, or its experts apart, which other ranks may have others of."""
+        if isinstance(self.mlp, MLP):
+            return [Unit(name, self, "block")]
+        others = {child: module for child, module in self.named_children() if child != "mlp"}
+        others |= {f"mlp_{child}": module for child, module in self.mlp.named_children() if child != "experts"}
+        return [Unit(name, nn.ModuleDict(others), "block"), Unit(f"{name}.mlp.experts", self.mlp.experts, "experts")]
 
     def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
         if ctx.local_dropout is None or self.hidden_dropout == 0.0:

@@ -5,6 +5,8 @@ Units: 0 is the embedding, 1 to ``num_layers`` are the blocks, ``num_layers + 1`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_sp.config.schema import KernelConfig
 
 
@@ -23,6 +25,11 @@ def ends_recomputed(kernels: KernelConfig, num_layers: int) -> bool:
     """Return whether backward begins with a recomputation; True without layers, of which it then reads no parameters first."""
     groups = [again for first, last, again in recompute_plan(kernels, num_layers) if first < last]
     return not groups or groups[-1]
+
+
+def expand_order(order: Sequence[int], units: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return an order in which each number is replaced by the units that it stands for: those of a block, with its experts."""
+    return [unit for number in order for unit in units[number]]
 
 
 def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False) -> list[int]:

@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -60,6 +60,11 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: 
                 f"host memory cannot be pinned ({reason}): copies to and from the GPU will not overlap", RuntimeWarning, stacklevel=2
             )
     return empty(shape, dtype=dtype, device=torch.device("cpu"))
+
+
+def host_tensor(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a few numbers of the host on a device, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

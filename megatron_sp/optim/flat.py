@@ -93,9 +93,9 @@ class Slot:
             yield range(begin, begin + size)
 
 
-def is_decayed(param: Tensor) -> bool:
-    """Return whether a parameter has weight decay: matrices do, biases and norm weights do not."""
-    return param.ndim >= 2
+def is_decayed(param: Tensor, spec: ShardSpec | None = None) -> bool:
+    """Return whether a parameter has weight decay: matrices do, biases and norm weights do not, stacked or not."""
+    return param.ndim - (0 if spec is None else spec.stacked) >= 2
 
 
 class FlatLayout:
@@ -111,15 +111,16 @@ class FlatLayout:
     def __init__(
         self, params: list[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec], zero: Zero, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        ordered = [(n, p) for n, p in params if is_decayed(p)] + [(n, p) for n, p in params if not is_decayed(p)]
+        decayed = {name: is_decayed(param, specs.get(name)) for name, param in params}
+        ordered = [(n, p) for n, p in params if decayed[n]] + [(n, p) for n, p in params if not decayed[n]]
         self.align = align = _ALIGN_BYTES // dtype.itemsize
         self.slots: list[Slot] = []
         self.num_decayed = end = 0
         for name, param in ordered:
             spec = specs.get(name) or ShardSpec.whole(tuple(param.shape), 0, 1)
-            self.slots.append(Slot(name, param, param.shape, end, is_decayed(param), spec))
+            self.slots.append(Slot(name, param, param.shape, end, decayed[name], spec))
             end += round_up(param.numel(), align)
-            if is_decayed(param):
+            if decayed[name]:
                 self.num_decayed = end
         self.numel = round_up(end, align * zero.parts)
         each = self.numel // zero.parts

@@ -18,7 +18,7 @@ several tp ranks hold but use on different positions or heads (``ShardSpec.sums`
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -140,18 +140,16 @@ class FlatGradients:
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:
         """Write the gradients that were put off under ``key``, in the order in which they came, and complete their units."""
-        before: int | None = None
         kept = self._kept.pop(key)
+        to_come = Counter(index for index, _ in kept)  # a block and its experts come in turn
         kept.reverse()
         while kept:
             index, write = kept.pop()
-            if before not in (None, index):
-                self.unit_done(before)
             write()
             del write  # with its operands
-            before = index
-        if before is not None:
-            self.unit_done(before)
+            to_come[index] -= 1
+            if not to_come[index]:
+                self.unit_done(index)
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self._slots:

@@ -28,20 +28,21 @@ class Pool:
     lasting: bool = True
 
 
-def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
+def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
     """Return the pools of a model's units.
 
     Args:
-        alike: for each unit, whether it is one of the blocks, which share ``num_buffers``.
-        num_buffers: number of buffers for the blocks.
+        alike: for each unit, what it is one of many of (blocks, experts of blocks), which share ``num_buffers``; empty or False for others.
+        num_buffers: number of buffers for the blocks, and for the experts.
         tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own.
             Otherwise they are used far apart in a micro-batch, and share one buffer that exists only during their use.
         keep_all: give every unit a buffer of its own, without eviction.
     """
-    blocks = tuple(unit for unit, is_block in enumerate(alike) if is_block)
+    kinds = dict.fromkeys(kind for kind in alike if kind)
+    shared = [tuple(unit for unit, kind in enumerate(alike) if kind == one) for one in kinds]
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
     apart = [Pool((unit,), 1) for unit in others] if tied or keep_all else [Pool(others, 1, lasting=False)]
-    return ([Pool(blocks, len(blocks) if keep_all else num_buffers)] if blocks else []) + apart
+    return [Pool(units, len(units) if keep_all else num_buffers) for units in shared] + apart
 
 
 class Residency:
@@ -49,9 +50,11 @@ class Residency:
 
     Args:
         pools: every unit must be in exactly one.
+        together: units that are used at the same time, one after the other in the order: a block and its experts.
     """
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[Pool], together: Sequence[tuple[int, ...]] = ()) -> None:
+        self._beside = {unit: units for units in together for unit in units}
         self._buffers: dict[int, range] = {}  # of each unit's pool
         self._passing = {unit for pool in pools if not pool.lasting for unit in pool.units}
         self.num_buffers = 0
@@ -78,9 +81,10 @@ class Residency:
         Args:
             unit: the unit to prefetch.
             upcoming: the uses that follow, in order.
-            busy: units that must keep their buffers.
+            busy: units that must keep their buffers, with those that are used together with them.
         """
-        free = [b for b in self._buffers[unit] if self.holds[b] not in busy or self.holds[b] is None]
+        in_use = {other for one in busy for other in self._beside.get(one, (one,))}
+        free = [b for b in self._buffers[unit] if self.holds[b] not in in_use or self.holds[b] is None]
         if not free:
             return None
         best = max(free, key=lambda buffer: self._next_use(buffer, upcoming))
@@ -113,7 +117,10 @@ class Residency:
         return buffer
 
 
-def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
+def list_fetches(
+    pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True,
+    together: Sequence[tuple[int, ...]] = (),
+) -> list[tuple[int, bool]]:  # fmt: skip
     """Return the fetches of a step.
 
     The look-ahead is limited to ``LOOK_AHEAD`` micro-batches, so once the same units are in the same buffers as at the
@@ -125,10 +132,11 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
         order: uses of units within a micro-batch.
         num_micro_batches: number of micro-batches of the step.
         ahead: prefetch the next unit while one is used.
+        together: as in the run.
     Returns:
         A list of (unit, whether it was prefetched while another one was in use), in order.
     """
-    residency, fetched = Residency(pools), list[tuple[int, bool]]()
+    residency, fetched = Residency(pools, together), list[tuple[int, bool]]()
     seen: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who lay where -> micro-batch, number of fetches before it
     micro_batch = 0
     while micro_batch < num_micro_batches:

@@ -35,11 +35,12 @@ class WholeWeights:
         order: the uses of units in one micro-batch, forward and backward (stage 3).
         overlap: overlap gathers with computation; else wait for each when it is started, and prefetch nothing.
         fetch: the collective to use at stage 3.
+        together: units that are used at the same time (``Residency``).
     """
 
     def __init__(
         self, units: list[FlatUnit], *, pools: Sequence[Pool] = (), order: Sequence[int] = (), overlap: bool = True,
-        fetch: Fetch = "all_gather",
+        fetch: Fetch = "all_gather", together: Sequence[tuple[int, ...]] = (),
     ) -> None:  # fmt: skip
         self.units, self.overlap, self.fetch = units, overlap, fetch
         self.stage = max((unit.zero.stage for unit in units), default=0)
@@ -47,7 +48,7 @@ class WholeWeights:
         self._order, self._uses, self._at, self._ahead = list(order), list(order), 0, LOOK_AHEAD * len(order)
         self._handles: dict[int, list[Handle]] = {}
         if self.stage == 3:
-            self._residency = Residency(pools)
+            self._residency = Residency(pools, together)
             self._pools = [pool for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]  # of each buffer
             self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
 

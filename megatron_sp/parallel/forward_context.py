@@ -18,6 +18,7 @@ from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 from megatron_sp.parallel.pipeline_stages import Stage
+from megatron_sp.parallel.router_pass import RouterPass
 from megatron_sp.parallel.row_slices import RowSlice
 
 MicroBatch = dict[str, Tensor]
@@ -42,13 +43,13 @@ class Unit(NamedTuple):
     """A part of the model whose parameters are reduced, sharded and gathered together.
 
     Attributes:
-        alike: True for one of many units of about the same size, which are used one after another and can share
-            buffers.
+        alike: what it is one of many of, of about the same size, which are used one after another and can share buffers: blocks,
+            experts of a block; empty: it is the only one.
     """
 
     name: str
     module: nn.Module
-    alike: bool = False
+    alike: Literal["", "block", "experts"] = ""
 
 
 class Cache(Protocol):
@@ -90,6 +91,8 @@ class ForwardContext:
         mlp_chunks: number of chunks of positions in which the MLP is computed.
         stage: the stage that is computed, of a model that is cut into several; None: all of it.
         row_slice: the slice of the sequence that is computed; None: all of it.
+        num_tokens: positions of this rank that are not padding at the end, outside of tensor-parallel regions; None: all.
+        routers: of a training step of a model with experts.
     """
 
     mask: AttentionMask
@@ -110,6 +113,8 @@ class ForwardContext:
     mlp_chunks: int = 1
     stage: StageInput | None = None
     row_slice: RowSlice | None = None
+    num_tokens: int | None = None
+    routers: RouterPass | None = None
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:
@@ -168,7 +173,7 @@ class UnitEvents(Protocol):
         """Called when all weight gradients of a unit are complete."""
 
 
-def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
+def unit_boundary(x: Tensor, events: UnitEvents | None, units: tuple[int, ...], below: tuple[int, ...] = ()) -> Tensor:
     """Identity on the input of a unit; in backward it reports that all of the unit's weight gradients are complete.
 
     They are complete then because every op computes its weight gradient in the same backward as its input gradient, and
@@ -177,22 +182,23 @@ def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | 
     Args:
         x: the unit's input.
         events: receives the notifications; None: there are none.
-        unit: index of the unit.
-        below: the unit whose backward comes next; None if that reads no parameters, or recomputes its forward pass
+        units: index of the unit; of a block with experts its own and theirs.
+        below: the units whose backward comes next; empty if that reads no parameters, or recomputes its forward pass
             first.
     """
-    return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
+    return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, units, below)
 
 
 class _UnitBoundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, events: UnitEvents, unit: int, below: int | None) -> Tensor:
-        ctx.events, ctx.unit, ctx.below = events, unit, below
+    def forward(ctx: Any, x: Tensor, events: UnitEvents, units: tuple[int, ...], below: tuple[int, ...]) -> Tensor:
+        ctx.events, ctx.units, ctx.below = events, units, below
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        ctx.events.backward_done(ctx.unit)
-        if ctx.below is not None:
-            ctx.events.before_use(ctx.below)
+        for unit in reversed(ctx.units):
+            ctx.events.backward_done(unit)
+        for unit in ctx.below:
+            ctx.events.before_use(unit)
         return grad, None, None, None

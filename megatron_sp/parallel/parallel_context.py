@@ -17,6 +17,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.parallel.context_parallel import NO_CP, ContextParallel
 from megatron_sp.parallel.context_plan import RowMask, Run, Runs, cut_row, merge_runs
+from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
 from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.parallel.row_slices import RowSlice
@@ -120,6 +121,12 @@ class SequenceCut:
                 row += stop - start
         raise ValueError(f"there is no position {position} in a sequence of {self.whole}")
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows of ``tp_seq_slice`` that are not padding; they come first."""
+        mine = self.tp_seq_slice
+        return max(0, min(mine.stop, self.length) - mine.start)
+
     def row_of(self, position: int) -> int | None:
         """Return the row of this rank's ``sp_slice`` that has a position; None if another cp or sp rank has it."""
         cp_rank, sp_rank, row = self.place(position)
@@ -137,6 +144,7 @@ class ParallelContext:
         cp_chunks: chunks of a sequence that each cp rank is dealt; None: as many as the mask needs.
         stages: this pipeline rank's stages of the model, in order; empty: the model is not cut.
         num_slices: slices of each row, which go through the pipeline one after another.
+        ep: the ranks that share experts.
     """
 
     tp: TensorParallel = NO_TP
@@ -148,24 +156,26 @@ class ParallelContext:
     cp_chunks: int | None = None
     stages: tuple[Stage, ...] = ()
     num_slices: int = 1
+    ep: ExpertParallel = NO_EP
 
     @classmethod
     def of(
         cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
         recorder: Recorder | None = None, cp_chunks: int | None = None, cp_stages_ahead: int = 1, cp_keep_kv: bool = False,
-        stages: tuple[Stage, ...] = (), num_slices: int = 1,
+        stages: tuple[Stage, ...] = (), num_slices: int = 1, ep: ExpertParallel = NO_EP,
     ) -> ParallelContext:  # fmt: skip
         """Context of a rank's groups, for a model outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         cp = ContextParallel(groups.cp, stages_ahead=cp_stages_ahead, keep_kv=cp_keep_kv)
-        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages, num_slices).in_layer(None)
+        return cls(tp, sp, mode, num_chunks, recorder, cp, cp_chunks, stages, num_slices, ep).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
         """Return the context for a block, whose collectives and computation are recorded under its number."""
         if self.recorder is None:
             return self
         tp, sp = replace(self.tp, recorder=self.recorder.at("tp", layer)), replace(self.sp, recorder=self.recorder.at("sp", layer))
-        return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)))
+        ep = replace(self.ep, recorder=self.recorder.at("ep", layer))
+        return replace(self, tp=tp, sp=sp, cp=replace(self.cp, recorder=self.recorder.at("cp", layer)), ep=ep)
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[HeadChunk, ...]:
         """Return the plan of the exchanges of one tp rank's heads."""

@@ -14,7 +14,8 @@ A layer counts its tokens in its first pass only; a recomputation takes the choi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,10 +84,44 @@ class RouterStep:
         self.is_counting = False
         self.weights: Callable[[], TermWeights] | None = None
 
+    @property
+    def counts_first(self) -> bool:
+        """True if the loads of the whole step must be known before the first backward pass."""
+        return self.spec.kind == "global"
+
     def settle(self) -> None:
         """Sum up the loads for the global balance term: after the passes that count, before the first backward pass. Collective."""
-        if self.spec.kind == "global":
+        if self.counts_first:
             self.known = all_reduce(self.loads.clone(), self.ep.tokens)
+
+    def weights_from(self, sequences: Tensor, tokens: Tensor, scale: float = 1.0) -> TermWeights:
+        """Return the weights of the terms' gradients.
+
+        Args:
+            sequences, tokens: of the step, on all ranks; scalars, fp64.
+            scale: loss scale.
+        """
+        by = tokens.square() if self.spec.kind == "global" else sequences
+        return TermWeights(self.spec.balance * scale / by.clamp_min(1), self.spec.z * scale / tokens.clamp_min(1))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Let forward passes without gradients count for those to come, and sum up the loads at the end. Collective."""
+        self.is_counting = True
+        try:
+            yield
+        finally:
+            self.is_counting = False
+        self.settle()
+
+    def told(self) -> Tensor:
+        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell the same."""
+        told = torch.cat([self.sums, self.loads.flatten().double()])
+        return told if self.ep.counts else torch.zeros_like(told)
+
+    def loads_in(self, told: Tensor) -> Tensor:
+        """Return the loads, fp64 [layers, E], in what all ranks have told."""
+        return told[2:].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int) -> RouterPass:
         """Return the routers' part of a micro-batch's context.

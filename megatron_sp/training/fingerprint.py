@@ -18,29 +18,35 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
+        self._experts: set[str] = set()
 
-    def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Add parameters to the fingerprint."""
+    def add(self, named: Iterable[tuple[str, Tensor]], *, of_experts: bool = False) -> None:
+        """Add parameters to the fingerprint; those of experts are the same on ranks with the same ep rank only."""
         for name, param in named:
+            if of_experts:
+                self._experts.add(name)
             self.of[name] = f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} {_sum_of_bits(param)}"
 
-    def digest(self) -> str:
-        """Return a short hash of all parameters added so far."""
-        return hashlib.sha256("\n".join(f"{n} {v}" for n, v in self.of.items()).encode()).hexdigest()[:16]
+    def digest(self, *, of_experts: bool = False) -> str:
+        """Return a short hash of all parameters added so far, of experts or of all others."""
+        lines = (f"{n} {v}" for n, v in self.of.items() if (n in self._experts) == of_experts)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    def require_equal(self, groups: ParallelGroups) -> None:
-        """Check that ranks with the same tp and pp rank have the same parameters. Collective.
+    def require_equal(self, groups: ParallelGroups, ep_rank: int = 0) -> None:
+        """Check that ranks with the same tp and pp rank have the same parameters, and those with the same ep rank the same experts. Collective.
 
         Raises:
             ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
         """
-        digests = gather_json([f"{groups.pp_rank}/{groups.tp_rank}", self.digest()], groups.control)
+        stage = groups.pp_rank
+        mine = [[f"{stage}/{groups.tp_rank}", self.digest()], [f"{stage}/ep{ep_rank}", self.digest(of_experts=True)]]
         of_part: dict[str, tuple[int, str]] = {}
         odd: tuple[int, int] | None = None
-        for rank, (part, digest) in enumerate(digests):
-            first, known = of_part.setdefault(part, (rank, digest))
-            if known != digest and odd is None:
-                odd = first, rank
+        for rank, digests in enumerate(gather_json(mine, groups.control)):
+            for part, digest in digests:
+                first, known = of_part.setdefault(part, (rank, digest))
+                if known != digest and odd is None:
+                    odd = first, rank
         if odd is None:
             return
         both = gather_json(self.of if groups.rank in odd else None, groups.control)

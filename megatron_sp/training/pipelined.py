@@ -224,7 +224,9 @@ class PipelinedPasses:
         """Count a pass of a micro-batch, and let go of its context after the last one."""
         self._to_come[index] -= 1
         if not self._to_come[index]:
-            del self._contexts[index]
+            context, _ = self._contexts.pop(index)
+            if context.routers is not None:
+                context.routers.finish()
 
     def _units(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Return the units of a stage: its blocks, and the others, whose gradients are never put off."""

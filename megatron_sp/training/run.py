@@ -524,7 +524,7 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
     """Build this rank's part of the model, with initial weights, and what updates it. Collective."""
     config, groups, precision = context.config, context.groups, context.config.precision
     sharded = build_sharded(context.task.build_model, config, layout.parallel, groups, groups.device)
-    sharded.fingerprint.require_equal(groups)
+    sharded.fingerprint.require_equal(groups, layout.parallel.ep.rank)
     fused = use_fused_kernels(config, sharded.model, groups)
     optimizer = sharded.optimizer(config, groups, "apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch")
     scaler = LossScaler(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
 from megatron_sp.config.schema import Config, ParallelConfig
 from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.optim.flat import FlatUnit, Zero
@@ -37,6 +37,8 @@ class ShardedModel:
         fingerprint: fingerprint of the initial parameters, before sharding.
         host: copies for master weights in host memory (--offload-optimizer), else None.
         table: index of the unit that the first and the last rank of a pipeline share, if this is one of them.
+        own_groups: ranks that have the same parameters of a unit, by index, where they are others than those of dp x cp x sp.
+        experts: indices of the units of experts.
     """
 
     model: nn.Module
@@ -46,14 +48,19 @@ class ShardedModel:
     fingerprint: Fingerprint
     host: HostCopies | None
     table: int | None = None
+    own_groups: dict[int, Group] = field(default_factory=dict)
+    experts: tuple[int, ...] = ()
 
     def optimizer(self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch") -> FlatOptimizer:
         """Return the optimizer of the model; without groups for this process alone."""
         if groups is None:
             return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel)
-        elsewhere = () if self.table is None or groups.pp_rank == 0 else (self.table,)
+        elsewhere, whole = set() if self.table is None or groups.pp_rank == 0 else {self.table}, groups.pp_tp
+        if self.experts:  # no axis has each of them once: all ranks add up what the first of each kind has
+            whole = groups.world
+            elsewhere |= {index for index in range(len(self.units)) if self.own_groups.get(index, groups.dp_cp_sp).rank() > 0}
         return FlatOptimizer(
-            self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=groups.pp_tp,
+            self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=whole,
             counted_elsewhere=elsewhere,
         )  # fmt: skip
 
@@ -75,7 +82,9 @@ def build_sharded(
     parallel = config.parallel
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
     units: list[FlatUnit] = []
+    own_groups: dict[int, Group] = {}
     shared: list[int] = []
+    experts: list[int] = []
     fingerprint = Fingerprint()
 
     def take(model: nn.Module, unit: Unit) -> None:
@@ -83,13 +92,16 @@ def build_sharded(
         if prepare is not None:
             prepare(model, unit)
         named = named_parameters(model, unit)
-        fingerprint.add(named)
-        is_shared = unit.name == TABLE and groups is not None and groups.ends is not None
         of_unit = zero
-        if is_shared and groups is not None and groups.ends is not None:
+        if unit.name == TABLE and groups is not None and groups.ends is not None:
             of_unit = Zero(min(parallel.zero_stage, TABLE_STAGE), groups.ends)
-        if is_shared:
             shared.append(len(units))
+            own_groups[len(units)] = groups.ends
+        elif unit.alike == "experts" and groups is not None:
+            of_unit = Zero(parallel.zero_stage, layout.ep.replicas)
+            experts.append(len(units))
+            own_groups[len(units)] = layout.ep.replicas
+        fingerprint.add(named, of_experts=unit.alike == "experts")
         units.append(FlatUnit(unit.name, named, shard_specs(model), of_unit, offload=parallel.offload_optimizer))
 
     model = build_model(config, layout, take)
@@ -97,19 +109,19 @@ def build_sharded(
     order = [] if layout.stages else model.unit_order(backward=True)  # type: ignore[operator]
     weights = WholeWeights(
         units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,
-        fetch=parallel.zero3_fetch,
+        fetch=parallel.zero3_fetch, together=units_together(model),
     )  # fmt: skip
     host = HostCopies(units) if parallel.offload_optimizer else None
     gradients = FlatGradients(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
-        own_groups={index: units[index].zero.group for index in shared},
+        own_groups=own_groups,
         delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
     )  # fmt: skip
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
-    return ShardedModel(model, units, weights, gradients, fingerprint, host, shared[0] if shared else None)
+    return ShardedModel(model, units, weights, gradients, fingerprint, host, shared[0] if shared else None, own_groups, tuple(experts))
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
@@ -122,6 +134,12 @@ def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
     pools = pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
     whole = {index for index, unit in enumerate(units) if unit.name == TABLE}
     return [pool for pool in pools if not whole.issuperset(pool.units)]
+
+
+def units_together(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return a model's units that are used at the same time."""
+    found = getattr(model, "units_together", None)  # a model of others has none
+    return [] if found is None else found()
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:

@@ -27,13 +27,15 @@ from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.ops.attention import KernelName
-from megatron_sp.ops.memory import host_empty
+from megatron_sp.ops.memory import host_empty, host_tensor
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
 from megatron_sp.parallel.pipeline import Timeline
+from megatron_sp.parallel.router_pass import RouterStep
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
+from megatron_sp.training.routers import RouterReport, count_first, with_routers
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
@@ -88,6 +90,7 @@ class StepResult:
         sample_ids: ids of the samples, in the order of the global batch.
         sample_digests: digests of the samples in the same order (``data/digests.py``); empty if the step was given
             none.
+        routers: of a model with experts.
     """
 
     losses: list[float]
@@ -98,6 +101,7 @@ class StepResult:
     num_loss_tokens: float
     sample_ids: list[int] = field(default_factory=list)
     sample_digests: list[int] = field(default_factory=list)
+    routers: RouterReport | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,10 @@ class TrainStep:
         totals, totals_handle = self._start_totals(micro_batches, stop, digests, places)
         self.gradients.start_step()
         losses = _Losses(len(self.loss.names), totals, totals_handle, self.scaler.scale)
+        make_routers = getattr(self.model, "router_step", None)
+        self.routers: RouterStep | None = None if make_routers is None else make_routers(losses.device)
+        if (routers := self.routers) is not None:
+            routers.weights = lambda: routers.weights_from(*losses.router_counts(), self.scaler.scale)
         if self.pipeline is None:
             self._forward_backward(micro_batches, step, losses)
         else:
@@ -198,24 +206,34 @@ class TrainStep:
         if self.recorder is not None:
             self.recorder.enter("update")
         # all tp ranks have the same sums: only the first of them contributes its own
-        sums_handle = all_reduce_async(sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), self.groups.world)
+        sums = sums if self.groups.tp_rank == 0 else torch.zeros_like(sums)
+        if self.routers is not None:
+            sums = torch.cat([sums, self.routers.told()])
+        sums_handle = all_reduce_async(sums, self.groups.world)
         if self.faults.poisons("grad", step):
             self.gradients.poison()
         self.gradients.finish_step()
         norm, num_terms = self.optimizer.grad_norm() / self.scaler.scale, len(self.loss.names)
-        known = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), totals])
+        sums = sums_handle.wait()
+        of_routers = sums[num_terms:]
+        known = torch.cat([norm.to(sums.device).reshape(1), sums[:num_terms], totals, of_routers])
         reading, is_queued = _Reading(known), self.optimizer.updates_on_device
         self.faults.at("optim.step", step)
         if is_queued:
             skip = ~_are_finite(known, num_terms)
             self.before_update()
             self.optimizer.step_on_device(lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh)
+            self._update_biases(of_routers, skip)
         values = reading.wait()  # the only point of the step where the host waits for the device
         grad_norm = values[0]
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
-        stops, *of_samples = values[1 + 2 * num_terms :]
+        stops, sequences, tokens, *of_samples = values[1 + 2 * num_terms : len(values) - len(of_routers)]
         means = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
         result = self._decide(means, grad_norm, lr, weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0])
+        if not is_queued and result.updated:
+            self._update_biases(of_routers, None)
+        if self.routers is not None:
+            result.routers = RouterReport.of(self.routers, values[len(values) - len(of_routers) :], sequences, tokens)
         result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()
@@ -224,7 +242,7 @@ class TrainStep:
     def _start_totals(
         self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
     ) -> tuple[Tensor, Handle]:  # fmt: skip
-        """Start summing [count of each term, number of ranks that want to stop, digest of each sample] over the ranks.
+        """Start summing [count of each term, ranks that want to stop, sequences, tokens, digest of each sample] over the ranks.
 
         All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
 
@@ -234,8 +252,11 @@ class TrainStep:
         by_micro_batch = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
         device = by_micro_batch[0].device
         counts = torch.stack(by_micro_batch).sum(0) * float(self.groups.is_first_of_replica)
-        stops = torch.full((1,), float(stop), dtype=torch.float64, device=device)
-        totals = torch.cat([counts, stops, self._in_batch_order(digests, places, device)])
+        mine = float(self.groups.is_first_of_replica)
+        sizes = [tuple(batch["tokens"].shape) for batch in micro_batches] if "tokens" in micro_batches[0] else []
+        others = [float(stop), mine * sum(b for b, _ in sizes), mine * sum(b * s for b, s in sizes)]
+        numbers = host_tensor(others, torch.float64, device)
+        totals = torch.cat([counts, numbers, self._in_batch_order(digests, places, device)])
         return totals, all_reduce_async(totals, self.groups.world)
 
     def _in_batch_order(self, digests: Sequence[Tensor], places: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -250,10 +271,15 @@ class TrainStep:
 
     def _context(self, batch: MicroBatch, key: int | Tensor) -> ForwardContext:
         options = self.options
-        return micro_batch_context(
+        context = micro_batch_context(
             batch, seed=options.seed, step=key, drops=options.drops, kernel=options.kernel, causal=self.loss.causal,
             repeats_attention=options.repeats_attention,
         )  # fmt: skip
+        return context if self.routers is None else with_routers(context, self.routers, batch)
+
+    def _update_biases(self, told: Tensor, skip: Tensor | None) -> None:
+        if self.routers is not None:
+            self.model.update_expert_biases(self.routers.loads_in(told), skip)  # type: ignore[operator]
 
     def _loss(self, batch: MicroBatch, context: ForwardContext, step: int, losses: _Losses) -> Tensor:
         """Return what is to be differentiated for a micro-batch: the sum of its terms' shares, scaled."""
@@ -266,17 +292,28 @@ class TrainStep:
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
         """Run forward and backward of every micro-batch."""
         key = _on_device(step, losses.device) if self.options.drops else step
+        hidden = self.loss.hidden
+        if self.routers is not None and hidden is not None and len(micro_batches) > 1:
+            count_first(
+                self.routers, self.model, self.weights, len(micro_batches),
+                lambda index: hidden(self.model, micro_batches[index], self._context(micro_batches[index], key), UnitWork(self.weights, None)),
+            )  # fmt: skip
         self.weights.start_step(len(micro_batches))
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
-            loss = self._loss(batch, self._context(batch, key), step, losses)
+            context = self._context(batch, key)
+            loss = self._loss(batch, context, step, losses)
+            if self.routers is not None and len(micro_batches) == 1:
+                self.routers.settle()
             if index == len(micro_batches) - 1:
                 self.gradients.last_micro_batch()
             if self.recorder is not None:
                 self.recorder.enter("backward")
             loss.backward()
             del loss
+            if context.routers is not None:
+                context.routers.finish()
             self.gradients.finish_micro_batch()
             self.faults.at("step.backward", step)
 
@@ -285,10 +322,18 @@ class TrainStep:
         key = _on_device(step, losses.device) if self.options.drops else step
         recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
         timeline = None if recorder is None else Timeline(recorder.clock)
-        assert self.loss.hidden is not None, "a task without stages, which the flags refuse"
+        hidden = self.loss.hidden
+        assert hidden is not None, "a task without stages, which the flags refuse"
+        if self.routers is not None and self.routers.counts_first:
+            with self.routers.counting(), torch.no_grad():
+                PipelinedPasses(
+                    pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key), hidden=hidden,
+                    loss=lambda index, context: hidden(self.model, micro_batches[index], context, UnitWork(self.weights, None)),
+                    events=UnitWork(self.weights, None), weights=self.weights, gradients=None,
+                ).run()  # fmt: skip
         PipelinedPasses(
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
-            hidden=self.loss.hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
+            hidden=hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
             events=self.events, weights=self.weights, gradients=self.gradients,
             faults=(lambda place: self.faults.at(place, step)) if self.faults.faults else None, recorder=recorder,
         ).run(timeline)  # fmt: skip
@@ -337,17 +382,26 @@ class _Losses:
 
     def add(self, terms: list[Tensor]) -> Tensor:
         """Add a micro-batch's terms; return its loss, in which each term has its share of the step's, scaled."""
+        inverse_counts = self._settle()
+        self._sums += torch.stack([term.detach().double() for term in terms])
+        shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
+        return sum(shares[1:], shares[0]) * self._scale
+
+    def router_counts(self) -> tuple[Tensor, Tensor]:
+        """Return the sequences and the tokens of the step, scalars."""
+        self._settle()
+        return self._totals[self._num_terms + 1], self._totals[self._num_terms + 2]
+
+    def _settle(self) -> Tensor:
+        """Wait for the totals, once, and return one over each count."""
         if self._inverse_counts is None:
             self._handle.wait()
             self._inverse_counts = _inverse_or_zero(self._totals[: self._num_terms])
-        self._sums += torch.stack([term.detach().double() for term in terms])
-        shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, self._inverse_counts, strict=True)]
-        return sum(shares[1:], shares[0]) * self._scale
+        return self._inverse_counts
 
     def finish(self) -> Tensor:
         """Return this rank's sums of the terms, fp64 [terms], and let the totals be read."""
-        if self._inverse_counts is None:  # a rank of a pipeline without the head
-            self._handle.wait()
+        self._settle()  # a rank of a pipeline without the head has not
         return self._sums
 
 

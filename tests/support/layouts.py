@@ -23,6 +23,7 @@ from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.experts import routing_of
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
@@ -31,14 +32,17 @@ from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
+from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext
 from megatron_sp.parallel.layers import attach_main_grad, shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_plan import PipelineKind
 from megatron_sp.parallel.pipeline_stages import deal_layers
+from megatron_sp.parallel.router_pass import RouterStep
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
-from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model
-from support import reference, tiny
+from megatron_sp.training.routers import count_first, with_routers
+from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model, units_together
+from support import plain_experts, reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
 
@@ -77,6 +81,8 @@ class Case:
     zero: int = 0
     buffers: int = 2  # of the blocks, with zero 3
     fetch: Any = "all_gather"
+    ep: int = 1  # of a model with experts (``model``)
+    ep_chunks: int = 1
     delay: bool = False  # gradients of the MLP's weights, to attention's last exchange
     steps: int = 0  # optimizer steps after which weights are compared
 
@@ -108,6 +114,7 @@ class Case:
             f"{self.chunks if self.mode == 'chunked' else ''}{self._pipeline}"
         ]
         parts += ["classifier" if self.classes else "bert"] if self.bert else []
+        parts += [f"ep{self.ep}x{self.ep_chunks}"] if self.ep > 1 else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
         parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
         parts += [word for word in ("packed", "padding") if getattr(self, word)]
@@ -264,15 +271,41 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
         got = _unsharded_step(whole, batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
     weights = {n: specs[n].take(p.detach()[: specs[n].shape[0]].double()).clone().requires_grad_() for n, p in whole.named_parameters()}
+    weights |= {n: b for n, b in whole.named_buffers() if n.endswith("expert_bias")}
     total = torch.zeros((), dtype=torch.float64)
+    losses, routed = [], list[list[tuple[Tensor, list[list[int]]]]]()
     for number in range(case.dp * case.micro_batches):
         batch = batch_of(case, config, number)
         dropout = context(config, batch).dropout
         for part in documents_of(batch):
-            loss, _ = reference.gpt_loss(config, weights, part["tokens"], part["labels"], part["loss_mask"], dropout)
-            loss.backward()
-            total += loss.detach()
+            routed.append([])
+            loss, _ = reference.gpt_loss(config, weights, part["tokens"], part["labels"], part["loss_mask"], dropout, routed[-1])
+            losses.append(loss)
+    losses.append(router_terms(config, case, routed))
+    for loss in losses:
+        if loss.requires_grad:
+            loss.backward(retain_graph=config.has_experts)
+        total += loss.detach()
+    weights = {n: w for n, w in weights.items() if not n.endswith("expert_bias")}
     return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+
+
+def router_terms(config: ModelConfig, case: Case, routed: list[list[tuple[Tensor, list[list[int]]]]]) -> Tensor:
+    """The terms that keep loads even, of the global batch: logits and choices of each micro-batch and layer."""
+    total = torch.zeros((), dtype=torch.float64)
+    if not config.has_experts:
+        return total
+    spec, number = routing_of(config), case.dp * case.micro_batches * case.batch
+    for of_layer in zip(*routed, strict=True):
+        logits, choices = torch.cat([logits for logits, _ in of_layer]), [c for _, choices in of_layer for c in choices]
+        if config.balance_kind == "global":
+            total = total + config.moe_aux_loss_coeff * plain_experts.balance(logits, choices, spec)
+        elif config.balance_kind == "sequence":
+            rows = [slice(i * case.seq, (i + 1) * case.seq) for i in range(number)]
+            each = [plain_experts.balance(logits[row], choices[row], spec) for row in rows]
+            total = total + config.moe_aux_loss_coeff * sum(each) / number
+        total = total + (config.moe_z_loss_coeff or 0.0) * plain_experts.z_term(logits) / len(logits)
+    return total
 
 
 def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str, Tensor]:
@@ -294,6 +327,11 @@ def _groups(device: torch.device, tp: int, sp: int, cp: int, pp: int = 1) -> Par
 
 
 @cache
+def _experts(groups: ParallelGroups, ep: int, tp_seq: bool, chunks: int) -> ExpertParallel:
+    return ExpertParallel.create(groups, ep, tp_seq=tp_seq, chunks=chunks)
+
+
+@cache
 def _pipeline(groups: ParallelGroups, kind: PipelineKind, layers: tuple[int, ...], slices: int) -> Pipeline:
     return Pipeline(groups, kind, layers, slices)
 
@@ -308,6 +346,7 @@ class Sharded:
         self.layout = ParallelContext.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder,
             cp_chunks=case.cp_chunks, stages=() if self.pipeline is None else self.pipeline.own_stages, num_slices=case.slices,
+            ep=_experts(self.groups, case.ep, case.tp_seq, case.ep_chunks) if config.has_experts else NO_EP,
         )  # fmt: skip
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
@@ -317,23 +356,29 @@ class Sharded:
             for offsets, view in spec.pieces(p.data):
                 part = weights[name].data[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
                 view.copy_(part)
+        buffers = dict(whole.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
         self.model.to(device)
         names = {id(p): n for n, p in self.model.named_parameters()}
         zero = Zero(case.zero, self.groups.dp_cp_sp)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         zeros = {TABLE: Zero(min(case.zero, TABLE_STAGE), self.groups.ends or self.groups.dp_cp_sp)}
+        zeros |= {u.name: Zero(case.zero, self.layout.ep.replicas) for u in self.model.units() if u.alike == "experts"}
         self.units = [
             FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zeros.get(u.name, zero))
             for u in self.model.units()
         ]
         self.tables = [i for i, u in enumerate(self.units) if u.name == TABLE]
+        self.own_groups = {i: u.zero.group for i, u in enumerate(self.units) if u.name in zeros}
+        self.routers: RouterStep | None = None
         self.gradients = FlatGradients(
-            self.units, self.groups.dp_cp_sp, tp=self.groups.tp, own_groups={i: self.units[i].zero.group for i in self.tables},
+            self.units, self.groups.dp_cp_sp, tp=self.groups.tp, own_groups=self.own_groups,
             delayed=delayed_weights(self.model, self.layout.tp) if case.delay else (),
         )  # fmt: skip
         order = [] if self.pipeline is not None else self.model.unit_order(backward=True)
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
-        self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
+        self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch, together=units_together(self.model))
         self.events = UnitWork(self.weights, self.gradients)
         attach_main_grad(self.model, self.gradients)
 
@@ -341,29 +386,56 @@ class Sharded:
         """All micro-batches; the loss summed over the ranks."""
         case, total = self.case, torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.gradients.start_step()
+        self.routers = start_routers(self.model, case, self.groups.device)
         if self.pipeline is not None:
             return self._pipelined(self.pipeline, total)
+        if self.routers is not None and case.micro_batches > 1:
+            count_first(self.routers, self.model, self.weights, case.micro_batches, self._count)
         self.weights.start_step(case.micro_batches)
         for i in range(case.micro_batches):
             batch = self.batch(i)
-            ctx = context(self.model.config, batch)
+            ctx = self.context(batch)
             self._enter("forward")
             loss = loss_of(self.model, batch, ctx, self.events)
+            if self.routers is not None and case.micro_batches == 1:
+                self.routers.settle()
             if i == case.micro_batches - 1:
                 self.gradients.last_micro_batch()
             self._enter("backward")
             loss.backward()
             self.gradients.finish_micro_batch()
             total += loss.detach()
+            if ctx.routers is not None:
+                ctx.routers.finish()
         self._enter("update")
         self.gradients.finish_step()
-        return all_reduce(total, self.groups.dp_cp_sp).cpu()
+        return all_reduce(total, self.groups.dp_cp_sp).cpu() + self._router_terms()
+
+    def context(self, batch: tiny.Batch) -> ForwardContext:
+        """Of a micro-batch."""
+        ctx = context(self.model.config, batch)
+        return ctx if self.routers is None else with_routers(ctx, self.routers, batch)
+
+    def _count(self, i: int) -> None:
+        batch = self.batch(i)
+        self.model.hidden(batch["tokens"], self.context(batch), UnitWork(self.weights, None))
+
+    def _router_terms(self) -> Tensor:
+        """Of all ranks. Collective."""
+        if self.routers is None or self.routers.weights is None:
+            return torch.zeros((), dtype=torch.float64)
+        sums = all_reduce(all_reduce(self.routers.sums.clone(), self.layout.ep.tokens), self.groups.pp)
+        weights = self.routers.weights()
+        return sums[0] * weights.balance + sums[1] * weights.z
 
     def optimizer(self, config: OptimizerConfig) -> FlatOptimizer:
         """Of these units."""
-        elsewhere = self.tables if self.groups.pp_rank else ()
+        elsewhere, whole = set(self.tables if self.groups.pp_rank else ()), self.groups.pp_tp
+        if self.routers is not None:
+            whole = self.groups.world
+            elsewhere |= {i for i in range(len(self.units)) if self.own_groups.get(i, self.groups.dp_cp_sp).rank()}
         return FlatOptimizer(
-            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=self.groups.pp_tp, counted_elsewhere=elsewhere
+            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere
         )
 
     def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
@@ -377,12 +449,19 @@ class Sharded:
         def hidden(model: torch.nn.Module, batch: tiny.Batch, ctx: ForwardContext, events: Any) -> Tensor:
             return cast("LanguageModel", model).hidden(batch["tokens"], ctx, events, batch.get("types"))
 
-        PipelinedPasses(
-            pipeline, self.model, batches, context_of=lambda i: context(self.model.config, batches[i]), hidden=hidden, loss=loss,
-            events=self.events, weights=self.weights, gradients=self.gradients,
-        ).run()  # fmt: skip
+        def run(gradients: FlatGradients | None, loss: Any, events: UnitWork) -> None:
+            PipelinedPasses(
+                pipeline, self.model, batches, context_of=lambda i: self.context(batches[i]), hidden=hidden, loss=loss,
+                events=events, weights=self.weights, gradients=gradients,
+            ).run()  # fmt: skip
+
+        if self.routers is not None and self.routers.counts_first:
+            with self.routers.counting(), torch.no_grad():
+                forward = UnitWork(self.weights, None)
+                run(None, lambda i, ctx: hidden(self.model, batches[i], ctx, forward), forward)
+        run(self.gradients, loss, self.events)
         self.gradients.finish_step()
-        return all_reduce(all_reduce(total, self.groups.dp_cp_sp), self.groups.pp).cpu()
+        return all_reduce(all_reduce(total, self.groups.dp_cp_sp), self.groups.pp).cpu() + self._router_terms()
 
     def _enter(self, direction: Direction) -> None:
         if self.recorder is not None:
@@ -433,13 +512,37 @@ class OneProcess:
         batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]
         for _ in range(case.steps):
             gradients.start_step()
+            routers = start_routers(model, case, CPU)
+            if routers is not None and len(batches) > 1:
+                count_first(
+                    routers, model, WholeWeights([]), 1,
+                    lambda _, model=model, routers=routers: [
+                        model.hidden(b["tokens"], with_routers(context(self.config, b), routers, b)) for b in batches
+                    ],
+                )  # fmt: skip
             for batch in batches:
                 if batch is batches[-1]:
                     gradients.last_micro_batch()
-                loss_of(model, batch, context(self.config, batch)).backward()
+                ctx = context(self.config, batch)
+                loss = loss_of(model, batch, ctx if routers is None else with_routers(ctx, routers, batch))
+                if routers is not None and len(batches) == 1:
+                    routers.settle()
+                loss.backward()
             gradients.finish_step()
             optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()))
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
+            if routers is not None:
+                model.update_expert_biases(routers.loads_in(routers.told()))
+        return {n: p.detach().clone() for n, p in model.named_parameters()} | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def start_routers(model: LanguageModel, case: Case, device: torch.device) -> RouterStep | None:
+    """Of a step of the case."""
+    routers = model.router_step(device)
+    if routers is not None:
+        number = torch.tensor(float(case.dp * case.micro_batches * case.batch), dtype=torch.float64)
+        weights = routers.weights_from(number, number * case.seq)
+        routers.weights = lambda: weights
+    return routers
 
 
 UPDATE = OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5)
@@ -453,7 +556,7 @@ def alone(case: Case) -> OneProcess:
     """
     of_the_layout = (
         "tp", "sp", "cp", "cp_chunks", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches",
-        "pp", "schedule", "layers", "slices", "delay",
+        "pp", "schedule", "layers", "slices", "delay", "ep", "ep_chunks",
     )  # fmt: skip
     key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
     if key not in _KNOWN:
@@ -480,8 +583,12 @@ def check(case: Case, device: torch.device = CPU) -> None:
         if number > 0:
             sharded.step()
         optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        if sharded.routers is not None:
+            sharded.model.update_expert_biases(sharded.routers.loads_in(all_reduce(sharded.routers.told(), sharded.groups.world)))
         sharded.weights.forget()
     if case.steps:
+        for name, buffer in sharded.model.named_buffers():
+            assert torch.equal(buffer.cpu(), known.weights[name]), f"{name}: {buffer} is not {known.weights[name]} to the bit"
         weights = {n: sharded.part(n, t) for n, t in known.weights.items() if n in sharded.shapes}
         sharded.weights.settle()
         assert_law(sharded.params(), weights, tolerance)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.routing import RoutingSpec
-from support.reference import activation as activation_of
 
 Weights = Mapping[str, Tensor]
 
@@ -34,6 +33,8 @@ def choice(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> lis
 
 def mlp(x: Tensor, w: Weights, name: str, kind: str, expert: int | None = None) -> Tensor:
     """fc1, activation, fc2 of one token, [h] -> [h]."""
+    from support.reference import activation as activation_of  # which reads this file
+
     part = {key: t if expert is None else t[expert] for key, t in w.items() if key.startswith(f"{name}.linear_fc")}
     u = part[f"{name}.linear_fc1.weight"] @ x + part.get(f"{name}.linear_fc1.bias", 0)
     return part[f"{name}.linear_fc2.weight"] @ activation_of(kind, u) + part.get(f"{name}.linear_fc2.bias", 0)

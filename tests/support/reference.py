@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.models.experts import routing_of
 from megatron_sp.models.transformer import SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_EMBEDDING, SITE_MLP_OUTPUT
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
+from support import plain_experts
 
 Weights = Mapping[str, Tensor]
 
@@ -83,9 +85,13 @@ def head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, rate: floa
 
 
 def gpt_loss(
-    config: ModelConfig, weights: Weights, tokens: Tensor, labels: Tensor, loss_mask: Tensor, dropout: DropoutKeys | None = None
-) -> tuple[Tensor, Tensor]:
-    """(sum of loss_mask * cross entropy, loss of every token [b, s]); tokens, labels, loss_mask: [b, s]."""
+    config: ModelConfig, weights: Weights, tokens: Tensor, labels: Tensor, loss_mask: Tensor, dropout: DropoutKeys | None = None,
+    routed: list[tuple[Tensor, list[list[int]]]] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(sum of loss_mask * cross entropy, loss of every token [b, s]); tokens, labels, loss_mask: [b, s].
+
+    ``routed`` receives logits and choices of the tokens [b * s], for each layer with experts.
+    """
     c, w = config, weights
     assert c.num_layers and c.vocab_size
     positions = torch.arange(tokens.shape[1])
@@ -115,8 +121,16 @@ def gpt_loss(
         qkv = project(normed(x, f"{name}.input_layernorm"), f"{name}.self_attention.linear_qkv")
         out = _heads(c, qkv, positions, lambda t, which, name=name: normed(t, f"{name}.self_attention.{which}_layernorm"), layer, dropout)
         y = x + drop(project(out, f"{name}.self_attention.linear_proj"), layer, SITE_ATTENTION_OUTPUT)
-        u = project(normed(x if c.use_parallel_residual else y, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1")
-        x = y + drop(project(activation(kind, u), f"{name}.mlp.linear_fc2"), layer, SITE_MLP_OUTPUT)
+        a = normed(x if c.use_parallel_residual else y, f"{name}.pre_mlp_layernorm")
+        if layer in c.expert_layers(c.num_layers):
+            inside = {key.removeprefix(f"{name}.mlp."): t for key, t in w.items() if key.startswith(f"{name}.mlp.")}
+            out, logits, choices = plain_experts.moe(a.flatten(0, 1), inside, routing_of(c), kind, inside.get("router.expert_bias"))
+            out = out.view_as(a)
+            if routed is not None:
+                routed.append((logits, choices))
+        else:
+            out = project(activation(kind, project(a, f"{name}.mlp.linear_fc1")), f"{name}.mlp.linear_fc2")
+        x = y + drop(out, layer, SITE_MLP_OUTPUT)
     x = normed(x, "decoder.final_layernorm")
     table = w.get("output_layer.weight", w["embedding.word_embeddings.weight"])[: c.vocab_size]
     logits = torch.einsum("bsh,vh->bsv", x, table)

@@ -18,7 +18,7 @@ from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.layers import attach_main_grad
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs
 from support import reference
 
 S, B, LAYERS = 8, 3, 3
@@ -119,7 +119,8 @@ def loss_of(model: GPTModel, batch: Batch, callback: Callable[[int], None] | Non
 def flatten(model: GPTModel, group: Any = None, overlap: bool = True) -> FlatGradients:
     """Put the model's parameters into flat buffers, with a main_grad."""
     names = {id(p): n for n, p in model.named_parameters()}
-    units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
+    specs = shard_specs(model)
+    units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs) for u in model.units()]
     gradients = FlatGradients(units, group or Alone(), overlap=overlap)  # type: ignore[arg-type]
     attach_main_grad(model, gradients)
     return gradients

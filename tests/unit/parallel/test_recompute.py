@@ -52,14 +52,14 @@ def test_a_tied_table_is_complete_only_after_the_embedding() -> None:
 
 def test_without_a_callback_there_is_no_boundary_in_the_graph() -> None:
     x = torch.ones(2, requires_grad=True)
-    assert unit_boundary(x, None, 1) is x
-    assert unit_boundary(torch.ones(2), tiny.Announce(lambda unit: pytest.fail("no gradient flows here")), 1).requires_grad is False
+    assert unit_boundary(x, None, (1,)) is x
+    assert unit_boundary(torch.ones(2), tiny.Announce(lambda unit: pytest.fail("no gradient flows here")), (1,)).requires_grad is False
 
 
 def test_a_boundary_is_the_identity_both_ways() -> None:
     x, grad = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     calls: list[int] = []
-    y = unit_boundary(x, tiny.Announce(calls.append), 7)
+    y = unit_boundary(x, tiny.Announce(calls.append), (7,))
     y.backward(grad)
     assert torch.equal(y, x) and torch.equal(x.grad, grad) and calls == [7]  # type: ignore[arg-type]
 
@@ -112,7 +112,7 @@ def test_a_external_layer_is_complete_at_the_boundary_too() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     for i, layer in enumerate(layers):
         announce = tiny.Announce(lambda unit: grads.update({unit: {n: p.grad.clone() for n, p in layers[unit].named_parameters()}}))
-        x = x + layer(unit_boundary(x, announce, i)).tanh()
+        x = x + layer(unit_boundary(x, announce, (i,))).tanh()
     x.square().sum().backward()
     assert sorted(grads) == [0, 1, 2]
     for i, at_callback in grads.items():

@@ -1,0 +1,132 @@
+"""Rules of a mixture of experts, and other projects' words for it.
+
+As in ``config/rules.py``, a rule is a line ``yield "..."`` under its condition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_sp.config.schema import Config
+from megatron_sp.config.schema_experts import ExpertConfig, layer_pattern
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.flag_field import MAX_NUMBER
+
+_FIELDS = {field.name: field for field in dataclasses.fields(ExpertConfig)}
+
+
+def settle_experts(config: Config) -> list[str]:
+    """Turn what other projects say into what it means here; idempotent. Return a line for each flag that has no effect or another name."""
+    model, parallel, lines = config.model, config.parallel, list[str]()
+    if model.num_experts in (0, 1):
+        model.num_experts = None  # Megatron-DeepSpeed's word for a dense model is 1
+    if not model.moe_shared_expert_intermediate_size:
+        model.moe_shared_expert_intermediate_size = None
+    if not model.has_experts:
+        for name, field in _FIELDS.items():
+            value = getattr(model, name)
+            if name != "num_experts" and value != field.default and not _is_wrong(value, field):
+                setattr(model, name, field.default)
+                lines.append(f"--{name.replace('_', '-')} (without --num-experts it has no effect)")
+        return lines
+    if model.moe_router_load_balancing_type == "aux_loss":
+        model.moe_router_load_balancing_type = "seq_aux_loss"
+        if model.moe_aux_loss_coeff:
+            lines.append(
+                "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss, the"
+                " same where a micro-batch is one sequence)"
+            )
+    if parallel.moe_chunks > 1 and parallel.expert_model_parallel_size == 1:
+        parallel.moe_chunks = 1
+        lines.append("--moe-chunks (with expert_model_parallel_size 1 nothing travels)")
+    return lines
+
+
+def _is_wrong(value: object, field: dataclasses.Field[Any]) -> bool:
+    """Return whether a number is out of range, which the rules are to reject."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    low, high = field.metadata["low"], field.metadata["high"]
+    return (low is not None and value < low) or abs(value) > (MAX_NUMBER if high is None else high) or value != value
+
+
+def expert_violations(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message for each violated rule."""
+    model, parallel, ep = config.model, config.parallel, config.parallel.expert_model_parallel_size
+    if not model.has_experts:
+        if ep > 1:
+            yield f"expert_model_parallel_size ({ep}) is about the experts of a model without any: add --num-experts N, or leave it out"
+        return
+    assert model.num_experts
+    if model.num_layers:
+        try:
+            pattern = layer_pattern(model.moe_layer_freq, model.num_layers)
+            if not any(pattern):
+                yield f"--moe-layer-freq {model.moe_layer_freq} has no layer with experts: leave --num-experts out"
+        except ConfigError as error:
+            yield str(error)
+    yield from _choice(config)
+    if model.is_bert:
+        yield "--num-experts is for GPT: BERT's blocks have dense MLPs; leave it out"
+    if model.use_parallel_residual and model.norm_placement == "post":
+        yield "--use-parallel-residual is for blocks with their norms in front"
+    if model.num_experts % ep:
+        legal = [str(n) for n in range(1, min(model.num_experts, 256) + 1) if model.num_experts % n == 0]
+        yield (
+            f"num_experts ({model.num_experts}) must be a multiple of expert_model_parallel_size ({ep}): each rank has as many; use"
+            f" --ep-size {', '.join(legal)}"
+        )
+    tp = parallel.tensor_model_parallel_size
+    if model.shared_expert_size % tp:
+        yield (
+            f"moe_shared_expert_intermediate_size ({model.shared_expert_size}) must be a multiple of tensor_model_parallel_size ({tp}): the"
+            " shared expert is split as an MLP is"
+        )
+    replica = tp * parallel.pipeline_model_parallel_size
+    if world_size > 0 and world_size % parallel.replica_size == 0:
+        ranks = world_size // replica * (tp if parallel.sequence_parallel else 1)
+        if ranks % ep:
+            axes = "tp * sp * cp * dp" if parallel.sequence_parallel else "sp * cp * dp"
+            legal = [str(n) for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0 and model.num_experts % n == 0]
+            more = "" if parallel.sequence_parallel or tp == 1 else "; with --sequence-parallel the ranks of tp are among them"
+            yield (
+                f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} = {ranks}: use --ep-size"
+                f" {', '.join(legal)}{more}"
+            )
+
+
+def _choice(config: Config) -> Iterator[str]:
+    """Check how tokens choose."""
+    model = config.model
+    assert model.num_experts
+    experts, k, groups, of_groups = model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    if k > experts:
+        yield f"moe_router_topk ({k}) must be at most num_experts ({experts}): a token takes an expert once"
+    if (groups is None) != (of_groups is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk belong together: give both, or leave both out"
+    elif groups is not None and of_groups is not None:
+        if experts % groups:
+            yield f"num_experts ({experts}) must be a multiple of moe_router_num_groups ({groups}): groups have as many experts each"
+        elif of_groups > groups:
+            yield f"moe_router_group_topk ({of_groups}) must be at most moe_router_num_groups ({groups})"
+        elif k > of_groups * (experts // groups):
+            yield (
+                f"moe_router_topk ({k}) must be at most the experts of {of_groups} groups ({of_groups} * {experts // groups} ="
+                f" {of_groups * (experts // groups)}): raise --moe-router-group-topk"
+            )
+        elif k // of_groups > experts // groups:
+            yield f"moe_router_topk ({k}) / moe_router_group_topk ({of_groups}) must be at most the experts of a group ({experts // groups})"
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield (
+            "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add --moe-router-score-function sigmoid, or"
+            " use --moe-aux-loss-coeff"
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        yield "--moe-router-pre-softmax is for --moe-router-score-function softmax: leave one of them out"
+    if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
+        yield (
+            f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict each other: leave one of"
+            " them out"
+        )

@@ -1,0 +1,83 @@
+"""Routers in a training step: contexts, the passes that count first, and what is reported of the load.
+
+The balance of a step is said in three numbers, over all layers: the largest load of an expert as a multiple of the mean, how many
+experts had no token, and the entropy of the loads as a share of that of even ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch
+from megatron_sp.parallel.router_pass import RouterStep
+
+
+def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch) -> ForwardContext:
+    """Return the context of a micro-batch with its routers' part."""
+    rows, length = batch["tokens"].shape
+    return replace(context, routers=routers.micro_batch(rows, length))
+
+
+def count_first(
+    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
+) -> None:
+    """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before. Collective."""
+    if not routers.counts_first:
+        return
+    with routers.counting(), torch.no_grad():
+        weights.start_step(num_micro_batches, model.unit_order(backward=False))  # type: ignore[operator]
+        for index in range(num_micro_batches):
+            run(index)
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """The routers of a step, all ranks together.
+
+    Attributes:
+        loads: tokens of each expert, for each layer with experts.
+        balance: balance term, the mean over layers, 1 for even loads; None: there is none.
+        z: z term, the mean over layers; None: there is none.
+    """
+
+    loads: list[list[int]]
+    balance: float | None
+    z: float | None
+
+    @classmethod
+    def of(cls, routers: RouterStep, values: Sequence[float], sequences: float, tokens: float) -> RouterReport:
+        """Make a report of what all ranks have told (``RouterStep.told``), and of the step's sequences and tokens."""
+        layers, experts = routers.loads.shape
+        by = tokens**2 if routers.spec.kind == "global" else sequences
+        loads = [[int(load) for load in values[2 + i * experts : 2 + (i + 1) * experts]] for i in range(layers)]
+        balance = values[0] / max(by, 1.0) / layers if routers.spec.kind != "none" else None
+        return cls(loads, balance, values[1] / max(tokens, 1.0) / layers if routers.spec.z else None)
+
+    @property
+    def largest(self) -> float:
+        """Largest load of an expert in a layer, as a multiple of the layer's mean."""
+        return max((max(layer) * len(layer) / total for layer in self.loads if (total := sum(layer))), default=0.0)
+
+    @property
+    def idle(self) -> int:
+        """Number of experts without a token, of all layers."""
+        return sum(load == 0 for layer in self.loads for load in layer)
+
+    @property
+    def evenness(self) -> float:
+        """Entropy of the loads as a share of that of even loads, the mean over layers."""
+        shares = [_entropy(layer) / math.log(len(layer)) for layer in self.loads if sum(layer) and len(layer) > 1]
+        return sum(shares) / len(shares) if shares else 1.0
+
+
+def _entropy(loads: Sequence[int]) -> float:
+    total = sum(loads)
+    return -sum(load / total * math.log(load / total) for load in loads if load)
+
