@@ -106,6 +106,7 @@ class StepReporter:
             "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
+        record |= {} if result.routers is None else result.routers.record()
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
             squares = torch.stack(
@@ -123,6 +124,8 @@ class StepReporter:
         mfu = f" (MFU {100 * r['mfu']:.1f} % of {self._peak_name})" if r["mfu"] is not None else ""
         extra = f" | skipped {r['skipped_steps']}" if r["skipped_steps"] else ""
         extra += f" | scale {r['loss_scale']:g}" if self._config.precision.fp16 else ""
+        if "expert_load_max" in r:
+            extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle, entropy {r['expert_entropy']:.3f}"
         return (
             f"step {r['step']}/{self._train_iters} | loss {r['loss']:.4f} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f}"
             f" | {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal, {_tflops(r['tflops_full'])} full{mfu}"

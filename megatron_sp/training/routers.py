@@ -61,9 +61,9 @@ class RouterReport:
         return cls(loads, balance, values[1] / max(tokens, 1.0) / layers if routers.spec.z else None)
 
     @property
-    def largest(self) -> float:
-        """Largest load of an expert in a layer, as a multiple of the layer's mean."""
-        return max((max(layer) * len(layer) / total for layer in self.loads if (total := sum(layer))), default=0.0)
+    def largest(self) -> list[float]:
+        """Largest load of an expert in each layer, as a multiple of the layer's mean."""
+        return [max(layer) * len(layer) / max(1, sum(layer)) for layer in self.loads]
 
     @property
     def idle(self) -> int:
@@ -75,6 +75,16 @@ class RouterReport:
         """Entropy of the loads as a share of that of even loads, the mean over layers."""
         shares = [_entropy(layer) / math.log(len(layer)) for layer in self.loads if sum(layer) and len(layer) > 1]
         return sum(shares) / len(shares) if shares else 1.0
+
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of a step's record in ``metrics.jsonl``."""
+        largest = self.largest
+        return {
+            "expert_load_max": max(largest), "experts_idle": self.idle, "expert_entropy": self.evenness,
+            "balance_loss": self.balance, "z_loss": self.z, "expert_load_max_by_layer": [round(each, 4) for each in largest],
+            "experts_idle_by_layer": [layer.count(0) for layer in self.loads],
+        }  # fmt: skip
 
 
 def _entropy(loads: Sequence[int]) -> float:

@@ -66,7 +66,7 @@ from megatron_sp.training.report import StepReporter
 from megatron_sp.training.resume import resume_samples, resume_schedule
 from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
-from megatron_sp.training.setup import RunStatus, dtype_of, layout_groups
+from megatron_sp.training.setup import RunStatus, dtype_of, expert_parallel, layout_groups
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.starting_point import starting_point
@@ -463,13 +463,13 @@ def _layout_record(context: RunContext) -> dict[str, Any]:
     return {
         "world_size": groups.world_size, "pp": groups.pp.size(), "dp": groups.dp_size, "cp": groups.cp.size(), "sp": groups.sp.size(),
         "tp": groups.tp.size(),
-        "tp_seq": context.config.parallel.sequence_parallel,
+        "tp_seq": context.config.parallel.sequence_parallel, "ep": context.config.parallel.expert_model_parallel_size,
     }  # fmt: skip
 
 
 def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
     known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention", "sizes")}
-    return {"cp": 1, "pp": 1, **known} == record  # older checkpoints do not name cp and pp
+    return {"cp": 1, "pp": 1, "ep": 1, **known} == record  # older checkpoints do not name these
 
 
 def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
@@ -498,6 +498,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
         recorder=None if overlap_report is None else overlap_report.recorder,
         cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
         stages=() if pipeline is None else pipeline.own_stages, num_slices=parallel.num_pipeline_slices,
+        ep=expert_parallel(config, groups),
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     found = {**record, "sp_overlap": overlap, "attention": attention.kernel.name, "sizes": context.sizes}

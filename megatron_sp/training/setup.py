@@ -26,6 +26,7 @@ from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
 from megatron_sp.config.schema import Config
+from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.training.attention import require_attention
 from megatron_sp.training.fused import require_fused_kernels
 from megatron_sp.utils import output
@@ -236,6 +237,17 @@ def layout_groups(config: Config, device: torch.device, *, check: bool, control:
         device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size,
         cp_size=parallel.context_parallel_size, pp_size=parallel.pipeline_model_parallel_size, timeout=_timeout(config),
         check=check, nccl=_nccl_options(config), control=control,
+    )  # fmt: skip
+
+
+def expert_parallel(config: Config, groups: ParallelGroups) -> ExpertParallel:
+    """Make the groups of experts of a layout, if the model has any. Collective."""
+    parallel = config.parallel
+    if not config.model.has_experts:
+        return NO_EP
+    return ExpertParallel.create(
+        groups, parallel.expert_model_parallel_size, tp_seq=parallel.sequence_parallel and groups.tp.size() > 1, chunks=parallel.moe_chunks,
+        check=parallel.check_collectives,
     )  # fmt: skip
 
 

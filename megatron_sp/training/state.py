@@ -30,7 +30,9 @@ _STRUCTURE = (
     "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
     "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling", "window_size", "use_parallel_residual",
     "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "activation", "head_activation", "qkv_bias", "proj_bias",
-    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size",
+    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size", "num_experts", "moe_router_topk", "expert_ffn_size", "shared_expert_size",
+    "moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_enable_expert_bias",
 )  # fmt: skip
 
 
@@ -92,7 +94,9 @@ class TrainingState:
         for name, p in self.model.named_parameters():
             if name not in found:
                 found[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
-        return found
+        # biases of routers, which no gradient reaches and all ranks of a stage have
+        biases = {name: b for name, b in self.model.named_buffers() if name.endswith(".expert_bias")}
+        return found | {name: GlobalTensor.whole(bias) for name, bias in biases.items()}
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""

@@ -115,12 +115,14 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
     )
     mine, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
+    experts = expert_parallel(config, groups)
     for mode in modes_to_try(config):
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
             cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
             stages=() if pipeline is None else pipeline.own_stages, num_slices=config.parallel.num_pipeline_slices,
+            ep=experts,
         )  # fmt: skip
         outcome = step.run(layout, groups, mine, pipeline)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
