@@ -367,6 +367,9 @@ class LanguageModel(nn.Module):
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole, num_tokens=cut.num_tokens)
+        if ctx.routers is not None and ctx.routers.replayed is not None:
+            at = torch.arange(cut.whole, device=ctx.routers.replayed.device)
+            ctx.routers.rows = cut.take(at)[cut.tp_seq_slice][: cut.num_tokens]
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")

@@ -201,11 +201,14 @@ class _Forward:
         entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
         a = rows_of(normed)[: plan.rows]
         self.logits = _logits(a, params.router, plan.router_dtype)
-        self.routed = route(self.logits, plan.routing, self.options.router_bias, self.options.chosen)
+        chosen = self.options.chosen
+        if chosen is None and told is not None:
+            chosen = told.given(plan.layer)
+        self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
         counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep))
         if told is not None and self.options.chosen is None:
-            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen)
+            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
         journeys, of_experts = counts.read()
         exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)

@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch
 from megatron_sp.parallel.router_pass import RouterStep
 
 
-def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch) -> ForwardContext:
-    """Return the context of a micro-batch with its routers' part."""
+def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None) -> ForwardContext:
+    """Return the context of a micro-batch with its routers' part; ``replayed``: see ``RouterStep.micro_batch``."""
     rows, length = batch["tokens"].shape
-    return replace(context, routers=routers.micro_batch(rows, length))
+    return replace(context, routers=routers.micro_batch(rows, length, replayed))
 
 
 def count_first(
