@@ -117,7 +117,7 @@ class RouterStep:
         self.settle()
 
     def told(self) -> Tensor:
-        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell the same."""
+        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell it."""
         told = torch.cat([self.sums, self.loads.flatten().double()])
         return told if self.ep.counts else torch.zeros_like(told)
 

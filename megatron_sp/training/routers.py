@@ -25,9 +25,7 @@ def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch
     return replace(context, routers=routers.micro_batch(rows, length, replayed))
 
 
-def count_first(
-    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
-) -> None:
+def count_first(routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]) -> None:
     """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before. Collective."""
     if not routers.counts_first:
         return
@@ -76,7 +74,6 @@ class RouterReport:
         shares = [_entropy(layer) / math.log(len(layer)) for layer in self.loads if sum(layer) and len(layer) > 1]
         return sum(shares) / len(shares) if shares else 1.0
 
-
     def record(self) -> dict[str, Any]:
         """Return the entries of a step's record in ``metrics.jsonl``."""
         largest = self.largest
@@ -90,4 +87,3 @@ class RouterReport:
 def _entropy(loads: Sequence[int]) -> float:
     total = sum(loads)
     return -sum(load / total * math.log(load / total) for load in loads if load)
-

@@ -32,6 +32,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.estimate.pipeline_choice import settle_schedule
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
@@ -200,8 +201,8 @@ class _Step:
             if routers is not None and routers.counts_first:
                 with routers.counting(), torch.no_grad():
                     PipelinedPasses(
-                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward, weights=weights, gradients=None,
-                        loss=lambda index, context: hidden(model, micro_batches[index], context, forward),
+                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward, weights=weights,
+                        gradients=None, loss=lambda index, context: hidden(model, micro_batches[index], context, forward),
                     ).run()  # fmt: skip
             PipelinedPasses(
                 pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events, weights=weights,
@@ -247,9 +248,9 @@ class _Step:
         routers: RouterStep | None = None if make is None else make(self.groups.device)
         if routers is None:
             return None
-        for name, bias in model.named_buffers():
-            if name.endswith(".expert_bias"):
-                bias += (_NOISE * torch.randn(bias.shape, generator=name_generator(self.config.batch.seed, name), dtype=torch.float64)).to(bias)
+        for name, bias in expert_biases(model).items():
+            noise = torch.randn(bias.shape, generator=name_generator(self.config.batch.seed, name), dtype=torch.float64)
+            bias += (_NOISE * noise).to(bias)
         shapes = [tuple(batch["tokens"].shape) for batch in micro_batches]
         sizes = torch.tensor([sum(b for b, _ in shapes), sum(b * s for b, s in shapes)], dtype=torch.float64)
         if groups is not None:

@@ -102,7 +102,9 @@ def test_dropout_is_that_of_one_process(tmp_path: Path) -> None:
 def test_a_bad_step_is_skipped_by_all(tmp_path: Path, rank: int, what: str) -> None:
     """The biases of the routers stay, too: two runs that differ in nothing but the bad step's number end with other ones."""
     flags = (*EP2, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--max-bad-steps", 1)
-    train(tmp_path, *flags, "--save", tmp_path / "run", ranks=2, fault=f"nan:rank={rank}:at={what}:step=3").expect(0, "is not finite", "skipped")
+    train(tmp_path, *flags, "--save", tmp_path / "run", ranks=2, fault=f"nan:rank={rank}:at={what}:step=3").expect(
+        0, "is not finite", "skipped"
+    )
     assert records(tmp_path / "run")[-1]["skipped_steps"] == 1
     moved = [float(t.abs().max()) for t in biases(tmp_path / "run").values()]
     assert moved and max(moved) <= 5 * 1e-3 * (1 + 1e-6), "a skipped step moved a bias: six steps, of which one was left out"
@@ -121,7 +123,9 @@ def test_the_others_end_when_a_rank_is_lost(tmp_path: Path, place: str) -> None:
 )
 def test_verification(tmp_path: Path, more: tuple[object, ...]) -> None:
     flags = (*EXPERTS, *more, "--verify-parallelism", "--hidden-dropout", 0.1)
-    train(tmp_path, *flags, ranks=2).expect(0, "the smallest margin of a choice of experts is", "loads of experts", "the layout equals one process")
+    train(tmp_path, *flags, ranks=2).expect(
+        0, "the smallest margin of a choice of experts is", "loads of experts", "the layout equals one process"
+    )
 
 
 def test_verification_replays_routing_where_experts_tie(tmp_path: Path) -> None:

@@ -434,9 +434,7 @@ class Sharded:
         if self.routers is not None:
             whole = self.groups.world
             elsewhere |= {i for i in range(len(self.units)) if self.own_groups.get(i, self.groups.dp_cp_sp).rank()}
-        return FlatOptimizer(
-            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere
-        )
+        return FlatOptimizer(self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere)
 
     def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
         batches = [self.batch(i) for i in range(self.case.micro_batches)]

@@ -148,7 +148,9 @@ def test_at_most_three_names_are_offered() -> None:
 
 def test_several_mistakes_in_one_message() -> None:
     text = error("--num-layesr 3 --lr x --mtp-num-layers 2")
-    assert text.startswith("3 things are wrong:\n  1. --num-layesr") and "\n  2. --lr: " in text and "\n  3. --mtp-num-layers 2 is not" in text
+    assert (
+        text.startswith("3 things are wrong:\n  1. --num-layesr") and "\n  2. --lr: " in text and "\n  3. --mtp-num-layers 2 is not" in text
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- dialects

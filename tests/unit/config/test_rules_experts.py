@@ -29,7 +29,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"moe_router_topk": 9}, {}, 1, "moe_router_topk (9) must be at most num_experts (8)"),
     ({"moe_router_num_groups": 4}, {}, 1, "--moe-router-num-groups and --moe-router-group-topk belong together"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "num_experts (8) must be a multiple of moe_router_num_groups (3)"),
-    ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, {}, 1, "moe_router_group_topk (5) must be at most moe_router_num_groups (4)"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, {}, 1, "moe_router_group_topk (5) must be at most"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 3}, {}, 1, "the experts of 1 groups (1 * 2 = 2)"),
     ({"moe_router_enable_expert_bias": True}, {}, 1, "add --moe-router-score-function sigmoid"),
     ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, {}, 1, "--moe-router-pre-softmax is for"),
@@ -102,7 +102,9 @@ def test_megatrons_spelling() -> None:
 
 
 def test_deepspeeds_spelling() -> None:
-    made = parse("--num-experts 8 --topk 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --create-moe-param-group --disable-moe-token-dropping")
+    made = parse(
+        "--num-experts 8 --topk 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --create-moe-param-group --disable-moe-token-dropping"
+    )
     assert (made.model.num_experts, made.model.moe_router_topk, made.model.moe_aux_loss_coeff) == (8, 1, 0.01)
 
 
