@@ -436,6 +436,9 @@ class Parallel:
         sizes = {"fsdp_size": ranks} if way == "all_to_all" else {"tp_size": ranks, "tp_plan": {}}
         config = DistributedConfig(ep_size=ranks, ep_implementation=way, **sizes)
         sharded = OlmoeForCausalLM.from_pretrained(str(folder), distributed_config=config, dtype=torch.float32)
+        for module in sharded.modules():
+            if hasattr(module, "unshard"):  # FSDP gathers what the block needs when the layer around it is called
+                module.unshard()
         self.block = sharded.model.layers[0].mlp
         every = "all_" if way == "all_reduce" else ""
         self.x, self.grad = given[f"{every}x"][None], given[f"{every}grad"][None]
