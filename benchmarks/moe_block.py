@@ -85,7 +85,12 @@ def report(cell: str, raw: dict[str, Any]) -> dict[str, Any]:
     for name, values in seconds.items():
         of = ratios(seconds["ours"], values)
         row: dict[str, Any] = {"seconds": Stats.of(values).as_dict(), "ours_of_it": of.as_dict(), "peak_bytes": peaks[name]}
-        texts = [Stats.of(values).text("ms", 1e3, 0), of.text("", digits=2), f"{peaks[name] / 2**20:.0f}", f"{peaks['ours'] / peaks[name]:.2f}"]
+        texts = [
+            Stats.of(values).text("ms", 1e3, 0),
+            of.text("", digits=2),
+            f"{peaks[name] / 2**20:.0f}",
+            f"{peaks['ours'] / peaks[name]:.2f}",
+        ]
         if name in exposed:
             waited = ratios(exposed["ours"], exposed[name])
             row |= {"exposed_seconds": Stats.of(exposed[name]).as_dict(), "ours_exposed_of_it": waited.as_dict(), **sent.get(name, {})}
@@ -226,7 +231,9 @@ class Ours:
             ep = ExpertParallel.create(ParallelGroups.create(torch.device("cpu")), ranks, chunks=task["chunks"])
         own = shape["experts"] // ranks
         mine = slice(task["rank"] * own, (task["rank"] + 1) * own)
-        self.parameters = {name: nn.Parameter(given[name] if name == "router" else given[name][mine].clone()) for name in ("router", "w1", "w2")}
+        self.parameters = {
+            name: nn.Parameter(given[name] if name == "router" else given[name][mine].clone()) for name in ("router", "w1", "w2")
+        }
         unit = FlatUnit("experts", self.parameters.items())
         self.gradients, self.unit = FlatGradients([unit], SINGLE_RANK), unit
         routing = RoutingSpec(shape["experts"], shape["k"], pre_softmax=True)
