@@ -74,9 +74,12 @@ JOBS = {
     "pp, sp, zbv, report": Job(
         f"--bf16 {PP} {SP} {CHUNKED} --num-layers 5 --pipeline-schedule zbv --report-overlap 1", 4, micro_batches=3, rehearsals=2
     ),
-    "experts": Job(f"--bf16 {EXPERTS}"), "experts, ep, chunks, stage 2": Job(f"{LLAMA} {EXPERTS} --ep-size 2 --moe-chunks 2 --zero-stage 2", 4),
+    "experts": Job(f"--bf16 {EXPERTS}"),
+    "experts, ep, chunks, stage 2": Job(f"{LLAMA} {EXPERTS} --ep-size 2 --moe-chunks 2 --zero-stage 2", 4),
     "experts, ep, tp_seq, stage 3": Job(f"{LLAMA} {EXPERTS} {TP_SEQ} --ep-size 2 --zero-stage 3 {FULL}", 4),
-    "experts, pp, zb1p, biases": Job(f"--bf16 {EXPERTS} {BIASED} {PP} --ep-size 2 --num-layers 4 --pipeline-schedule zb1p", 4, micro_batches=3),
+    "experts, pp, zb1p, biases": Job(
+        f"--bf16 {EXPERTS} {BIASED} {PP} --ep-size 2 --num-layers 4 --pipeline-schedule zb1p", 4, micro_batches=3
+    ),
     "experts, report": Job(f"--bf16 {EXPERTS} --ep-size 2 --report-overlap 1", 2),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
