@@ -283,7 +283,7 @@ class LanguageModel(nn.Module):
             again = again and torch.is_grad_enabled()
             if first == last:
                 continue
-            x = unit_boundary(x, events, units[first], below)
+            x = unit_boundary(x, events, units[first][:1], below)
             if again:
                 run = partial(_recomputed, layers, range(first, last), units, self._with_kept_attention(ctx, x), events)
                 x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
@@ -398,10 +398,15 @@ def _run_layers(
     """Run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first."""
     for layer in which:
         if layer > which.start:
-            x = unit_boundary(x, events, units[layer], units[layer - 1])
+            x = unit_boundary(x, events, units[layer][:1], units[layer - 1])
         if events is not None:
             for unit in units[layer]:
                 events.before_use(unit)
-        block = layers[layer]
-        x = block(x, ctx) if offload is None else offload.run(partial(block, ctx=ctx), x, block.parameters, last=layer + 1 == len(layers))
+        block, experts = layers[layer], units[layer][1:]
+        # experts are reduced under attention's backward
+        around = partial(unit_boundary, events=events, units=experts) if experts and events is not None else None
+        if offload is None:
+            x = block(x, ctx, around)
+        else:
+            x = offload.run(partial(block, ctx=ctx, around_experts=around), x, block.parameters, last=layer + 1 == len(layers))
     return x

@@ -234,7 +234,8 @@ class TrainStep:
             self._update_biases(of_routers, None)
         if self.routers is not None:
             result.routers = RouterReport.of(self.routers, values[len(values) - len(of_routers) :], sequences, tokens)
-            self.routers.weights = self.routers = None  # a circle, which no collector is to look for
+            self.routers.weights = None  # a circle, which no collector is to look for
+            self.routers = None
         result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()

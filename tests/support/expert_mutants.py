@@ -79,6 +79,8 @@ MUTANTS = [
     ("initial weights by the number on the rank", MODEL, 'replace(init, name=f"{init.name}.{expert}")', 'replace(init, name=f"{init.name}.{expert % own}")'),
     ("all ranks hold the first experts", MODEL, "runs = ((ep.rank * own, own),)", "runs = ((0, own),)"),
     ("put off: a block and its experts are completed early", GRADIENTS, "            if not to_come[index]:\n", "            if True:\n"),
+    ("experts: reduced before their gradients are there", STACK, "partial(unit_boundary, events=events, units=experts)", "(lambda y, experts=experts: (unit_boundary(y, events, experts), events.backward_done(experts[0]))[0])"),
+    ("experts: never reported", STACK, "if experts and events is not None else None", "if False else None"),
     ("the router's gradient is not summed under tp_seq", MODEL, "layout.tp.size, summed=layout.tp.seq)", "layout.tp.size)"),
     # terms
     ("balance: over what a rank has of a sequence", PASS, "counts = all_reduce(counts, step.ep.sequence)", "counts = counts"),

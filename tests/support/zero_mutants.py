@@ -70,7 +70,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("model: the embedding does not say that it is used", GPT, "            self.use(events, \"embedding\")\n", ""),
     ("model: the head does not say that it is used", GPT, "        self.use(events, \"head\")\n        return x if", "        return x if"),
     ("model: backward does not say what comes next", CONTEXT, "            ctx.events.before_use(unit)\n        return grad", "            pass\n        return grad"),
-    ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, units[layer], units[layer - 1])", "x = unit_boundary(x, events, units[layer + 1], units[layer - 1])"),
+    ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, units[layer][:1], units[layer - 1])", "x = unit_boundary(x, events, units[layer + 1][:1], units[layer - 1])"),
     ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if kind == one) for one in kinds]", "enumerate(alike) if kind == one or unit == len(alike) - 1) for one in kinds]"),
     ("pools: a tied table and the head share a buffer", RESIDENCY, "if tied or keep_all else", "if keep_all else"),
     ("embedding: backward asks the table that is away", EMBEDDING, "_local_rows(ids, view.shape[0], ctx.tp)", "_local_rows(ids, weight.shape[0], ctx.tp)"),
