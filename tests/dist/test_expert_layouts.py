@@ -38,6 +38,11 @@ CASES = [
     case(1, tp=2, tp_seq=True, model=SHARED | GLOBAL, micro_batches=2, zero=2),
     case(2, dp=2, model={"moe_router_topk": 1, "moe_layer_freq": "[1,0,1]"}), case(2, dp=2, model={"hidden_dropout": 0.2, **SHARED}),
     case(2, dp=2, model={"use_parallel_residual": True, **SEQUENCE}), case(2, dp=2, model={"moe_router_pre_softmax": True}, kernels=FULL),
+    case(2, dp=2, model=SIGMOID | SEQUENCE | {"moe_router_topk": 1}, skew=100.0, zero=2, micro_batches=2),  # one expert takes all
+    case(3, dp=3, model=SIGMOID | GLOBAL | {"moe_router_topk": 1}, skew=100.0, ep_chunks=2),
+    case(4, dp=4, model={"num_experts": 8, "moe_router_topk": 1, **SEQUENCE}, seq=1, batch=1, ep_chunks=3, zero=1),  # fewer tokens
+    case(2, sp=4, model={"moe_router_topk": 6, **GLOBAL}, seq=5, batch=1),  # ranks without a position
+    case(2, cp=2, tp=2, tp_seq=True, model={"num_experts": 4, **SHARED, **SEQUENCE}, seq=3, batch=1),
     *(
         case(pp=2, schedule=kind, micro_batches=3, model=SHARED | SEQUENCE | {"num_layers": 4}, zero=zero)
         for kind, zero in (("1f1b", 0), ("interleaved", 1), ("zb1p", 2), ("zbv", 3))
