@@ -20,7 +20,7 @@ GRADIENTS, BLOCK, PLACES, VERIFY = "optim/gradients.py", "models/transformer.py"
 
 MUTANTS = [
     # the choice
-    ("ties go to whoever the sort finds", ROUTING, "return ranked.sort(dim=1, descending=True, stable=True).indices[:, : spec.top_k]", "return ranked.flip(1).sort(dim=1, descending=True, stable=True).indices[:, : spec.top_k].neg().add(spec.num_experts - 1)"),
+    ("ties go to the higher number", ROUTING, "best = ranked.max(1, keepdim=True).indices", "best = spec.num_experts - 1 - ranked.flip(1).max(1, keepdim=True).indices"),
     ("the bias is part of the weights", ROUTING, "scores = torch.sigmoid(logits.gather(1, chosen))\n        weights", "scores = torch.sigmoid(logits.gather(1, chosen)) + (0 if bias is None else bias[chosen])\n        weights"),
     ("the bias decides nothing", ROUTING, "        scores = scores + bias.to(scores.dtype)\n", "        pass\n"),
     ("groups: by their best expert alone", ROUTING, "by_group.topk(max(1, spec.top_k // spec.group_top_k), 2)", "by_group.topk(1, 2)"),
