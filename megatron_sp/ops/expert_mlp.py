@@ -7,12 +7,18 @@ the activation and its gradient. What is kept for backward is the input of the a
 
 One expert after another: its rows are taken together, and its results added to theirs. A row chooses an expert once at most, so each
 addition has rows of its own; experts come in order, so the sums have the same bits in every run, on a GPU, too.
+
+Where many small products would leave a GPU waiting for its launches, the products of all experts are one (``torch._grouped_mm``), forward
+and for the gradient of the rows; gradients of weights go expert by expert into the main_grad, where they are accumulated in fp32. Results
+are then added choice by choice. On a CPU one product after another is faster, and fp64 has no grouped product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,7 +26,9 @@ from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.main_grad import MainGrad, put_product
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.memory import empty, to_device
+
+_GROUPED_ALIGN = 16  # bytes of a row that torch's grouped product needs
 
 
 class ExpertWeights(NamedTuple):
@@ -48,12 +56,14 @@ class Choices:
         places: int64 [n], place of the choice in the rows' choices [rows, k], flattened.
         counts: choices of each expert.
         weights: [n], p.
+        per_row: k.
     """
 
     rows: Tensor
     places: Tensor
     counts: list[int]
     weights: Tensor
+    per_row: int
 
     def by_expert(self) -> Iterator[tuple[int, slice]]:
         """Yield (expert, its choices) for each expert that has any."""
@@ -69,7 +79,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def experts_forward(x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor) -> Tensor:
+def experts_forward(
+    x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor, *, grouped: bool | None = None
+) -> Tensor:  # fmt: skip
     """Add the experts' results to ``out``.
 
     Args:
@@ -78,9 +90,12 @@ def experts_forward(x: Tensor, choices: Choices, params: ExpertWeights, activati
         params: of this rank's experts.
         activation: between fc1 and fc2.
         out: [rows, h], in ``sum_dtype``.
+        grouped: compute the products of all experts as one; None: where that runs and is faster.
     Returns:
         [n, f] ([n, 2f] if gated), the inputs of the activation, for backward.
     """
+    if is_grouped(x, params) if grouped is None else grouped:
+        return _grouped_forward(x, choices, params, activation, out)
     wide = empty((len(choices.rows), params.w1.shape[1]), dtype=x.dtype, device=x.device)
     for expert, mine in choices.by_expert():
         rows, u = choices.rows[mine], wide[mine]
@@ -100,7 +115,7 @@ def experts_forward(x: Tensor, choices: Choices, params: ExpertWeights, activati
 
 def experts_backward(
     grad: Tensor, x: Tensor, wide: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, grads: ExpertGrads,
-    grad_x: Tensor | None,
+    grad_x: Tensor | None, *, grouped: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Add the gradients of the parameters to ``grads`` and that of the rows to ``grad_x``.
 
@@ -110,9 +125,12 @@ def experts_backward(
         wide: what the forward pass returned.
         grads: receives the gradients of the parameters.
         grad_x: [rows, h], in ``sum_dtype``; None: not needed.
+        grouped: as in the forward pass.
     Returns:
         [n], gradients of the choices' weights.
     """
+    if is_grouped(x, params) if grouped is None else grouped:
+        return _grouped_backward(grad, x, wide, choices, params, activation, grads, grad_x)
     grad_weights = torch.empty_like(choices.weights)
     for expert, mine in choices.by_expert():
         rows, u, weights = choices.rows[mine], wide[mine], choices.weights[mine, None]
@@ -129,6 +147,77 @@ def experts_backward(
         if grad_x is not None:
             grad_x.index_add_(0, rows, (grad_u @ params.w1[expert]).to(grad_x.dtype))
     return grad_weights
+
+
+def is_grouped(x: Tensor, params: ExpertWeights) -> bool:
+    """Return whether the products of all experts are computed as one: on a GPU in bf16, where its kernel takes these shapes."""
+    aligned = all(size * x.element_size() % _GROUPED_ALIGN == 0 for size in (x.shape[1], params.w1.shape[1], params.w2.shape[2]))
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and _runs_grouped(x.device)
+
+
+@cache
+def _runs_grouped(device: torch.device) -> bool:
+    """Return whether a small grouped product, with an expert without rows, gives what single ones do."""
+    try:
+        a, b = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((24, 32), (3, 32, 16)))
+        found = _products(a, b, [16, 0, 8])
+        return bool(torch.equal(found, torch.full_like(found, 32.0)))
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+def _products(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+    """Return the products of each expert's rows of ``a`` [n, in] with its matrix of ``b`` [E, in, out], one below the other: [n, out]."""
+    ends = to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), a.device)
+    return torch._grouped_mm(a, b, offs=ends)
+
+
+def _grouped_forward(x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor) -> Tensor:
+    counts, weights = choices.counts, choices.weights[:, None]
+    wide = _products(x.index_select(0, choices.rows), params.w1.transpose(1, 2), counts)
+    if params.b1 is not None:
+        wide += _of_each(params.b1, counts)
+    y = _products(activation.forward(wide).mul_(weights), params.w2.transpose(1, 2), counts)
+    if params.b2 is not None:
+        y += weights.to(y.dtype) * _of_each(params.b2, counts)
+    _add_by_choice(y, choices, out)
+    return wide
+
+
+def _grouped_backward(
+    grad: Tensor, x: Tensor, wide: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, grads: ExpertGrads,
+    grad_x: Tensor | None,
+) -> Tensor:  # fmt: skip
+    counts, weights, dtype = choices.counts, choices.weights[:, None], choices.weights.dtype
+    g, inner = grad.index_select(0, choices.rows), activation.forward(wide)
+    grad_inner = _products(g, params.w2, counts)
+    grad_weights = (grad_inner * inner).sum(1, dtype=dtype)
+    if params.b2 is not None:
+        grad_weights += (g * _of_each(params.b2, counts)).sum(1, dtype=dtype)
+    inner.mul_(weights)
+    grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
+    for expert, mine in choices.by_expert():
+        grads.add_fc2(expert, g[mine], inner[mine], weights[mine], choices.rows[mine])
+        grads.add_fc1(expert, grad_wide[mine], x, choices.rows[mine])
+    if grad_x is not None:
+        _add_by_choice(_products(grad_wide, params.w1, counts), choices, grad_x)
+    return grad_weights
+
+
+def _of_each(bias: Tensor, counts: list[int]) -> Tensor:
+    """Return the bias [E, c] of each choice's expert, [n, c]."""
+    number = to_device(torch.tensor(counts), bias.device)
+    return torch.repeat_interleave(bias, number, dim=0, output_size=sum(counts))
+
+
+def _add_by_choice(rows: Tensor, choices: Choices, total: Tensor) -> None:
+    """Add [n, h] to the rows that have chosen, first choices first: no two additions meet, so the bits are the same in every run."""
+    n, k = len(rows), choices.per_row
+    place = torch.full((len(total) * k,), n, dtype=torch.int64, device=rows.device)
+    place[choices.places] = torch.arange(n, device=rows.device)
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    for of_choice in place.view(len(total), k).unbind(1):
+        total += padded.index_select(0, of_choice)
 
 
 class ExpertGrads:

@@ -186,7 +186,7 @@ class RowExchange:
         else:
             rows, numbers, weights = arrived, routed.chosen[journey.tokens], routed.weights[journey.tokens]
         places = numbers.flatten().sort(stable=True).indices[: sum(of_experts)]
-        return rows, Choices(places // form.top_k, places, of_experts, weights.flatten().index_select(0, places))
+        return rows, Choices(places // form.top_k, places, of_experts, weights.flatten().index_select(0, places), form.top_k)
 
     def rows_of(self, arrived: Tensor, own: Tensor, journey: Journey) -> Tensor:
         """Return the rows of a forward pass, [rows, h]: those that ``send_rows`` has brought, on one rank those of ``own`` [tokens, h]."""
