@@ -184,11 +184,7 @@ class TrainStep:
             DataError: ranks that share sequences have read different ones.
         """
         require_same_sequences(micro_batches, self.groups)
-        if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
-            # dropout that draws from torch's generator (in kernels, in external models) is seeded by step: a resumed
-            # run draws the same
-            rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
-            torch.manual_seed(_step_seed(self.options.seed, step, rank))
+        self._seed(step)
         if self.recorder is not None:
             self.recorder.start_step()
         totals, totals_handle = self._start_totals(micro_batches, stop, digests, places)
@@ -240,6 +236,12 @@ class TrainStep:
         if self.recorder is not None:
             self.recorder.end_step()
         return result
+
+    def _seed(self, step: int) -> None:
+        """Seed torch's generator for dropout that draws from it (in kernels, in external models): a resumed run draws the same."""
+        if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
+            rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
+            torch.manual_seed(_step_seed(self.options.seed, step, rank))
 
     def _start_totals(
         self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
@@ -300,6 +302,7 @@ class TrainStep:
                 self.routers, self.model, self.weights, len(micro_batches),
                 lambda index: hidden(self.model, micro_batches[index], self._context(micro_batches[index], key), forward),
             )  # fmt: skip
+            self._seed(step)  # the passes that follow drop the same
         self.weights.start_step(len(micro_batches))
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
@@ -333,6 +336,7 @@ class TrainStep:
                     loss=lambda index, context: hidden(self.model, micro_batches[index], context, UnitWork(self.weights, None)),
                     events=UnitWork(self.weights, None), weights=self.weights, gradients=None,
                 ).run()  # fmt: skip
+            self._seed(step)
         PipelinedPasses(
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
             hidden=hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
