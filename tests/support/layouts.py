@@ -6,6 +6,7 @@ every rank, the sharded one takes its parts of those weights, and each rank comp
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -269,7 +270,7 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
     drops = bool(config.hidden_dropout or config.attention_dropout)
     if case.padding or case.bert or (case.packed and drops):  # the plain reference is a causal GPT, of documents without dropout
         batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
-        got = _unsharded_step(whole, batches)
+        got = _unsharded_step(_in_fp64(whole), batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
     weights = {n: specs[n].take(p.detach()[: specs[n].shape[0]].double()).clone().requires_grad_() for n, p in whole.named_parameters()}
     weights |= {n: b for n, b in whole.named_buffers() if n.endswith("expert_bias")}
@@ -289,6 +290,13 @@ def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
         total += loss.detach()
     weights = {n: w for n, w in weights.items() if not n.endswith("expert_bias")}
     return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+
+
+def _in_fp64(model: LanguageModel) -> LanguageModel:
+    """A copy of the model that computes in fp64: what rounds as much as the layout is no reference for it."""
+    model = deepcopy(model).double()
+    model.params_dtype = torch.float64
+    return model
 
 
 def router_terms(config: ModelConfig, case: Case, routed: list[list[tuple[Tensor, list[list[int]]]]]) -> Tensor:
