@@ -67,6 +67,9 @@ class GPTNeoX:
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return "GPTNeoXForCausalLM"
 
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
+
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
         return misfit(
