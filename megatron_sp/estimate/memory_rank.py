@@ -12,6 +12,7 @@ from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.estimate.memory_zero import ALIGN_BYTES, PassGradients, ZeroForm
+from megatron_sp.estimate.parameters import norm_widths
 from megatron_sp.estimate.stages import RankShare, shares_of
 from megatron_sp.estimate.workload import Workload, num_micro_batches
 from megatron_sp.utils.numbers import round_up
@@ -60,7 +61,7 @@ class RankForm:
             return sum(round_up(count, align) for count in counts)
 
         attention = [qkv_rows * h, h * self.attention.proj_columns]
-        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [shape.d] * (2 * norms * model.qk_layernorm)
+        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [width for width in norm_widths(model) for _ in range(norms)]
         mlp = [shape.ffn_in * h, h * shape.ffn] + [shape.ffn_in, h] * model.mlp_bias
         block = aligned(*attention, *mlp, *[h] * (2 * norms))
         positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
@@ -120,7 +121,7 @@ class RankForm:
         if unit == 0 or unit > shape.layers:
             return norms * h if shape.parts > 1 and not shape.post and unit > 0 else 0
         count = (2 * norms + model.proj_bias + model.mlp_bias) * h if shape.parts > 1 else 0
-        count += 2 * norms * shape.d if model.qk_layernorm else 0
+        count += norms * sum(norm_widths(model))
         if model.num_groups % shape.tp:  # every rank has room for all groups
             count += model.num_groups * 2 * shape.d * (h + model.qkv_bias)
         return count

@@ -11,11 +11,20 @@ def count_parameters(model: ModelConfig) -> int:
     h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
     norms = 2 if model.normalization == "LayerNorm" else 1
     rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.is_gated else 1)
-    block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
+    block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + norms * sum(norm_widths(model))
     block += rows * model.qkv_bias + h * model.proj_bias + (ffn_rows + h) * model.mlp_bias
     embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
     head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
     return model.num_layers * block + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
+
+
+def norm_widths(model: ModelConfig) -> tuple[int, ...]:
+    """Return the widths of the norms of queries and keys in a block."""
+    if not model.qk_layernorm:
+        return ()
+    assert model.num_attention_heads
+    queries, keys = (model.num_attention_heads, model.num_groups) if model.qk_layernorm_scope == "all" else (1, 1)
+    return queries * model.head_dim, keys * model.head_dim
 
 
 def _of_bert(model: ModelConfig, norms: int) -> int:

@@ -45,6 +45,7 @@ MIXTRAL: dict[str, Any] = {
 QWEN3: dict[str, Any] = {
     **MIXTRAL, "qk_layernorm": True, "kv_channels": 8, "moe_ffn_hidden_size": 12, "moe_router_topk": 3, "moe_router_pre_softmax": True,
 }  # fmt: skip
+OLMOE: dict[str, Any] = {**MIXTRAL, "qk_layernorm": True, "qk_layernorm_scope": "all", "moe_router_pre_softmax": True}
 BERT: dict[str, Any] = {**SIZES, "model_family": "bert", "max_position_embeddings": 16, "norm_epsilon": 1e-12}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes of a classifier
     "gpt2": (GPT2, 0),
@@ -67,6 +68,8 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes 
     "qwen3-moe": (QWEN3, 0),
     "qwen3-moe-some": ({**QWEN3, "moe_layer_freq": "[0]*1+[1]*2", "add_qkv_bias": True, "add_proj_bias": True}, 0),
     "qwen3-moe-one": ({**QWEN3, "moe_layer_freq": "[1,0]+[0]", "moe_router_pre_softmax": False, "window_size": 5}, 0),
+    "olmoe": (OLMOE, 0),
+    "olmoe-heads": ({**OLMOE, "num_query_groups": 4, "moe_router_topk": 5, "moe_router_pre_softmax": False}, 0),
     "gpt2-relu": ({**GPT2, "relu": True}, 0),
     "bert": ({**BERT, "norm_placement": "post"}, 0),
     "bert-one-segment": ({**BERT, "norm_placement": "post", "bert_no_binary_head": True, "num_tokentypes": 2}, 0),

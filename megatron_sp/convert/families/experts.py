@@ -154,3 +154,31 @@ def _pattern(layers: list[bool]) -> str:
     if all(layers):
         return "1"
     return "+".join(f"[{int(has)}]*{len(list(run))}" for has, run in itertools.groupby(layers))
+
+
+class Olmoe(_Experts):
+    """OLMoE: experts in all layers, norms over all queries and over all keys of a token."""
+
+    model_type, name, aux_coeff = "olmoe", "Olmoe", 0.01
+    eps_if_absent = 1e-5
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        settings.require("clip_qkv", None, "limits queries, keys and values")
+        super().take_own(config, settings)
+        attention = settings.get("attention_bias", bool, False)
+        set_biases(config, qkv=attention, proj=attention, mlp=False)
+        config.qk_layernorm, config.qk_layernorm_scope = True, "all"
+        config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        assert config.hidden_size and config.num_attention_heads
+        return {
+            **super().own(config), "proj_bias": config.qkv_bias, "qk_layernorm": True, "qk_layernorm_scope": "all",
+            "head_dim": config.hidden_size // config.num_attention_heads, "moe_layer_freq": _everywhere(config),
+        }  # fmt: skip
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax, "attention_bias": config.qkv_bias,
+            "clip_qkv": None,
+        }  # fmt: skip

@@ -76,7 +76,7 @@ class Family(Protocol):
 
 _PLAIN = {
     "use_parallel_residual": False, "window_size": None, "rope_scaling": (), "rotary_seq_len_interpolation_factor": 1.0, "relu": False,
-    "geglu": False, "has_experts": False,
+    "geglu": False, "has_experts": False, "qk_layernorm_scope": "head",
 }  # fmt: skip
 """What a family that does not speak of them does not have."""
 

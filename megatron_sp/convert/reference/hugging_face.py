@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mistral, Qwen2, GPT-NeoX, Mixtral, Qwen3-MoE, OLMoE, BERT and MegatronBERT from Hugging Face folders, by their own names and layouts.
+"""Models from Hugging Face folders, by their own names and layouts: those of the families that the conversion knows.
 
 Tensors are read with the safetensors library when a block needs them. config.json is parsed here independently, so that
 a setting misread by the conversion shows up as a difference.
