@@ -597,7 +597,7 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
     if log.profile and absent:
         yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
     parallel = config.parallel
-    if log.report_overlap is not None and parallel.replica_size == 1:
+    if log.report_overlap is not None and parallel.replica_size == parallel.expert_model_parallel_size == 1:
         yield (
             "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks, and with"
             " sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and pipeline_model_parallel_size 1 there"

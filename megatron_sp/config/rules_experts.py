@@ -35,8 +35,8 @@ def settle_experts(config: Config) -> list[str]:
         model.moe_router_load_balancing_type = "seq_aux_loss"
         if model.moe_aux_loss_coeff:
             lines.append(
-                "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss, the"
-                " same where a micro-batch is one sequence)"
+                "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss,"
+                " the same where a micro-batch is one sequence)"
             )
     if parallel.moe_chunks > 1 and parallel.expert_model_parallel_size == 1:
         parallel.moe_chunks = 1
@@ -117,16 +117,17 @@ def _choice(config: Config) -> Iterator[str]:
                 f" {of_groups * (experts // groups)}): raise --moe-router-group-topk"
             )
         elif k // of_groups > experts // groups:
-            yield f"moe_router_topk ({k}) / moe_router_group_topk ({of_groups}) must be at most the experts of a group ({experts // groups})"
+            each = experts // groups
+            yield f"moe_router_topk ({k}) / moe_router_group_topk ({of_groups}) must be at most the experts of a group ({each})"
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield (
-            "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add --moe-router-score-function sigmoid, or"
-            " use --moe-aux-loss-coeff"
+            "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add --moe-router-score-function sigmoid,"
+            " or use --moe-aux-loss-coeff"
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         yield "--moe-router-pre-softmax is for --moe-router-score-function softmax: leave one of them out"
     if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
         yield (
-            f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict each other: leave one of"
-            " them out"
+            f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict each other: leave one"
+            " of them out"
         )

@@ -23,9 +23,7 @@ class ExpertConfig:
         unit="experts", low=0, high=2**16,
     )  # fmt: skip
     moe_router_topk: int = flag(2, "with --num-experts: experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10)
-    moe_ffn_hidden_size: int | None = flag(
-        None, "with --num-experts: width of an expert (default: --ffn-hidden-size)", low=1, high=2**24
-    )
+    moe_ffn_hidden_size: int | None = flag(None, "with --num-experts: width of an expert (default: --ffn-hidden-size)", low=1, high=2**24)
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "with --num-experts: width of one more expert that all tokens take (default: none)", low=0, high=2**24
     )
@@ -35,11 +33,12 @@ class ExpertConfig:
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", "with --num-experts: scores from the router's logits")
     moe_router_pre_softmax: bool = flag(
-        False, "with --num-experts: softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1"
+        False,
+        "with --num-experts: softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1",
     )
     moe_router_topk_scaling_factor: float | None = flag(None, "with --num-experts: factor of the weights of the chosen experts", low=0)
     moe_router_num_groups: int | None = flag(
-        None, "with --num-experts: groups of experts, of which each token chooses --moe-router-group-topk before it chooses experts in them",
+        None, "with --num-experts: groups of experts, of which each token chooses --moe-router-group-topk before it chooses experts there",
         unit="groups", low=1, high=2**16,
     )  # fmt: skip
     moe_router_group_topk: int | None = flag(None, "with --moe-router-num-groups: groups of each token", unit="groups", low=1, high=2**10)
@@ -110,5 +109,7 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
             )
         found += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
     if len(found) != num_layers:
-        raise ConfigError(f"--moe-layer-freq {text[:60]!r} is a pattern of {len(found)} layers, and num_layers is {num_layers}: give each a 0 or 1")
+        raise ConfigError(
+            f"--moe-layer-freq {text[:60]!r} is a pattern of {len(found)} layers, and num_layers is {num_layers}: give each a 0 or 1"
+        )
     return found

@@ -15,6 +15,7 @@ from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
 from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
@@ -58,6 +59,7 @@ class Stored(NamedTuple):
             if parameter.shape != specs[name].shape:
                 parameter.zero_()  # rows that pad the vocabulary are not on the disk
             wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
+        wanted |= {name: GlobalTensor.whole(bias) for name, bias in expert_biases(model).items()}
         self.checkpointer.load(self.folder, wanted, partial=True, cast=True)
         return model.eval()
 

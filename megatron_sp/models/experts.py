@@ -83,6 +83,11 @@ class Router(nn.Module):
         self.expert_bias += step if skip is None else torch.where(skip, 0.0, step)
 
 
+def expert_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the biases of a model's routers by name: beside its parameters all that a checkpoint has of it."""
+    return {name: bias for name, bias in model.named_buffers() if name.endswith(".router.expert_bias")}
+
+
 class StackedLinear(nn.Module):
     """One linear layer of each of a rank's experts: weight [E/ep, out, in], bias [E/ep, out].
 

@@ -283,7 +283,7 @@ class LanguageModel(nn.Module):
             again = again and torch.is_grad_enabled()
             if first == last:
                 continue
-            x = unit_boundary(x, events, units[first], below)
+            x = unit_boundary(x, events, units[first][:1], below)
             if again:
                 run = partial(_recomputed, layers, range(first, last), units, self._with_kept_attention(ctx, x), events)
                 x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
@@ -367,6 +367,9 @@ class LanguageModel(nn.Module):
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole, num_tokens=cut.num_tokens)
+        if ctx.routers is not None and ctx.routers.replayed is not None:
+            at = torch.arange(cut.whole, device=ctx.routers.replayed.device)
+            ctx.routers.rows = cut.take(at)[cut.tp_seq_slice][: cut.num_tokens]
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
@@ -395,10 +398,15 @@ def _run_layers(
     """Run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first."""
     for layer in which:
         if layer > which.start:
-            x = unit_boundary(x, events, units[layer], units[layer - 1])
+            x = unit_boundary(x, events, units[layer][:1], units[layer - 1])
         if events is not None:
             for unit in units[layer]:
                 events.before_use(unit)
-        block = layers[layer]
-        x = block(x, ctx) if offload is None else offload.run(partial(block, ctx=ctx), x, block.parameters, last=layer + 1 == len(layers))
+        block, experts = layers[layer], units[layer][1:]
+        # experts are reduced under attention's backward
+        around = partial(unit_boundary, events=events, units=experts) if experts and events is not None else None
+        if offload is None:
+            x = block(x, ctx, around)
+        else:
+            x = offload.run(partial(block, ctx=ctx, around_experts=around), x, block.parameters, last=layer + 1 == len(layers))
     return x

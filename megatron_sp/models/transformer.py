@@ -13,6 +13,7 @@ forward pass needs besides x is in one ``ForwardContext``. Each layer describes 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -340,13 +341,19 @@ class TransformerBlock(nn.Module):
         if self.post:
             self.post_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Apply the block to x [s, b, h]; the result has the same shape."""
+    def forward(self, x: Tensor, ctx: ForwardContext, around_experts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Apply the block to x [s, b, h]; the result has the same shape.
+
+        Args:
+            around_experts: identity on the experts' input, which reports in backward that their gradients are complete.
+        """
         if self.post:
             x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0])
             return self.post_mlp_layernorm(self._mlp(x, None, ctx))
         y, x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
         norm = self.pre_mlp_layernorm.in_front()
+        if around_experts is not None:
+            x, y = (around_experts(x), y) if self.parallel else (x, around_experts(y))
         return self._mlp(x, norm, ctx, onto=y) if self.parallel else self._mlp(y, norm, ctx)
 
     def _mlp(self, x: Tensor, norm: NormInFront | None, ctx: ForwardContext, onto: Tensor | None = None) -> Tensor:

@@ -148,7 +148,8 @@ def balance_scores(logits: Tensor, spec: RoutingSpec) -> Tensor:
 
 
 def logits_backward(
-    logits: Tensor, routed: Routed, spec: RoutingSpec, grad_weights: Tensor, grad_scores: Tensor | None = None, z_weight: Tensor | None = None
+    logits: Tensor, routed: Routed, spec: RoutingSpec, grad_weights: Tensor, grad_scores: Tensor | None = None,
+    z_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the logits, [tokens, E].
 

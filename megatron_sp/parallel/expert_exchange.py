@@ -189,7 +189,7 @@ class RowExchange:
         return rows, Choices(places // form.top_k, places, of_experts, weights.flatten().index_select(0, places))
 
     def rows_of(self, arrived: Tensor, own: Tensor, journey: Journey) -> Tensor:
-        """Return rows of a forward pass for its backward, [rows, h]: of what ``send_rows`` has brought, on one rank of ``own`` [tokens, h]."""
+        """Return the rows of a forward pass, [rows, h]: those that ``send_rows`` has brought, on one rank those of ``own`` [tokens, h]."""
         if not self._moves:
             return own[journey.tokens]
         return arrived.view(-1, self._form.elements(numbers=True))[:, : self._form.width]

@@ -37,7 +37,9 @@ class ExpertParallel(ExchangeGroup):
     chunks: int = 1
 
     @classmethod
-    def create(cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False) -> ExpertParallel:
+    def create(
+        cls, groups: ParallelGroups, ep_size: int = 1, *, tp_seq: bool = False, chunks: int = 1, check: bool = False
+    ) -> ExpertParallel:
         """Make the groups. Collective.
 
         Args:

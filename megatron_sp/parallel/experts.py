@@ -32,7 +32,7 @@ from megatron_sp.ops.expert_mlp import Choices, ExpertGrads, ExpertWeights, expe
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad, put_weight_grad_now
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec
-from megatron_sp.ops.routing import Routed, RoutingSpec, logits_backward, route
+from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, norm_in_front, normed_by, rows_of
@@ -141,8 +141,24 @@ class _Params(NamedTuple):
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2)
 
 
+class _Needs(NamedTuple):
+    """Flags of the parameters that need a gradient, as ``_Params``."""
+
+    norm_weight: bool
+    norm_bias: bool
+    router: bool
+    w1: bool
+    b1: bool
+    w2: bool
+    b2: bool
+    shared_w1: bool
+    shared_b1: bool
+    shared_w2: bool
+    shared_b2: bool
+
+
 class _Trip(NamedTuple):
-    """A chunk of tokens as backward needs it: where its rows went, who has chosen whom, the rows, the inputs of the activation."""
+    """A chunk of tokens as backward needs it: where its rows went, and who has chosen whom."""
 
     journey: Journey
     choices: Choices
@@ -201,11 +217,14 @@ class _Forward:
         entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
         a = rows_of(normed)[: plan.rows]
         self.logits = _logits(a, params.router, plan.router_dtype)
-        self.routed = route(self.logits, plan.routing, self.options.router_bias, self.options.chosen)
+        chosen = self.options.chosen
+        if chosen is None and told is not None:
+            chosen = told.given(plan.layer)
+        self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
         counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep))
         if told is not None and self.options.chosen is None:
-            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen)
+            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
         journeys, of_experts = counts.read()
         exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)
@@ -284,7 +303,7 @@ class _Backward:
         options: _Options = ctx.options
         self.options, self.plan, self.params, self.main_grad = options, options.plan, ctx.params, options.main_grad
         self.need_x, self.need_residual, *needs = ctx.needs_input_grad[1:]
-        self.need = _Params._make(needs)
+        self.need = _Needs._make(needs)
         self.grad, self.passed, self.has_residual = grad, passed, ctx.has_residual
         self.routed = route(self.logits, self.plan.routing, chosen=chosen)
 
@@ -378,7 +397,7 @@ class _Backward:
         if norm is None:
             grad_x = grad_normed if passed is None else grad_normed.add_(passed)
         else:
-            need = self.need_x, bool(self.need.norm_weight), bool(self.need.norm_bias)
+            need = self.need_x, self.need.norm_weight, self.need.norm_bias
             grad_x, of_weight, of_bias = norm_gradients(
                 norm, grad_normed, self.x, stats, need, passed, params=(self.params.norm_weight, self.params.norm_bias),
                 main_grad=self.main_grad,

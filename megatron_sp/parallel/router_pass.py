@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.ops.routing import RoutingSpec, balance_scores, count_chosen
+from megatron_sp.ops.routing import RoutingSpec, balance_scores, count_chosen, margins
 from megatron_sp.parallel.expert_parallel import ExpertParallel
 
 BalanceKind = Literal["none", "sequence", "global"]
@@ -74,6 +74,7 @@ class RouterStep:
         sums: fp64 [2], sums of the balance and the z term, without the global counts.
         weights: returns the weights of the terms' gradients; may wait for counts of the step.
         is_counting: forward passes without gradients that count for the passes to come.
+        watched: what --verify-parallelism compares; None: nothing is watched.
     """
 
     def __init__(self, routing: RoutingSpec, spec: BalanceSpec, num_layers: int, ep: ExpertParallel, device: torch.device) -> None:
@@ -82,6 +83,7 @@ class RouterStep:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.known: Tensor | None = None
         self.is_counting = False
+        self.watched: Watched | None = None
         self.weights: Callable[[], TermWeights] | None = None
 
     @property
@@ -115,7 +117,7 @@ class RouterStep:
         self.settle()
 
     def told(self) -> Tensor:
-        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell the same."""
+        """Return [sums of the two terms, load of each layer and expert], fp64, to be summed over all ranks; zeros if others tell it."""
         told = torch.cat([self.sums, self.loads.flatten().double()])
         return told if self.ep.counts else torch.zeros_like(told)
 
@@ -123,14 +125,35 @@ class RouterStep:
         """Return the loads, fp64 [layers, E], in what all ranks have told."""
         return told[2:].view(self.loads.shape)
 
-    def micro_batch(self, batch: int, lengths: Tensor | int) -> RouterPass:
+    def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
         """Return the routers' part of a micro-batch's context.
 
         Args:
             batch: number of its sequences.
             lengths: tokens of each sequence, [b], or of all of them.
+            replayed: choices to be made, [layers, s, b, k] of the whole sequences; None: the routers decide.
         """
-        return RouterPass(self, batch, lengths)
+        made = RouterPass(self, batch, lengths, replayed)
+        if self.watched is not None and not self.is_counting:
+            self.watched.passes.append(made)
+        return made
+
+
+@dataclass
+class Watched:
+    """Routing of a step on one process.
+
+    Attributes:
+        margin: the smallest margin of a choice (``ops/routing.py``).
+        passes: of the micro-batches, with all their choices.
+    """
+
+    margin: float = float("inf")
+    passes: list[RouterPass] = field(default_factory=list)
+
+    def choices(self) -> list[Tensor]:
+        """Return the choices of each micro-batch, int64 [layers, s, b, k]."""
+        return [torch.stack([made.seen[layer] for layer in sorted(made.seen)]) for made in self.passes]
 
 
 @dataclass
@@ -141,6 +164,9 @@ class RouterPass:
         step: of the step.
         batch: number of sequences.
         lengths: their tokens.
+        replayed: choices to be made, of the whole sequences, [layers, s, b, k].
+        rows: positions of this rank's rows, [positions], while choices are replayed.
+        seen: choices of each layer, [s, b, k], if they are watched.
         choices: of layers that are computed again, by layer and slice.
         counts: [b, E] of each layer, over the ranks of the sequence.
         scores: [b, E] of each layer, sums over this rank's tokens.
@@ -149,6 +175,9 @@ class RouterPass:
     step: RouterStep
     batch: int
     lengths: Tensor | int
+    replayed: Tensor | None = None
+    rows: Tensor | None = None
+    seen: dict[int, Tensor] = field(default_factory=dict)
     choices: dict[Key, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, Tensor] = field(default_factory=dict)
@@ -157,7 +186,14 @@ class RouterPass:
         """Return the choice of a layer's first pass, if this is its second."""
         return self.choices.pop(key, None) if torch.is_grad_enabled() else None
 
-    def observe(self, key: Key, layer: int, logits: Tensor, chosen: Tensor) -> None:
+    def given(self, layer: int) -> Tensor | None:
+        """Return the choice that a layer is to make, if choices are replayed, int64 [tokens, k]."""
+        if self.replayed is None:
+            return None
+        assert self.rows is not None, "the model says which rows these are"
+        return self.replayed[layer][self.rows].flatten(0, 1)
+
+    def observe(self, key: Key, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
         """Count the choices of a layer's first pass. Collective over the ranks of the sequence with a balance term of sequences.
 
         Args:
@@ -165,6 +201,7 @@ class RouterPass:
             layer: its number among those with experts.
             logits: [tokens, E], of rows [positions, b].
             chosen: int64 [tokens, k].
+            bias: what was added for the choice.
         """
         step, spec = self.step, self.step.spec
         if not torch.is_grad_enabled() and not step.is_counting:
@@ -176,6 +213,10 @@ class RouterPass:
             step.loads[layer] += counts.sum(0)
         if step.is_counting:
             return
+        if step.watched is not None:
+            if len(logits):
+                step.watched.margin = min(step.watched.margin, float(margins(logits, step.routing, bias).min()))
+            self.seen[layer] = chosen.view(-1, self.batch, chosen.shape[1])
         if spec.z:
             step.sums[1] += logits.logsumexp(1).double().square_().sum()
         if spec.kind == "none":

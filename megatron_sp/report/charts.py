@@ -53,6 +53,11 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
             noisy=False,
             unit="sequences",
         ),
+        one("expert_load_max", "Largest load of an expert", "of the mean load", "plain", "expert_load_max", from_zero=True),
+        one("experts_idle", "Experts without a token", "experts", "count", "experts_idle", from_zero=True, noisy=False),
+        one("expert_entropy", "Entropy of the loads", "of that of even loads", "percent", "expert_entropy"),
+        one("balance_loss", "Balance loss", "loss", "loss", "balance_loss"),
+        one("z_loss", "z loss", "loss", "loss", "z_loss"),
         one("params_norm", "Norm of the parameters", "norm", "plain", "params_norm", unit="L2"),
         one("num_zeros_in_grad", "Zeros in the gradients", "zeros", "si", "num_zeros_in_grad", from_zero=True, unit="elements"),
     ]

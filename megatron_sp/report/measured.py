@@ -11,7 +11,7 @@ from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record, number
 from megatron_sp.report.sections import Section, card, quiet, section, shortened
 
-_AXES = {"cp": "context", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
+_AXES = {"cp": "context", "ep": "experts", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
 
 
 def numerics_section(run: RunFiles) -> Section | None:

@@ -19,6 +19,7 @@ from megatron_sp.report.chart import figure
 from megatron_sp.report.charts import axis_map, charts
 from megatron_sp.report.classified import classification_section
 from megatron_sp.report.configuration import configuration_section
+from megatron_sp.report.experts import experts_section
 from megatron_sp.report.html import Html, join, script_json, tag
 from megatron_sp.report.measured import exchanges_section, numerics_section, prediction_section
 from megatron_sp.report.reading import RunFiles, read_run
@@ -82,6 +83,7 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
             tag("div", [figure(c, several=several) for c in drawn], class_="charts"),
         ),
         classification_section(runs),
+        experts_section(run),
         numerics_section(run),
         time_section(run),
         prediction_section(run),

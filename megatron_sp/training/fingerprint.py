@@ -33,7 +33,7 @@ class Fingerprint:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def require_equal(self, groups: ParallelGroups, ep_rank: int = 0) -> None:
-        """Check that ranks with the same tp and pp rank have the same parameters, and those with the same ep rank the same experts. Collective.
+        """Check that ranks with the same tp and pp rank have the same parameters, with the same ep rank the same experts. Collective.
 
         Raises:
             ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.

@@ -34,7 +34,7 @@ from megatron_sp.comm.collectives import (
     barrier,
     reduce_scatter_async,
 )
-from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CollectiveTimes, CudaClock, Direction, Recorder, StepTimes, WallClock
 from megatron_sp.ops import availability
@@ -47,7 +47,7 @@ from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.format import format_bytes
 
 TRACE_NAME, PICTURE_NAME, PIPELINE_NAME = "overlap-trace.json", "overlap.png", "overlap-pipeline.svg"
-AXIS_WORDS: dict[Axis, str] = {"cp": "context", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
+AXIS_WORDS: dict[Axis, str] = {"cp": "context", "ep": "experts", "pp": "pipeline", "sp": "ulysses", "tp": "tensor"}
 _ROUNDS = 7
 _SECONDS = 20.0  # after which no further round begins
 _TRACED_STEPS = 3
@@ -83,15 +83,17 @@ class OverlapReport:
         run_dir: folder for trace and picture.
         say: prints a line on rank 0.
         pipeline: that of the run, whose messages are recorded, too; None: the model is not cut.
+        ep: the ranks that share experts.
     """
 
     def __init__(
-        self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None], pipeline: Pipeline | None = None
-    ) -> None:
+        self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None], pipeline: Pipeline | None = None,
+        ep: Group = SINGLE_RANK,
+    ) -> None:  # fmt: skip
         self._groups, self._run_dir, self._say, self._pipeline = groups, run_dir, say, pipeline
         self._clock: Clock = CudaClock(groups.device) if groups.device.type == "cuda" else WallClock()
         self.recorder = Recorder(self._clock, num_steps)
-        self._written = False
+        self._written, self._ep = False, ep
         if pipeline is not None:
             pipeline.channels.recorder = self.recorder
 
@@ -125,7 +127,7 @@ class OverlapReport:
 
     def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
         """Return the seconds of each collective and message when run alone. Collective."""
-        collectives = iter(time_alone([what for what in flights if what.pipe is None], self._groups, self._clock))
+        collectives = iter(time_alone([what for what in flights if what.pipe is None], self._groups, self._clock, self._ep))
         found: dict[Collective, float] = {}
         if self._pipeline is not None:
             messages = {what for what in flights if what.pipe is not None}
@@ -218,7 +220,7 @@ def comparable(steps: list[StepTimes]) -> list[StepTimes]:
     return [step for step in kept if len(step.flights) == len(kept[-1].flights)]
 
 
-def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock) -> list[float]:
+def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock, ep: Group = SINGLE_RANK) -> list[float]:
     """Return the seconds of each collective when run alone: the median over rounds. Collective.
 
     Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
@@ -243,7 +245,7 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
 
     def start(what: Collective) -> Handle:
         send, receive = buffers[what.dtype]
-        return _start(what, groups, send[: sum(what.sends)], receive[: sum(what.receives)])
+        return _start(what, groups, ep, send[: sum(what.sends)], receive[: sum(what.receives)])
 
     turns: list[Collective | None] = [example[kind] for kind in dict.fromkeys(kind_of)]
     turns += [None] * (max(len(set(each)) for each in kinds.values()) - len(turns))
@@ -319,8 +321,8 @@ def _time_once(what: Collective | None, start: Callable[[Collective], Handle], g
     return clock.seconds(begin, end)
 
 
-def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tensor) -> Handle:
-    group = {"cp": groups.cp, "sp": groups.sp, "tp": groups.tp}[what.axis]
+def _start(what: Collective, groups: ParallelGroups, ep: Group, send: Tensor, receive: Tensor) -> Handle:
+    group = {"cp": groups.cp, "ep": ep, "sp": groups.sp, "tp": groups.tp}[what.axis]
     if what.op == "all_to_all":
         return all_to_all_async(send, what.sends, receive, what.receives, group)
     if what.op == "all_gather":
@@ -409,7 +411,7 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
             label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
             about = {"layer": span.layer, "direction": span.direction}
             events.append(_event(0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about))
-        for first, axis in ((1, "sp"), (11, "cp"), (21, "tp"), (31, "pp")):
+        for first, axis in ((1, "sp"), (11, "cp"), (21, "tp"), (31, "pp"), (41, "ep")):
             for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
                 names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
                 events.append(_event(first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)))

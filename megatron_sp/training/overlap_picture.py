@@ -15,13 +15,13 @@ LAYERS_SHOWN = 2
 COLOURS = {
     "projection": "#0072B2", "attention": "#009E73", "output projection": "#56B4E9", "mlp": "#E69F00", "other": "#C9C9C9", WAIT: "#FFFFFF",
     "to heads": "#CC79A7", "to positions": "#882255", "context parallel": "#F0E442", "tensor parallel": "#D55E00",
-    "pipeline": "#7A5195",
+    "pipeline": "#7A5195", "experts": "#B8860B", "expert parallel": "#EE6677",
 }  # fmt: skip
 WORDS = {
     "projection": "QKV projection", "other": "norms, dropout, rest", "mlp": "MLP", WAIT: "waiting (exposed)",
     "to heads": "Ulysses: to heads", "to positions": "Ulysses: back to positions",
     "context parallel": "context-parallel exchange", "tensor parallel": "tensor-parallel collective",
-    "pipeline": "message between stages",
+    "pipeline": "message between stages", "experts": "experts", "expert parallel": "expert-parallel exchange",
 }  # fmt: skip
 _TO_HEADS = ("qkv", "q", "k", "v", "d out")
 _WIDE_ENOUGH = 0.011  # share of the window that a letter needs
@@ -106,7 +106,7 @@ def _num_lanes(part: Window) -> int:
 
 
 def _by_axis(part: Window) -> list[tuple[str, list[tuple[int, CollectiveTimes]]]]:
-    axes = (("sp", "ulysses"), ("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"))
+    axes = (("sp", "ulysses"), ("cp", "context"), ("ep", "experts"), ("tp", "tensor"), ("pp", "pipeline"))
     placed = [(name, in_lanes([f for f in part.flights if f.what.axis == axis])) for axis, name in axes]
     return [(name, lanes) for name, lanes in placed if lanes]
 
@@ -142,7 +142,7 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
 def _kind(flight: CollectiveTimes) -> str:
     if flight.what.axis == "sp":
         return "to heads" if flight.name in _TO_HEADS else "to positions"
-    return {"cp": "context parallel", "pp": "pipeline", "tp": "tensor parallel"}[flight.what.axis]
+    return {"cp": "context parallel", "ep": "expert parallel", "pp": "pipeline", "tp": "tensor parallel"}[flight.what.axis]
 
 
 def _bar(axes: Any, y: float, begin: float, end: float, part: Window, kind: str, text: str, used: dict[str, None]) -> None:

@@ -12,22 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch
 from megatron_sp.parallel.router_pass import RouterStep
 
 
-def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch) -> ForwardContext:
-    """Return the context of a micro-batch with its routers' part."""
+def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None) -> ForwardContext:
+    """Return the context of a micro-batch with its routers' part; ``replayed``: see ``RouterStep.micro_batch``."""
     rows, length = batch["tokens"].shape
-    return replace(context, routers=routers.micro_batch(rows, length))
+    return replace(context, routers=routers.micro_batch(rows, length, replayed))
 
 
-def count_first(
-    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
-) -> None:
+def count_first(routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]) -> None:
     """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before. Collective."""
     if not routers.counts_first:
         return
@@ -76,7 +74,6 @@ class RouterReport:
         shares = [_entropy(layer) / math.log(len(layer)) for layer in self.loads if sum(layer) and len(layer) > 1]
         return sum(shares) / len(shares) if shares else 1.0
 
-
     def record(self) -> dict[str, Any]:
         """Return the entries of a step's record in ``metrics.jsonl``."""
         largest = self.largest
@@ -90,4 +87,3 @@ class RouterReport:
 def _entropy(loads: Sequence[int]) -> float:
     total = sum(loads)
     return -sum(load / total * math.log(load / total) for load in loads if load)
-

@@ -488,7 +488,10 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
     pipeline = build_pipeline(config, groups)
-    overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line, pipeline)
+    experts = expert_parallel(config, groups)
+    overlap_report: OverlapReport | None = None
+    if steps is not None:
+        overlap_report = OverlapReport(steps, groups, context.run_dir, context.console.line, pipeline, experts.group)
     if pipeline is not None:
         context.watchdog.locate = pipeline.locate
         context.peers.parts[:] = pipeline.parts
@@ -498,7 +501,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
         recorder=None if overlap_report is None else overlap_report.recorder,
         cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
         stages=() if pipeline is None else pipeline.own_stages, num_slices=parallel.num_pipeline_slices,
-        ep=expert_parallel(config, groups),
+        ep=experts,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     found = {**record, "sp_overlap": overlap, "attention": attention.kernel.name, "sizes": context.sizes}

@@ -17,6 +17,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config, diff
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.layers import shard_specs
@@ -30,9 +31,10 @@ _STRUCTURE = (
     "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
     "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling", "window_size", "use_parallel_residual",
     "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "activation", "head_activation", "qkv_bias", "proj_bias",
-    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size", "num_experts", "moe_router_topk", "expert_ffn_size", "shared_expert_size",
-    "moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_router_enable_expert_bias", "qk_layernorm_scope",
+    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size",
+    "num_experts", "moe_router_topk", "expert_ffn_size", "shared_expert_size", "moe_layer_freq", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias", "qk_layernorm_scope",
 )  # fmt: skip
 
 
@@ -94,9 +96,7 @@ class TrainingState:
         for name, p in self.model.named_parameters():
             if name not in found:
                 found[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
-        # biases of routers, which no gradient reaches and all ranks of a stage have
-        biases = {name: b for name, b in self.model.named_buffers() if name.endswith(".expert_bias")}
-        return found | {name: GlobalTensor.whole(bias) for name, bias in biases.items()}
+        return found | {name: GlobalTensor.whole(bias) for name, bias in expert_biases(self.model).items()}
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""

@@ -234,6 +234,8 @@ class TrainStep:
             self._update_biases(of_routers, None)
         if self.routers is not None:
             result.routers = RouterReport.of(self.routers, values[len(values) - len(of_routers) :], sequences, tokens)
+            self.routers.weights = None  # a circle, which no collector is to look for
+            self.routers = None
         result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()
@@ -292,11 +294,11 @@ class TrainStep:
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
         """Run forward and backward of every micro-batch."""
         key = _on_device(step, losses.device) if self.options.drops else step
-        hidden = self.loss.hidden
+        hidden, forward = self.loss.hidden, UnitWork(self.weights, None)
         if self.routers is not None and hidden is not None and len(micro_batches) > 1:
             count_first(
                 self.routers, self.model, self.weights, len(micro_batches),
-                lambda index: hidden(self.model, micro_batches[index], self._context(micro_batches[index], key), UnitWork(self.weights, None)),
+                lambda index: hidden(self.model, micro_batches[index], self._context(micro_batches[index], key), forward),
             )  # fmt: skip
         self.weights.start_step(len(micro_batches))
         for index, batch in enumerate(micro_batches):

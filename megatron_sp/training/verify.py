@@ -8,6 +8,9 @@ masks do not depend on the layout; attention dropout is off, since inside a fuse
 external model both are off.
 
 With --sp-overlap-mode auto every mode that may be chosen is verified.
+
+With experts the loads must be equal, too. A token for which two experts score alike to rounding may choose another one in
+another layout; the smallest margin of the batch is reported, and where it is that small the layout makes the choices of the one process.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,25 +32,30 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.estimate.pipeline_choice import settle_schedule
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.ops.attention_choice import choose_kernel
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, micro_batch_context
 from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.router_pass import RouterStep, Watched
 from megatron_sp.training.attention import use_of
 from megatron_sp.training.balance_rows import row_dealer
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline
 from megatron_sp.training.probe import modes_to_try, words_for
+from megatron_sp.training.routers import count_first, with_routers
 from megatron_sp.training.run import Task, settle_vocab_size
 from megatron_sp.training.same_sequences import require_same_sequences
+from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 _NOISE = 0.1  # standard deviation of what is added to biases and norm weights
+_SMALL_MARGIN = 1e-6  # of scores or logits: rounding of a layout's own sums is below it
 _MICRO_BATCHES = 2  # for each data-parallel rank: enough to see accumulation
 _SHOWN = 5
 _SHARE_OF_MEMORY = 0.7
@@ -60,6 +68,8 @@ class _Outcome:
     loss: float
     grad_norm: float
     grads: dict[str, tuple[ShardSpec, Tensor]]
+    loads: list[list[int]] = field(default_factory=list)
+    watched: Watched | None = None
 
 
 def verify_parallelism(config: Config, task: Task, launch: Launch, groups: ParallelGroups) -> int:
@@ -114,6 +124,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
         f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
     )
+    replayed = _settle_routing(config, reference, groups, each, say)
     mine, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
     experts = expert_parallel(config, groups)
     for mode in modes_to_try(config):
@@ -124,7 +135,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
             stages=() if pipeline is None else pipeline.own_stages, num_slices=config.parallel.num_pipeline_slices,
             ep=experts,
         )  # fmt: skip
-        outcome = step.run(layout, groups, mine, pipeline)
+        outcome = step.run(layout, groups, mine, pipeline, replayed)
         title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
         good = _compare(title, outcome, reference, groups, TOLERANCE[dtype], say) and good
     say("verify: the layout equals one process" if good else "verify: FAILED, the layout does not equal one process")
@@ -145,9 +156,14 @@ class _Step:
         config.precision.fp64 = dtype == torch.float64
 
     def run(
-        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None = None
+        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None = None,
+        replayed: list[Tensor] | None = None,
     ) -> _Outcome:  # fmt: skip
-        """Build the model and run one step; without groups, all of it on this process."""
+        """Build the model and run one step; without groups, all of it on this process.
+
+        Args:
+            replayed: choices of experts to be made, for each micro-batch.
+        """
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
             self.task.build_model, self.config, layout, groups, self.groups.device,
@@ -163,9 +179,15 @@ class _Step:
         gradients.start_step()
         total = torch.zeros((), dtype=torch.float64)
 
+        routers = self._routers(model, layout, groups, micro_batches)
+
         def context_of(index: int) -> ForwardContext:
             drops = self.config.model.hidden_dropout > 0
-            return micro_batch_context(micro_batches[index], seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
+            batch = micro_batches[index]
+            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
+            if routers is None:
+                return context
+            return with_routers(context, routers, batch, None if replayed is None else replayed[index])
 
         def loss(index: int, context: ForwardContext) -> Tensor:
             terms = loss_of.sums(model, micro_batches[index], context, events)
@@ -173,29 +195,102 @@ class _Step:
             total.add_(made.detach().double().cpu())
             return made
 
+        hidden, forward = loss_of.hidden, UnitWork(weights, None)
         if pipeline is not None:
-            assert loss_of.hidden is not None, "a task without stages, which the flags refuse"
+            assert hidden is not None, "a task without stages, which the flags refuse"
+            if routers is not None and routers.counts_first:
+                with routers.counting(), torch.no_grad():
+                    PipelinedPasses(
+                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward, weights=weights,
+                        gradients=None, loss=lambda index, context: hidden(model, micro_batches[index], context, forward),
+                    ).run()  # fmt: skip
             PipelinedPasses(
-                pipeline, model, micro_batches, context_of=context_of, hidden=loss_of.hidden, loss=loss, events=events, weights=weights,
+                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events, weights=weights,
                 gradients=gradients,
             ).run()  # fmt: skip
         else:
+            if routers is not None and hidden is not None:
+                count_first(
+                    routers, model, weights, len(micro_batches),
+                    lambda index: hidden(model, micro_batches[index], context_of(index), forward),
+                )  # fmt: skip
             weights.start_step(len(micro_batches))
             for index in range(len(micro_batches)):
-                made = loss(index, context_of(index))
+                context = context_of(index)
+                made = loss(index, context)
                 if index == len(micro_batches) - 1:
                     gradients.last_micro_batch()
                 made.backward()
+                if context.routers is not None:
+                    context.routers.finish()
                 gradients.finish_micro_batch()
         gradients.finish_step()
         if groups is not None:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
+        loads: list[list[int]] = []
+        if routers is not None and routers.weights is not None:
+            told, of_terms = routers.told().cpu(), routers.weights()
+            told = told if groups is None else all_reduce(told, groups.control)
+            total = total + told[0] * of_terms.balance.cpu() + told[1] * of_terms.z.cpu()
+            loads = routers.loads_in(told).long().tolist()
         norm = sharded.optimizer(self.config, groups).grad_norm()
         grads: dict[str, tuple[ShardSpec, Tensor]] = {}
         for unit in units:
             whole = unit.gathered(unit.grad_shard)
             grads |= {slot.name: (slot.spec, slot.view(whole)) for slot in unit.slots}
-        return _Outcome(float(total), float(norm), grads)
+        return _Outcome(float(total), float(norm), grads, loads, None if routers is None else routers.watched)
+
+    def _routers(
+        self, model: nn.Module, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]
+    ) -> RouterStep | None:  # fmt: skip
+        """Return what the routers tell the step; on one process they are watched. Collective."""
+        make = getattr(model, "router_step", None)
+        routers: RouterStep | None = None if make is None else make(self.groups.device)
+        if routers is None:
+            return None
+        for name, bias in expert_biases(model).items():
+            noise = torch.randn(bias.shape, generator=name_generator(self.config.batch.seed, name), dtype=torch.float64)
+            bias += (_NOISE * noise).to(bias)
+        shapes = [tuple(batch["tokens"].shape) for batch in micro_batches]
+        sizes = torch.tensor([sum(b for b, _ in shapes), sum(b * s for b, s in shapes)], dtype=torch.float64)
+        if groups is not None:
+            sizes = all_reduce(sizes * float(groups.is_first_of_replica), groups.control)
+        else:
+            routers.watched = Watched()
+        weights = routers.weights_from(*sizes.to(self.groups.device))
+        routers.weights = lambda: weights
+        return routers
+
+
+def _settle_routing(
+    config: Config, reference: _Outcome | None, groups: ParallelGroups, each: int, say: Callable[[str], None]
+) -> list[Tensor] | None:  # fmt: skip
+    """Report the smallest margin of the choices of the one process, and return them if they are to be replayed. Collective.
+
+    Args:
+        reference: outcome on one process, on rank 0.
+        each: micro-batches of a data-parallel rank.
+    Returns:
+        Choices of this rank's micro-batches.
+    """
+    if not config.model.has_experts:
+        return None
+    watched = None if reference is None else reference.watched
+    margin = float(broadcast_json(None if watched is None else watched.margin, groups.control))
+    again = margin < _SMALL_MARGIN
+    say(
+        f"verify: the smallest margin of a choice of experts is {margin:.1e}"
+        + (f", below {_SMALL_MARGIN:g}: the layout makes the choices of the one process" if again else "")
+    )
+    if not again:
+        return None
+    choices = None if watched is None else watched.choices()
+    shapes = broadcast_json(None if choices is None else [list(choice.shape) for choice in choices], groups.control)
+    found = []
+    for index, shape in enumerate(shapes):
+        whole = torch.empty(shape, dtype=torch.int64) if choices is None else choices[index].cpu()
+        found.append(broadcast(whole.contiguous(), groups.control).to(groups.device))
+    return found[groups.dp_rank * each : (groups.dp_rank + 1) * each]
 
 
 def _add_noise(params: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], seed: int) -> None:
@@ -226,6 +321,10 @@ def _compare(
         rms = math.sqrt(sum(float(g.double().square().sum()) for g in whole) / max(1, sum(g.numel() for g in whole)))
     want_loss, want_norm, rms = broadcast_json(None if want is None else [want.loss, want.grad_norm, rms], control)
     rows = [("loss", _error(got.loss, want_loss), want_loss), ("gradient norm", _error(got.grad_norm, want_norm), want_norm)]
+    if got.loads:
+        loads = broadcast_json(None if want is None else want.loads, control)
+        rows.append(("loads of experts", 0.0 if loads == got.loads else math.inf, float(max(map(max, got.loads)))))
+    first = len(rows)
     # a rank of a pipeline has some of the parameters
     all_shapes = None if want is None else [[name, list(spec.shape)] for name, (spec, _) in want.grads.items()]
     dtype = next(grad.dtype for _, grad in got.grads.values())
@@ -243,8 +342,8 @@ def _compare(
         largest = float(whole_grad.abs().max())
         rows.append((name, float(worst) / max(largest + 1e-3 * rms, 1e-300), largest))
     failed = [row for row in rows if not row[1] <= tolerance]
-    say(f"verify: {title}: {'FAILED' if failed else 'equal'}, {len(rows) - 2} gradients, tolerance {tolerance:g}")
-    for name, error, size in [*rows[:2], *sorted(rows[2:], key=lambda row: -row[1])[:_SHOWN]]:
+    say(f"verify: {title}: {'FAILED' if failed else 'equal'}, {len(rows) - first} gradients, tolerance {tolerance:g}")
+    for name, error, size in [*rows[:first], *sorted(rows[first:], key=lambda row: -row[1])[:_SHOWN]]:
         say(f"  {name:<60} error {error:9.2e}   size {size:9.3e}{'' if error <= tolerance else '   <- differs'}")
     return not failed
 

@@ -14,6 +14,8 @@ SPLIT = "--sp-overlap-mode split-qkv --sp-overlap-comm --attention-dropout 0"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TP, TP_SEQ, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel-size 2"
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-shared-expert-intermediate-size 32"
+BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 JOBS = {
@@ -72,6 +74,13 @@ JOBS = {
     "pp, sp, zbv, report": Job(
         f"--bf16 {PP} {SP} {CHUNKED} --num-layers 5 --pipeline-schedule zbv --report-overlap 1", 4, micro_batches=3, rehearsals=2
     ),
+    "experts": Job(f"--bf16 {EXPERTS}"),
+    "experts, ep, chunks, stage 2": Job(f"{LLAMA} {EXPERTS} --ep-size 2 --moe-chunks 2 --zero-stage 2", 4),
+    "experts, ep, tp_seq, stage 3": Job(f"{LLAMA} {EXPERTS} {TP_SEQ} --ep-size 2 --zero-stage 3 {FULL}", 4),
+    "experts, pp, zb1p, biases": Job(
+        f"--bf16 {EXPERTS} {BIASED} {PP} --ep-size 2 --num-layers 4 --pipeline-schedule zb1p", 4, micro_batches=3
+    ),
+    "experts, report": Job(f"--bf16 {EXPERTS} --ep-size 2 --report-overlap 1", 2),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
     "overlap report, tp_seq": Job(f"--bf16 {TP_SEQ} --mlp-chunks 4 --report-overlap 1", 2),

@@ -25,7 +25,7 @@ MUTANTS = [
     ("hidden dropout by local position", LANGUAGE, "local_dropout=DropoutKeys(cut.take(keys)[cut.tp_seq_slice])", "local_dropout=DropoutKeys(keys.repeat(8, 1)[: cut.padded][cut.tp_seq_slice])"),
     ("attention dropout by local position", LANGUAGE, "dropout=DropoutKeys(cut.share(keys)), local", "dropout=DropoutKeys(keys[: cut.length]), local"),
     ("padding counts as a position", LANGUAGE, "length=cut.length, whole_length", "length=cut.padded, whole_length"),
-    ("the sequence is as long as the share", LANGUAGE, "whole_length=cut.whole)", "whole_length=cut.length)"),
+    ("the sequence is as long as the share", LANGUAGE, "whole_length=cut.whole, num_tokens", "whole_length=cut.length, num_tokens"),
     # the mask
     ("the plan has no window", LANGUAGE, "row_mask(ctx.mask, cut.whole, self.config.window_size)", "row_mask(ctx.mask, cut.whole)"),
     ("documents are ignored", CONTEXT, "window, mask.documents, lengths)", "window, None, lengths)"),

@@ -23,7 +23,7 @@ from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
-from megatron_sp.models.experts import routing_of
+from megatron_sp.models.experts import expert_biases, routing_of
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
@@ -83,6 +83,7 @@ class Case:
     fetch: Any = "all_gather"
     ep: int = 1  # of a model with experts (``model``)
     ep_chunks: int = 1
+    skew: float = 0.0  # added to the bias of the first expert (``--moe-router-enable-expert-bias``): all tokens choose it
     delay: bool = False  # gradients of the MLP's weights, to attention's last exchange
     steps: int = 0  # optimizer steps after which weights are compared
 
@@ -434,9 +435,7 @@ class Sharded:
         if self.routers is not None:
             whole = self.groups.world
             elsewhere |= {i for i in range(len(self.units)) if self.own_groups.get(i, self.groups.dp_cp_sp).rank()}
-        return FlatOptimizer(
-            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere
-        )
+        return FlatOptimizer(self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere)
 
     def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
         batches = [self.batch(i) for i in range(self.case.micro_batches)]
@@ -501,12 +500,12 @@ class OneProcess:
 
     def __init__(self, case: Case) -> None:
         self.config = tiny.shape(**{"seq_length": case.seq, "model_family": "bert" if case.bert else "gpt", **case.model})
-        self.whole = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
+        self.whole = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes), case)
         self.want = want_of(case, self.whole)
         self.weights = self._after_steps(case) if case.steps else {}
 
     def _after_steps(self, case: Case) -> dict[str, Tensor]:
-        model = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
+        model = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes), case)
         gradients = tiny.flatten(model)
         optimizer = FlatOptimizer(gradients.units, UPDATE)
         batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]
@@ -533,6 +532,14 @@ class OneProcess:
             if routers is not None:
                 model.update_expert_biases(routers.loads_in(routers.told()))
         return {n: p.detach().clone() for n, p in model.named_parameters()} | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def skewed(model: LanguageModel, case: Case) -> LanguageModel:
+    """The model with biases of its routers, if it has any, that are not zero."""
+    for number, bias in enumerate(expert_biases(model).values()):
+        bias += 0.2 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(bias)
+        bias[0] += case.skew
+    return model
 
 
 def start_routers(model: LanguageModel, case: Case, device: torch.device) -> RouterStep | None:

@@ -5,7 +5,7 @@ repository, and the tests of the exchanges and layouts run there until the first
 A mutant that survives means that a test is missing. One whose text no longer occurs exactly once in the source is an
 error: the list has to follow the code. The outcome is written to docs/explanation/mutants.md.
 
-    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context|cut|pipelines|schedules] [--only WORD] [--write]
+    python tests/support/mutants.py [--suite layers|zero|bert|kernels|context|cut|pipelines|experts|schedules] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from support import (
     bert_mutants,
     context_cut_mutants,
     context_mutants,
+    expert_mutants,
     kernel_mutants,
     pipeline_mutants,
     schedule_context_mutants,
@@ -162,7 +163,7 @@ MUTANTS = [
     Mutant("attention: the residual's gradient is dropped", BLOCK, "passed, late = (grad, None) if passed is None else (passed, grad)", "late = None"),
     Mutant("attention: the residual's gradient is doubled", BLOCK, "passed, late = (grad, None) if passed is None else (passed, grad)", "passed, late = (add(grad, grad), None) if passed is None else (passed, grad)"),
     Mutant("attention: one of the input's two gradients from outside is dropped", BLOCK, "            grad_x.add_(late)\n", "            pass\n"),
-    Mutant("parallel residual: the MLP reads what attention made", MODEL, "return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto=y)", "return self.mlp(y, norm, dropout, ctx.mlp_chunks, onto=y)"),
+    Mutant("parallel residual: the MLP reads what attention made", MODEL, "return self._mlp(x, norm, ctx, onto=y) if self.parallel", "return self._mlp(y, norm, ctx, onto=y) if self.parallel"),
     Mutant("parallel residual: attention's branch is left out", MODEL, "stream = x if onto is None else onto", "stream = x"),
     Mutant("MLP in pieces: the other stream gets no gradient", PIECES, "self.grad if self.need.onto else None", "None"),
     Mutant("window: lost after the exchange", MODEL, "mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])", "mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])"),
@@ -211,6 +212,7 @@ SUITES = {
     "pipelines": Suite(
         "pipelines", "docs/explanation/mutants_pipelines.md", pipeline_mutants.TESTS, [Mutant(*m) for m in pipeline_mutants.MUTANTS]
     ),
+    "experts": Suite("experts", "docs/explanation/mutants_experts.md", expert_mutants.TESTS, [Mutant(*m) for m in expert_mutants.MUTANTS]),
     "schedules": Suite(
         "context parallelism in schedules",
         "docs/explanation/mutants_schedule_context.md",

@@ -25,7 +25,10 @@ def choice(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> lis
     ranked = scores_of(logits, spec) + (0 if bias is None else bias)
     each, allowed = spec.num_experts // spec.num_groups, set(range(spec.num_experts))
     if spec.num_groups > 1:
-        best = [sum(sorted(ranked[g * each : (g + 1) * each].tolist())[-max(1, spec.top_k // spec.group_top_k) :]) for g in range(spec.num_groups)]
+        best = [
+            sum(sorted(ranked[g * each : (g + 1) * each].tolist())[-max(1, spec.top_k // spec.group_top_k) :])
+            for g in range(spec.num_groups)
+        ]
         groups = sorted(range(spec.num_groups), key=lambda g: (-best[g], g))[: spec.group_top_k]
         allowed = {e for g in groups for e in range(g * each, (g + 1) * each)}
     return sorted(allowed, key=lambda e: (-float(ranked[e]), e))[: spec.top_k]

@@ -9,6 +9,7 @@ import torch
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.config.schema import Config, ModelConfig
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
@@ -34,6 +35,7 @@ def save(run: Path, config: Config, models: dict[int, LanguageModel]) -> None:
             valid = parameter.detach()[: specs[name].shape[0]]
             for prefix in ("", "optimizer.exp_avg."):
                 tensors[prefix + name] = GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
+        tensors |= {name: GlobalTensor.whole(bias) for name, bias in expert_biases(model).items()}
         checkpointer.save(step, tensors, {"consumed_samples": 0, "config": config.to_dict()})
 
 

@@ -57,7 +57,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("weights: the unit at work may be evicted", WEIGHTS, "admit(upcoming[0], upcoming, (index,))", "admit(upcoming[0], upcoming, ())"),
     # which unit where
     ("residency: the nearest use goes", RESIDENCY, "best = max(free, key=", "best = min(free, key="),
-    ("residency: busy units go too", RESIDENCY, "if self.holds[b] not in busy or self.holds[b] is None", "if True"),
+    ("residency: busy units go too", RESIDENCY, "if self.holds[b] not in in_use or self.holds[b] is None", "if True"),
     ("residency: the evicted unit is still listed", RESIDENCY, "            del self.place[held]\n", "            pass\n"),
     ("residency: one needed before goes", RESIDENCY, "if unit in upcoming and self._next_use(best, upcoming) < upcoming.index(unit):", "if False:"),
     ("residency: the nearest use goes for a unit in need", RESIDENCY, "self._give(unit, max(buffers, key=", "self._give(unit, min(buffers, key="),
@@ -66,12 +66,12 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("update: the norm of one's own ranges", OPTIMIZER, "return all_reduce(mine, self.holders).sqrt()", "return all_reduce(mine, self.tp).sqrt()"),
     ("update: nobody is told", OPTIMIZER, "            updated(index)\n", "            pass\n"),
     # the model tells
-    ("model: a block does not say that it is used", GPT, "            events.before_use(first_unit + layer)\n", "            pass\n"),
+    ("model: a block does not say that it is used", GPT, "            for unit in units[layer]:\n                events.before_use(unit)\n", "            pass\n"),
     ("model: the embedding does not say that it is used", GPT, "            self.use(events, \"embedding\")\n", ""),
     ("model: the head does not say that it is used", GPT, "        self.use(events, \"head\")\n        return x if", "        return x if"),
-    ("model: backward does not say what comes next", CONTEXT, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
-    ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, first_unit + layer, first_unit + layer - 1)", "x = unit_boundary(x, events, first_unit + layer + 1, first_unit + layer - 1)"),
-    ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if is_block)", "enumerate(alike) if is_block or unit == len(alike) - 1)"),
+    ("model: backward does not say what comes next", CONTEXT, "            ctx.events.before_use(unit)\n        return grad", "            pass\n        return grad"),
+    ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, units[layer][:1], units[layer - 1])", "x = unit_boundary(x, events, units[layer + 1][:1], units[layer - 1])"),
+    ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if kind == one) for one in kinds]", "enumerate(alike) if kind == one or unit == len(alike) - 1) for one in kinds]"),
     ("pools: a tied table and the head share a buffer", RESIDENCY, "if tied or keep_all else", "if keep_all else"),
     ("embedding: backward asks the table that is away", EMBEDDING, "_local_rows(ids, view.shape[0], ctx.tp)", "_local_rows(ids, weight.shape[0], ctx.tp)"),
 ]  # fmt: skip

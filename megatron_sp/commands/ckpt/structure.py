@@ -11,6 +11,7 @@ from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
@@ -43,7 +44,8 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # none of its numbers can be trusted
         raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
     specs = shard_specs(model)
-    return {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
+    return found | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
 
 
 def _build(config: Config, tensors: Tensors) -> LanguageModel:

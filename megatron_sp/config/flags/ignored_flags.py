@@ -327,7 +327,8 @@ REFUSED_PREFIXES: dict[str, str] = {
 """Beginnings of refused families."""
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
-    "expert-tensor-parallel-size": ("1",), "expert-interval": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",), "moe-input-jitter-eps": ("0", "0.0"),
+    "expert-tensor-parallel-size": ("1",), "expert-interval": ("1",), "mlp-type": ("standard",), "moe-input-jitter-eps": ("0", "0.0"),
+    "vocab-extra-ids": ("0",),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),

@@ -63,7 +63,10 @@ def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
     for name, parameter in model.named_parameters():
         units = holders[id(parameter)]
         parts[units.pop() if len(units) == 1 else 0].append((name, parameter))
-    return [Unit(block, Parameters(part), i > 0) for i, (block, part) in enumerate(zip(["rest", *blocks], parts, strict=True))]
+    return [
+        Unit(block, Parameters(part), "block" if i > 0 else "")
+        for i, (block, part) in enumerate(zip(["rest", *blocks], parts, strict=True))
+    ]
 
 
 def order_of(num_blocks: int, *, backward: bool) -> list[int]:

@@ -147,8 +147,10 @@ def test_at_most_three_names_are_offered() -> None:
 
 
 def test_several_mistakes_in_one_message() -> None:
-    text = error("--num-layesr 3 --lr x --num-experts 2")
-    assert text.startswith("3 things are wrong:\n  1. --num-layesr") and "\n  2. --lr: " in text and "\n  3. --num-experts 2 is not" in text
+    text = error("--num-layesr 3 --lr x --mtp-num-layers 2")
+    assert (
+        text.startswith("3 things are wrong:\n  1. --num-layesr") and "\n  2. --lr: " in text and "\n  3. --mtp-num-layers 2 is not" in text
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- dialects
@@ -218,9 +220,9 @@ def test_lengths_in_tokens() -> None:
 
 
 def test_ignored_flags_are_collected_with_their_reason() -> None:
-    config = parse("--use-mcore-models --transformer-impl local --local_rank=3 --deepspeed --log-throughput --num-experts 1")
+    config = parse("--use-mcore-models --transformer-impl local --local_rank=3 --deepspeed --log-throughput --mlp-type standard")
     flags = [note.split(" ")[0] for note in config.ignored_flags]
-    assert flags == ["--use-mcore-models", "--transformer-impl", "--local_rank", "--deepspeed", "--log-throughput", "--num-experts"]
+    assert flags == ["--use-mcore-models", "--transformer-impl", "--local_rank", "--deepspeed", "--log-throughput", "--mlp-type"]
     assert all(note.endswith(")") and " (" in note for note in config.ignored_flags)
 
 
@@ -229,7 +231,8 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
     [
         "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
-        "--num-experts 8", "--num-experts 8 --moe-router-topk 2", "--use-torch-fsdp2", "--optimizer muon",
+        "--num-experts 8 --moe-expert-capacity-factor 1.25", "--num-experts 8 --expert-tensor-parallel-size 2",
+        "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--use-torch-fsdp2", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
         "--pipeline-model-parallel-layout Et|tL", "--universal-checkpoint", "--curriculum-learning",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
@@ -347,7 +350,7 @@ def test_the_command_line_comes_after_the_file_wherever_it_stands(tmp_path: Path
         ("#" * (MAX_FILE_BYTES + 1), "this is not a file of flags"),
         ("config: other.yaml", "run.yaml line 1: config belongs on the command line"),
         ("print-config: true", "belongs on the command line"),
-        ("num-experts: 2", "run.yaml line 1: num-experts 2 is not supported"),
+        ("mtp-num-layers: 2", "run.yaml line 1: mtp-num-layers 2 is not supported"),
         ("load: ''", "load: expected a text, got an empty text"),
         ("lr: -1", "--lr (-1) must be at least 0"),
     ],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from support import stored_models
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
 from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.inference.stored_model import find_stored
+from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
@@ -24,6 +28,7 @@ MODELS = {
     "qk_norm": {"qk_layernorm": True, "untie_embeddings_and_output_weights": True},
     "window": {"num_query_groups": 2, "position_embedding_type": "rope", "window_size": 4},
     "parallel": {"position_embedding_type": "rope", "rotary_percent": 0.34, "use_parallel_residual": True},
+    "experts": {"num_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 12},
     "one_group_no_positions": {"num_query_groups": 1, "position_embedding_type": "none", "disable_bias_linear": True},
 }
 
@@ -237,3 +242,21 @@ def test_text_of_pieces_keeps_the_space_between_words() -> None:
     stream = TextStream(decode, context=[1])
     assert [stream.add(2), stream.add(3), stream.add(1)] == [" cat", "s", " the"]
     assert TextStream(decode).add(2) == "cat"
+
+
+def test_a_stored_model_has_its_routers_biases(tmp_path: Path) -> None:
+    """They are no parameters, and without them tokens would go to other experts."""
+    config = stored_models.byte_config()
+    for name, value in {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}.items():
+        setattr(config.model, name, value)
+    model = GPTModel(config.model, config.kernels, seed=2, dtype=torch.float32)
+    for bias in expert_biases(model).values():
+        bias += torch.tensor([0.0, 3.0, -3.0, 0.5])
+    stored_models.save(tmp_path / "run", config, {1: model})
+    stored = find_stored(tmp_path / "run", None, "GPT", {}, print)
+    loaded = stored.load(GPTModel, torch.device("cpu"), torch.float32)
+    assert all(torch.equal(bias, expert_biases(loaded)[name]) for name, bias in expert_biases(model).items())
+    tokens = torch.tensor([[1, 5, 3, 0, 6]])
+    with torch.no_grad():
+        got, want = (each.all_logits(tokens, ForwardContext(AttentionMask())) for each in (loaded, model))
+    assert torch.equal(got, want)

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from support import plain_experts, reference
+from support.errors import FP64, assert_law
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.ops.routing import RoutingSpec
+from megatron_sp.parallel.expert_parallel import NO_EP
 from megatron_sp.parallel.experts import ExpertPlan, Router, expert_mlp
 from megatron_sp.parallel.router_pass import BalanceKind, BalanceSpec, RouterStep, TermWeights
-from megatron_sp.parallel.expert_parallel import NO_EP
-from support import plain_experts, reference
-from support.errors import FP64, assert_law
 
 S, B, H, F, E, SHARED = 7, 3, 8, 5, 6, 4
 
@@ -56,14 +56,17 @@ def ours(x: Tensor, w: dict[str, Tensor], plan: ExpertPlan, **more: Any) -> tupl
     return expert_mlp(x, norm, Router(w["router.weight"], more.pop("bias", None)), experts, plan, shared=of(w, "shared_experts"), **more)
 
 
-def plain(x: Tensor, w: dict[str, Tensor], spec: RoutingSpec, kind: str, bias: Tensor | None = None) -> tuple[Tensor, Tensor, list[list[int]]]:
+def plain(
+    x: Tensor, w: dict[str, Tensor], spec: RoutingSpec, kind: str, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[list[int]]]:
     a = reference.norm(x, w["norm.weight"], w["norm.bias"], 1e-5).flatten(0, 1)
     y, logits, choices = plain_experts.moe(a, w, spec, kind, bias)
     return y.view_as(x), logits, choices
 
 
 SPECS = {
-    "top 1": RoutingSpec(E, 1), "top 2": RoutingSpec(E, 2), "all": RoutingSpec(E, E), "pre": RoutingSpec(E, 2, pre_softmax=True, scaling=2.0),
+    "top 1": RoutingSpec(E, 1), "top 2": RoutingSpec(E, 2), "all": RoutingSpec(E, E),
+    "pre": RoutingSpec(E, 2, pre_softmax=True, scaling=2.0),
     "sigmoid": RoutingSpec(E, 3, "sigmoid", scaling=2.5), "groups": RoutingSpec(E, 2, "sigmoid", num_groups=3, group_top_k=2),
 }  # fmt: skip
 
@@ -73,7 +76,9 @@ SPECS = {
 def test_the_layer_and_every_gradient(name: str, kind: Any) -> None:
     spec = SPECS[name]
     w = make(spec, gated=kind == "swiglu", bias=name != "pre", shared=name != "all")
-    bias = 0.3 * torch.randn(E, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) if spec.score_function == "sigmoid" else None
+    bias = (
+        0.3 * torch.randn(E, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) if spec.score_function == "sigmoid" else None
+    )
     x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weight, other = (torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (5, 6))
     leaves = {"x": x, **w}
@@ -111,7 +116,7 @@ def test_the_terms(name: str, kind: BalanceKind) -> None:
     step.settle()
     got = torch.autograd.grad((y * weight).sum(), list(leaves.values()))
     told.finish()
-    branch, logits, choices = plain(x, w, spec, "gelu")
+    branch, _, choices = plain(x, w, spec, "gelu")
     terms = terms_of(x, w, spec, kind)
     want = torch.autograd.grad(((x + branch) * weight).sum() + 0.7 * terms[0] + 0.3 * terms[1], list(leaves.values()))
     assert_law(dict(zip(leaves, got, strict=True)), dict(zip(leaves, want, strict=True)), FP64)
@@ -129,10 +134,8 @@ def test_padding_chooses_nothing() -> None:
     torch.testing.assert_close(y[: S - 2], whole[: S - 2], rtol=1e-12, atol=1e-12)
     without = {name: t for name, t in w.items() if not name.startswith("experts")}
     a = reference.norm(x, w["norm.weight"], w["norm.bias"], 1e-5)
-    torch.testing.assert_close(
-        y[S - 2 :], x[S - 2 :] + torch.stack([plain_experts.mlp(row, without, "shared_experts", "gelu") for row in a[S - 2 :].flatten(0, 1)]).view(2, B, H),
-        rtol=1e-10, atol=1e-12,
-    )  # fmt: skip
+    shared = [plain_experts.mlp(row, without, "shared_experts", "gelu") for row in a[S - 2 :].flatten(0, 1)]
+    torch.testing.assert_close(y[S - 2 :], x[S - 2 :] + torch.stack(shared).view(2, B, H), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])

@@ -507,3 +507,34 @@ def test_mistakes(
     assert report.main(arguments) == code
     message = capsys.readouterr().err
     assert message.startswith("error: ") and text.format(resumed.parent) in message and message.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------------- experts
+
+
+def test_the_load_of_experts_is_a_picture_over_layers_and_steps(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "run")
+    log.start(0)
+    for step in range(1, 301):
+        log.steps(step, step, expert_load_max=2.5, experts_idle=3, expert_entropy=0.9, expert_load_max_by_layer=[1.0, 2.5, step / 100])
+    text, reader = made(log.folder)
+    cells = [attributes for name, attributes in reader.elements if name == "rect" and attributes.get("fill") == "var(--c1)"]
+    assert len(cells) == 3 * 120, "a cell for each layer and column"
+    assert "the busiest expert had 2.5000 of the mean load" in words_of(text) and "3 experts had no token" in words_of(text)
+    assert "300 logged steps in 120 columns" in words_of(text)
+    assert {chart["key"] for chart in data_of(text)["charts"]} >= {"expert_load_max", "experts_idle", "expert_entropy"}
+    opacity = [float(cell["fill_opacity" if "fill_opacity" in cell else "fill-opacity"] or 0) for cell in cells]
+    assert min(opacity) == 0.0 and max(opacity) == 1.0
+
+
+@pytest.mark.parametrize("given", ["x", None, [], {"a": 1}, [[1.0]], [EVIL, None], ["nan", "inf"], 7, [1e308, -5.0], [1.0] * 5000])
+def test_what_is_no_load_is_no_picture_or_a_harmless_one(tmp_path: Path, given: Any) -> None:
+    log = LogWriter(tmp_path / "run")
+    log.start(0)
+    log.steps(1, 3, expert_load_max_by_layer=given, expert_load_max=given, experts_idle=given)
+    text, reader = made(log.folder)
+    assert EVIL not in text and reader.count("rect") < 3 * 256 + 100
+
+
+def test_a_dense_run_has_no_section_about_experts(resumed: Path) -> None:
+    assert 'id="experts"' not in made(resumed)[0]
