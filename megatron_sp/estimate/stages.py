@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
-from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
+from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, layer_shares, seen_share
 from megatron_sp.estimate.pipeline_states import PassState, states_of
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Costs, PipelineKind, PipelinePlan
-from megatron_sp.parallel.pipeline_stages import deal_layers
+from megatron_sp.parallel.pipeline_stages import deal_layers, deal_unlike_layers
 
 
 def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -24,6 +24,9 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is None and last is None:
+        shares = layer_shares(model)
+        if len(set(shares)) > 1:
+            return deal_unlike_layers(shares, p * v, head=head_in_layers(model))
         return deal_layers(model.num_layers, p * v, head=head_in_layers(model))
     left = model.num_layers - (first or 0) - (last or 0)
     ranks = deal_layers(left, p - (first is not None) - (last is not None)) if left else ()
@@ -76,7 +79,7 @@ class RankShare:
 
 
 def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
-    """Return the time of a layer's passes by their FLOPs, in that of its forward pass."""
+    """Return the time of a layer's passes by their FLOPs, in that of its forward pass; of unlike layers that of a layer on average."""
     dense, scores = forward_flops_per_token(model, 0.0)
     scores *= seen_share(model)
     share = dense / (dense + scores)
