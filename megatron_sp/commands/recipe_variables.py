@@ -91,7 +91,7 @@ class Variables:
         """Return the variables of the layout as text for messages."""
         names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host"}
         names |= ({"CP": self.cp} if self.cp > 1 else {}) | ({"PP": self.pp} if self.pp > 1 else {})
-        names |= ({"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {})
+        names |= {"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {}
         names |= ({"EP": self.ep} if self.ep > 1 else {}) | {"ZERO": self.zero}
         return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
 

@@ -52,7 +52,10 @@ class _Experts(Llama):
                 regions[f"{prefix}{self.down}.weight"] = (expert,)
             else:
                 half = shape[1] // 2
-                regions |= {f"{prefix}{self.gate}.weight": (expert, slice(0, half)), f"{prefix}{self.up}.weight": (expert, slice(half, None))}
+                regions |= {
+                    f"{prefix}{self.gate}.weight": (expert, slice(0, half)),
+                    f"{prefix}{self.up}.weight": (expert, slice(half, None)),
+                }
         return regions
 
     def renamed(self, name: str) -> str:
@@ -98,8 +101,8 @@ class Mixtral(_Experts):
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            **super().own(config), "window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "moe_router_pre_softmax": False,
-            "moe_layer_freq": _everywhere(config),
+            **super().own(config), "window_size": config.window_size, "qkv_bias": False, "proj_bias": False,
+            "moe_router_pre_softmax": False, "moe_layer_freq": _everywhere(config),
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
@@ -126,7 +129,9 @@ class Qwen3Moe(_Experts):
         if config.num_layers <= MOST_LAYERS:  # else it is refused elsewhere
             config.moe_layer_freq = _pattern([i not in dense and (i + 1) % step == 0 for i in range(config.num_layers)])
         if config.moe_layer_freq == _pattern([False] * config.num_layers):
-            raise CheckpointError(f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with experts: it is not a mixture")
+            raise CheckpointError(
+                f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with experts: it is not a mixture"
+            )
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {

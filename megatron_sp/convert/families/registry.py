@@ -15,7 +15,8 @@ from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Mixtral(), Qwen3Moe(), Olmoe(), Bert(), MegatronBert())
+    family.model_type: family
+    for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Mixtral(), Qwen3Moe(), Olmoe(), Bert(), MegatronBert())
 }
 
 

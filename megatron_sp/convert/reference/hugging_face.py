@@ -205,7 +205,7 @@ class Olmoe(Qwen3Moe):
 
 
 def _experts(files: Files, name: str, parts: tuple[str, str, str], count: int, top_k: int, sums_to_one: bool) -> Mixture:
-    experts = []
+    experts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for number in range(count):
         up, down, gate = (files.get(f"{name}experts.{number}.{part}.weight") for part in parts)
         experts.append((up, down, gate))
