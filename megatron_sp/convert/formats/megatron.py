@@ -165,8 +165,8 @@ def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
     experts_tp = settings.count("expert_tensor_parallel_size", None)
     if experts_tp not in (None, opened.tp) and settings.document.get("num_experts"):
         raise CheckpointError(
-            f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and the rest over {opened.tp}: only the same"
-            " number can be converted; save it as torch_dist"
+            f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and the rest over {opened.tp}: only the"
+            " same number can be converted; save it as torch_dist"
         )
     if said != [opened.tp, opened.pp]:
         raise CheckpointError(
