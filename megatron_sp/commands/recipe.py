@@ -102,7 +102,7 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
 
 
 def _layout(variables: Variables, layout: RankCounts) -> list[str]:
-    tp, sp, cp, pp, ep, _ = layout
+    tp, sp, cp, pp, _, ep = layout
     flags = ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if tp > 1 else [])]
     flags += ["--sequence-parallel-size", str(sp), *(["--sp-overlap-mode", variables.overlap] if sp > 1 else [])]
     flags += ["--context-parallel-size", str(cp)] if cp > 1 else []
@@ -143,7 +143,7 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
     """Return flags for tiny sizes: layers for all stages; gradient accumulation (a full pipeline) and ramp-up if the full size has them."""
-    tp, sp, cp, pp, _, world_size = variables.smoke_layout
+    tp, sp, cp, pp, world_size, _ = variables.smoke_layout
     flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
     flags += [*_TINY_EXPERTS, str(min(full.model.moe_router_topk, 2))] if full.model.has_experts else []
     batch, dp = full.batch, full.parallel.dp_size(variables.full_layout.processes)

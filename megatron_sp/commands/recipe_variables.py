@@ -16,8 +16,8 @@ class RankCounts(NamedTuple):
     sp: int
     cp: int
     pp: int
-    ep: int
     processes: int
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,14 @@ class Variables:
         """Full layout."""
         others_of_host = -(-self.cp * self.pp // self.nnodes)
         sp = self.sp or max(1, self.nproc // (self.tp * others_of_host))
-        return RankCounts(self.tp, sp, self.cp, self.pp, self.ep, self.nproc * self.nnodes)
+        return RankCounts(self.tp, sp, self.cp, self.pp, self.nproc * self.nnodes, self.ep)
 
     @property
     def smoke_layout(self) -> RankCounts:
         """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes, with ep two with other tokens."""
-        tp, sp, cp, pp, ep = (min(size, 2) for size in self.full_layout[:5])
-        return RankCounts(tp, sp, cp, pp, ep, max(tp * sp * cp * pp, pp * ep, 2 if self.zero else 1))
+        tp, sp, cp, pp = (min(size, 2) for size in self.full_layout[:4])
+        ep = min(self.ep, 2)
+        return RankCounts(tp, sp, cp, pp, max(tp * sp * cp * pp, pp * ep, 2 if self.zero else 1), ep)
 
     @property
     def layout(self) -> RankCounts:

@@ -117,7 +117,8 @@ def trees_of(c: ModelConfig, tensors: dict[str, Tensor], kind: Kind, ep: int, *,
     ("shape", "kind", "ep", "grouped"),
     [
         ("mixtral", Kind(), 1, True), ("mixtral", Kind(tp=2), 2, False), ("deepseek", Kind(tp=2, pp=2), 2, True),
-        ("deepseek", Kind(), 4, True), ("every-second", Kind(pp=2), 2, False), ("biases", Kind("core-local", tp=2), 2, False), ("biases", Kind(tp=2), 1, True),
+        ("deepseek", Kind(), 4, True), ("every-second", Kind(pp=2), 2, False),
+        ("biases", Kind("core-local", tp=2), 2, False), ("biases", Kind(tp=2), 1, True),
     ],
     ids=str,
 )  # fmt: skip
