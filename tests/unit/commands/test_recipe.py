@@ -59,8 +59,8 @@ def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> N
 
 
 def test_empty_variables_are_as_if_not_set() -> None:
-    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE",
-             "SMOKE", "DRY_RUN")  # fmt: skip
+    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
+             "SAVE", "SMOKE", "DRY_RUN")  # fmt: skip
     assert Variables.read(dict.fromkeys(names, "")) == Variables.read({})
 
 
