@@ -23,7 +23,7 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\
 
 
 class _Experts(Llama):
-    """What the families share. ``inside``, ``gate``, ``up``, ``down`` are their names."""
+    """Base class of the families: experts by the names ``inside``, ``gate``, ``up`` and ``down``."""
 
     inside, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
     num_experts, expert_width, aux_coeff = "num_experts", "intermediate_size", 0.001
