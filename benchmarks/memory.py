@@ -263,11 +263,12 @@ class Training:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
+        from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
         from megatron_sp.parallel.forward_context import TABLE
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
         from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
         from megatron_sp.training.pipelined import Pipeline
-        from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model
+        from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model, units_together
         from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
@@ -284,6 +285,9 @@ class Training:
             groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none", cp_chunks=sharding.cp_chunks,
             cp_stages_ahead=sharding.num_stages_ahead, cp_keep_kv=sharding.cp_keep_kv,
             stages=() if pipeline is None else pipeline.own_stages, num_slices=layout.slices,
+            ep=NO_EP if not config.has_experts else ExpertParallel.create(
+                groups, sharding.expert_model_parallel_size, tp_seq=layout.tp_seq, chunks=sharding.moe_chunks
+            ),
         )  # fmt: skip
         model = (BertModel if config.is_bert else GPTModel)(
             config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel
@@ -292,18 +296,23 @@ class Training:
         zeros = {name: Zero(sharding.zero_stage, groups.dp_cp_sp) for name in (unit.name for unit in model.units())}
         if TABLE in zeros:
             zeros[TABLE] = Zero(min(sharding.zero_stage, TABLE_STAGE), groups.ends or groups.dp_cp_sp)
+        zeros |= {u.name: Zero(sharding.zero_stage, parallel.ep.replicas) for u in model.units() if u.alike == "experts"}
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zeros[u.name]) for u in model.units()]
         tables = [index for index, unit in enumerate(units) if unit.name == TABLE]
+        experts = [index for index, unit in enumerate(model.units()) if unit.alike == "experts"]
+        elsewhere = set(tables if groups.pp_rank else ())
+        if experts:
+            elsewhere |= {index for index, unit in enumerate(units) if unit.zero.group.rank() > 0}
         gradients = FlatGradients(
             units, groups.dp_cp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
-            own_groups={index: units[index].zero.group for index in tables},
+            own_groups={index: units[index].zero.group for index in (*tables, *experts)},
             delayed=delayed_weights(model, parallel.tp) if sharding.delay_wgrad else (),
         )  # fmt: skip
         weights = WholeWeights(
             units, pools=pools_of_model(model, sharding), order=[] if pipeline else model.unit_order(backward=True),
             overlap=sharding.overlap_param_gather,
-            fetch=sharding.zero3_fetch,
+            fetch=sharding.zero3_fetch, together=units_together(model),
         )  # fmt: skip
         attach_main_grad(model, gradients)
 
@@ -343,8 +352,8 @@ class Training:
             StepParts(
                 model, weights, gradients,
                 FlatOptimizer(
-                    units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world, whole=groups.pp_tp,
-                    counted_elsewhere=tables if groups.pp_rank else (),
+                    units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world,
+                    whole=groups.world if experts else groups.pp_tp, counted_elsewhere=elsewhere,
                 ),
                 LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), pipeline,
             ),

@@ -44,7 +44,8 @@ def _row(name: str, preset: Preset) -> tuple[str, ...]:
     mlp = ("SwiGLU" if model.swiglu else "GELU") + (" beside attention" if model.use_parallel_residual else "")
     norm = ("post-" if model.norm_placement == "post" else "") + model.normalization
     head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
+    ffn = f"{model.expert_ffn_size} ({model.moe_router_topk} of {model.num_experts})" if model.has_experts else f"{model.ffn_size}"
     return (
-        name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, f"{model.ffn_size}", f"{model.seq_length:,}",
+        name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, ffn, f"{model.seq_length:,}",
         f"{model.vocab_size:,}", f"{positions}, {norm}, {mlp}{head}", preset.source,
     )  # fmt: skip

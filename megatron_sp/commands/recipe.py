@@ -1,7 +1,7 @@
 """Common part of the scripts scripts/pretrain_*.sh: builds and checks a command from a script's variables and flags.
 
     variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/how-to/zoo.md)
-    SMOKE=1    the same layout with tiny sizes on CPU processes: tp, sp, cp and pp are reduced to at most 2, dp to what ZeRO needs
+    SMOKE=1    the same layout with tiny sizes on CPU processes: tp, sp, cp, pp and ep are reduced to at most 2, dp to what ZeRO needs
 
 A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by
 ``arguments.py`` before anything starts, so an impossible layout gives the message of the training program.
@@ -31,6 +31,7 @@ _TINY = (
     "--max-position-embeddings", "128", "--vocab-size", "500", "--mock-data", "--device", "cpu", "--peak-tflops", "1",
     "--micro-batch-size", "1", "--train-iters", str(SMOKE_STEPS), "--lr-warmup-iters", "1", "--log-interval", "1", "--eval-iters", "1",
 )  # fmt: skip
+_TINY_EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--kv-channels", "8", "--moe-router-topk")
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,14 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
 
 
 def _layout(variables: Variables, layout: RankCounts) -> list[str]:
-    tp, sp, cp, pp, _ = layout
+    tp, sp, cp, pp, _, ep = layout
     flags = ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if tp > 1 else [])]
     flags += ["--sequence-parallel-size", str(sp), *(["--sp-overlap-mode", variables.overlap] if sp > 1 else [])]
     flags += ["--context-parallel-size", str(cp)] if cp > 1 else []
     if pp > 1:
         flags += ["--pipeline-model-parallel-size", str(pp)]
         flags += ["--pipeline-schedule", variables.pp_schedule] if variables.pp_schedule else []
+    flags += ["--expert-model-parallel-size", str(ep)] if ep > 1 else []
     flags += ["--zero-stage", str(variables.zero)]
     return flags + (["--recompute-granularity", variables.recompute] if variables.recompute != "none" else [])
 
@@ -141,8 +143,9 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
     """Return flags for tiny sizes: layers for all stages; gradient accumulation (a full pipeline) and ramp-up if the full size has them."""
-    tp, sp, cp, pp, world_size = variables.smoke_layout
+    tp, sp, cp, pp, world_size, _ = variables.smoke_layout
     flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
+    flags += [*_TINY_EXPERTS, str(min(full.model.moe_router_topk, 2))] if full.model.has_experts else []
     batch, dp = full.batch, full.parallel.dp_size(variables.full_layout.processes)
     accumulates = (batch.global_batch_size or 0) > batch.micro_batch_size * dp
     flags += ["--num-layers", str(pp * full.parallel.stages_per_pipeline_rank)] if pp > 1 else []

@@ -66,10 +66,11 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
     exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
     context = f", cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
     p = parallel.pipeline_model_parallel_size
+    experts = f", ep {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
     pipeline = f", pp {p} ({parallel.pipeline_kind})" if p > 1 else ""
     return (
         f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
-        f" {parallel.sequence_parallel_size}{exchanges}{context}{pipeline}, dp {parallel.dp_size(recipe.world_size)},"
+        f" {parallel.sequence_parallel_size}{exchanges}{context}{experts}{pipeline}, dp {parallel.dp_size(recipe.world_size)},"
         f" ZeRO stage {parallel.zero_stage}, recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
     )
 

@@ -17,6 +17,7 @@ class RankCounts(NamedTuple):
     cp: int
     pp: int
     processes: int
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Variables:
     cp: int
     pp: int
     pp_schedule: str
+    ep: int
     zero: int
     overlap: str
     recompute: str
@@ -56,7 +58,7 @@ class Variables:
         found = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
             0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP, CP and PP leave)"),
-            _whole(environ, "CP", "1"), _whole(environ, "PP", "1"), environ.get("PP_SCHEDULE", ""),
+            _whole(environ, "CP", "1"), _whole(environ, "PP", "1"), environ.get("PP_SCHEDULE", ""), _whole(environ, "EP", "1"),
             _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none",
             environ.get("RECOMPUTE", "") or "none",
             _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
@@ -72,13 +74,14 @@ class Variables:
         """Full layout."""
         others_of_host = -(-self.cp * self.pp // self.nnodes)
         sp = self.sp or max(1, self.nproc // (self.tp * others_of_host))
-        return RankCounts(self.tp, sp, self.cp, self.pp, self.nproc * self.nnodes)
+        return RankCounts(self.tp, sp, self.cp, self.pp, self.nproc * self.nnodes, self.ep)
 
     @property
     def smoke_layout(self) -> RankCounts:
-        """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes."""
+        """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes, with ep two with other tokens."""
         tp, sp, cp, pp = (min(size, 2) for size in self.full_layout[:4])
-        return RankCounts(tp, sp, cp, pp, max(tp * sp * cp * pp, 2 if self.zero else 1))
+        ep = min(self.ep, 2)
+        return RankCounts(tp, sp, cp, pp, max(tp * sp * cp * pp, pp * ep, 2 if self.zero else 1), ep)
 
     @property
     def layout(self) -> RankCounts:
@@ -89,7 +92,8 @@ class Variables:
         """Return the variables of the layout as text for messages."""
         names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host"}
         names |= ({"CP": self.cp} if self.cp > 1 else {}) | ({"PP": self.pp} if self.pp > 1 else {})
-        names |= ({"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {}) | {"ZERO": self.zero}
+        names |= {"PP_SCHEDULE": self.pp_schedule} if self.pp > 1 and self.pp_schedule else {}
+        names |= ({"EP": self.ep} if self.ep > 1 else {}) | {"ZERO": self.zero}
         return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
 
 

@@ -118,6 +118,29 @@ def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: i
     return Preset("gpt", flags, num_params, "Biderman et al. 2023, arXiv:2304.01373, table 1, released weights")
 
 
+def _experts(
+    llama: _Llama, sizes: tuple[int, int, int, int], ffn: int, num_params: int, *, experts: int, top_k: int, aux_coeff: float, **more: Any
+) -> Preset:  # fmt: skip
+    """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, which is over the global batch.
+
+    Args:
+        sizes: layers, hidden, heads, groups.
+        more: further flags.
+    """
+    preset = llama.of(*sizes, ffn, num_params)
+    flags = {
+        **preset.flags, "num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff,
+        "moe_router_load_balancing_type": "global_aux_loss", **more,
+    }  # fmt: skip
+    return replace(preset, flags=flags)
+
+
+_MIXTRAL = _Llama("Jiang et al. 2024, arXiv:2401.04088, table 1, released weights", 32768, 32000, 1e6)
+# the length of most of its pretraining; the last stage has 32,768
+_QWEN3 = _Llama("Yang et al. 2025, arXiv:2505.09388, table 2, released weights", 4096, 151936, 1e6)
+_OLMOE = _Llama("Muennighoff et al. 2024, arXiv:2409.02060, released weights", 4096, 50304, 10000.0)
+
+
 def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
     """BERT preset as Megatron trains it: pre-norm blocks and a final norm, instead of post-norm blocks."""
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
@@ -154,6 +177,34 @@ PRESETS: dict[str, Preset] = {
     "llama3-8b": _LLAMA3.of(32, 4096, 32, 8, 14336, 8_030_261_248),
     "llama3-70b": _LLAMA3.of(80, 8192, 64, 8, 28672, 70_553_706_496),
     "mistral-7b": _MISTRAL.of(32, 4096, 32, 8, 14336, 7_241_732_096),
+    "mixtral-8x7b": _experts(_MIXTRAL, (32, 4096, 32, 8), 14336, 46_702_792_704, experts=8, top_k=2, aux_coeff=0.02),
+    # its dense width of 6144 is that of no layer
+    "qwen3-30b-a3b": _experts(
+        _QWEN3,
+        (48, 2048, 32, 4),
+        6144,
+        30_532_122_624,
+        experts=128,
+        top_k=8,
+        aux_coeff=0.001,
+        moe_ffn_hidden_size=768,
+        kv_channels=128,
+        qk_layernorm=True,
+        norm_epsilon=1e-6,
+    ),
+    "olmoe-1b-7b": _experts(
+        _OLMOE,
+        (16, 2048, 16, 16),
+        1024,
+        6_919_161_856,
+        experts=64,
+        top_k=8,
+        aux_coeff=0.01,
+        moe_z_loss_coeff=0.001,
+        moe_router_pre_softmax=True,
+        qk_layernorm=True,
+        qk_layernorm_scope="all",
+    ),
     "pythia-70m": _pythia(6, 512, 8, 70_426_624),
     "pythia-160m": _pythia(12, 768, 12, 162_322_944),
     "pythia-1.4b": _pythia(24, 2048, 16, 1_414_647_808),
@@ -168,16 +219,16 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_named(name: str, family: str | None = None) -> Preset:
-    """Return the preset of this name (case-insensitive).
+    """Return the preset of this name (case-insensitive; _ is taken for -).
 
     Args:
         family: family that the calling program can train; None: any.
     Raises:
         ConfigError: there is no such preset (the message has the nearest names), or it is of the other family.
     """
-    preset = PRESETS.get(name.lower())
+    preset = PRESETS.get(name.lower().replace("_", "-"))
     if preset is None:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), PRESETS, n=3, cutoff=0.6)
         choice = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(f"'{name[:40]}' is not a preset: {choice}`megatron-sp presets` lists them")
     if family is not None and preset.family != family:

@@ -76,7 +76,7 @@ def violations(config: Config, world_size: int) -> list[str]:
 
 def model_violations(config: Config) -> list[str]:
     """Return the violations of the model's rules only, for a shape that was not given by flags."""
-    return list(_ranges(config)) or list(_model(config))
+    return list(_ranges(config)) or [*_model(config), *expert_violations(config, 1)]
 
 
 def _ranges(config: Config) -> Iterator[str]:

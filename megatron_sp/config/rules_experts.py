@@ -30,6 +30,9 @@ def settle_experts(config: Config) -> list[str]:
             if name != "num_experts" and value != field.default and not _is_wrong(value, field):
                 setattr(model, name, field.default)
                 lines.append(f"--{name.replace('_', '-')} (without --num-experts it has no effect)")
+        if parallel.moe_worst_load > 1:
+            parallel.moe_worst_load = 1.0
+            lines.append("--moe-worst-load (without --num-experts it has no effect)")
         return lines
     if model.moe_router_load_balancing_type == "aux_loss":
         model.moe_router_load_balancing_type = "seq_aux_loss"

@@ -15,6 +15,11 @@ def variant_violations(model: ModelConfig) -> Iterator[str]:
     chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:
         yield f"{' and '.join('--' + name.replace('_', '-') for name in chosen)} exclude each other: give one activation"
+    if model.qk_layernorm_scope == "all":
+        if not model.qk_layernorm:
+            yield "--qk-layernorm-scope all is about norms of queries and keys: add --qk-layernorm, or leave it out"
+        elif model.normalization != "RMSNorm":
+            yield f"--qk-layernorm-scope all is for RMSNorm, and normalization is {model.normalization}: add --normalization RMSNorm"
     yield from _rotary(model)
     yield from _bert(model)
 

@@ -10,7 +10,8 @@ from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
 
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?")
-_MOST_LAYERS = 4096
+MOST_LAYERS = 4096
+"""Layers of the longest pattern."""
 
 
 @dataclass
@@ -96,12 +97,12 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
         ConfigError: it is neither, or has another number of layers.
     """
     plain = re.sub(r"[\s()]", "", text)
-    if plain.isascii() and plain.isdigit() and 1 <= int(plain[:6]) <= _MOST_LAYERS:
+    if plain.isascii() and plain.isdigit() and 1 <= int(plain[:6]) <= MOST_LAYERS:
         return [layer % int(plain) == 0 for layer in range(num_layers)]
     found: list[bool] = []
     for term in plain.split("+"):
         match = _TERM.fullmatch(term)
-        if match is None or len(found) > _MOST_LAYERS:
+        if match is None or len(found) > MOST_LAYERS:
             raise ConfigError(
                 f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: write 2 for every second layer, or terms such"
                 " as [0]+[1]*23, 1 for a layer with experts"

@@ -85,6 +85,11 @@ class ModelConfig(ExpertConfig):
         " one after the embedding (the original BERT, Hugging Face's BertModel); BERT only",
     )
     qk_layernorm: bool = flag(False, "norm on every query and key head")
+    qk_layernorm_scope: Literal["head", "all"] = flag(
+        "head",
+        "with --qk-layernorm and RMSNorm: over each head, or over all heads of a token together, each channel with a weight of its own"
+        " (OLMoE), which sums two numbers for each token over tp and sp ranks in each pass and sends all heads in one chunk",
+    )
     use_parallel_residual: bool = flag(
         False,
         "attention and MLP work on the same input, x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own (GPT-NeoX, Pythia)",

@@ -136,6 +136,10 @@ class ParallelConfig:
         1, "with ep > 1: send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
         unit="parts", low=1, high=1024,
     )  # fmt: skip
+    moe_worst_load: float = flag(
+        1.0, "with --num-experts, for estimates alone: plan memory and exchanges of a rank whose experts get X times the mean load", low=1,
+        high=2**16,
+    )  # fmt: skip
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600

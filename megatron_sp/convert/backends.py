@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.convert.model import Model, build
+from megatron_sp.convert.model import EXPERT_BIAS, Model, build, stored_names
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import hugging_face, model
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
@@ -72,14 +72,14 @@ class Ours:
 
     def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
         """Load the weights: those of a block only while it runs, all others permanently."""
-        blocks = [unit.module for unit in net.units() if unit.alike == "block"]
+        blocks = list(net.stack.layers)
         prefixes = [unit.name for unit in net.units() if unit.alike == "block"]
-        for name, _ in list(net.named_parameters()):
+        for name in stored_names(net):
             if not name.startswith(tuple(f"{prefix}." for prefix in prefixes)):
                 self._load(net, [name], cast)
         net.embedding.register_forward_hook(lambda module, inputs, x: seen.append(x))
         for prefix, block in zip(prefixes, blocks, strict=True):
-            names = [f"{prefix}.{name}" for name, _ in block.named_parameters()]
+            names = [f"{prefix}.{name}" for name in stored_names(block)]
             block.register_forward_pre_hook(lambda module, inputs, names=names: self._load(net, names, cast))
             block.register_forward_hook(lambda module, inputs, x, names=names: _forget(net, names))
             block.register_forward_hook(lambda module, inputs, x: seen.append(x))
@@ -88,8 +88,11 @@ class Ours:
         specs = shard_specs(net)
         for name in names:
             owner, _, leaf = name.rpartition(".")
-            parameter = net.get_parameter(name)
             found = cast(self.source.store.read(name))
+            if name.endswith(EXPERT_BIAS):
+                setattr(net.get_submodule(owner), leaf, found)
+                continue
+            parameter = net.get_parameter(name)
             if parameter.shape != specs[name].shape:  # padding rows of the vocabulary
                 padded = torch.zeros(parameter.shape, dtype=found.dtype)
                 padded[: len(found)] = found
@@ -100,7 +103,8 @@ class Ours:
 def _forget(net: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        setattr(net.get_submodule(owner), leaf, nn.Parameter(net.get_parameter(name).to("meta"), requires_grad=False))
+        kept = getattr(net.get_submodule(owner), leaf).to("meta")
+        setattr(net.get_submodule(owner), leaf, kept if name.endswith(EXPERT_BIAS) else nn.Parameter(kept, requires_grad=False))
 
 
 def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
@@ -177,12 +181,16 @@ class Transformers:
             raise CheckpointError(f"{self.label} does not find {', '.join(lacking[:5])} in {self.folder}: that is not a whole model")
         for tensor in net.parameters():
             tensor.requires_grad_(False).copy_(cast(tensor))
+        for module in net.modules():  # experts in a loop: the grouped products lack dtypes
+            config: Any = module.__dict__.get("config")
+            if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+                config._experts_implementation = "eager"
         return net.eval()
 
 
 _CAUSAL = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
@@ -25,6 +26,8 @@ LossScale = dict[str, float | int | bool]
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
+EXPERT_BIAS = "router.expert_bias"
+"""Ends the names of biases of routers, which no optimizer has."""
 _MAX_LAYERS = 1 << 10
 _MAX_COMPARED = 500  # names; each takes some 0.1 ms
 _MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
@@ -114,7 +117,9 @@ def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
 def _largest_width(config: ModelConfig) -> int:
     """Return the largest dim of a weight besides the hidden size; q, k and v together have at most three times the query rows."""
     heads = 3 * (config.num_attention_heads or 0) * config.head_dim
-    return max(heads, 2 * config.ffn_size, config.hidden_size or 0, config.max_positions, config.vocab_size or 0, config.token_types)
+    experts = (config.num_experts or 0) * 2 * config.expert_ffn_size
+    mlp = max(experts, 2 * config.ffn_size, 2 * config.shared_expert_size)
+    return max(heads, mlp, config.hidden_size or 0, config.max_positions, config.vocab_size or 0, config.token_types)
 
 
 def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -128,22 +133,49 @@ def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.floa
 def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tuple[int, ...]]:
     """Return name and global shape of every parameter of a model, in the model's order; the vocabulary is not padded.
 
-    All blocks have the same shapes, so only one is built: a file may claim a very large number of them.
+    Biases of routers, which are no parameters but are stored as these, are among them. All blocks with experts have the same
+    shapes, and all others, so only one of each kind is built: a file may claim a very large number of them.
     """
-    model = build(replace(config, num_layers=1), num_classes)
+    layers = config.num_layers or 0
+    with_experts = set(config.expert_layers(layers))
+    of_kind = {has: _shapes_of_one(config, num_classes, has) for has in {layer in with_experts for layer in range(layers)}}
+    found: dict[str, tuple[int, ...]] = {}
+    prefix, around, _ = next(iter(of_kind.values()))
+    for name, shape in around.items():
+        if name is not None:
+            found[name] = shape
+            continue
+        for layer in range(layers):
+            found |= {f"{prefix}{layer}.{rest}": shape for rest, shape in of_kind[layer in with_experts][2].items()}
+    return found
+
+
+def _shapes_of_one(
+    config: ModelConfig, num_classes: int, has_experts: bool
+) -> tuple[str, dict[str | None, tuple[int, ...]], dict[str, tuple[int, ...]]]:  # fmt: skip
+    """Return (prefix of the blocks' names, shapes outside of the blocks with None in the place of these, shapes of a block)."""
+    changes: dict[str, Any] = {"moe_layer_freq": "1"} if has_experts else {"num_experts": None}
+    model = build(replace(config, num_layers=1, **changes), num_classes)
     specs = shard_specs(model)
     blocks = [f"{unit.name}." for unit in model.units() if unit.alike == "block"]
     assert len(blocks) == 1 and blocks[0].endswith(".0."), f"the blocks of a model with one layer are {blocks}"
-    found: dict[str, tuple[int, ...]] = {}
-    of_block = {name: specs[name].shape for name, _ in model.named_parameters() if name.startswith(blocks[0])}
+    around: dict[str | None, tuple[int, ...]] = {}
+    inside: dict[str, tuple[int, ...]] = {}
     for name, _ in model.named_parameters():
-        if name not in of_block:
-            found[name] = specs[name].shape
-        elif name == next(iter(of_block)):
-            for layer in range(config.num_layers or 0):
-                prefix = f"{blocks[0][: -len('0.')]}{layer}."
-                found |= {prefix + other.removeprefix(blocks[0]): shape for other, shape in of_block.items()}
-    return found
+        if name.startswith(blocks[0]):
+            around.setdefault(None, ())
+            inside[name.removeprefix(blocks[0])] = specs[name].shape
+        else:
+            around[name] = specs[name].shape
+    buffers = dict(model.named_buffers())
+    inside |= {n.removeprefix(blocks[0]): tuple(buffers[n].shape) for n in stored_names(model) if n in buffers}
+    return blocks[0][: -len("0.")], around, inside
+
+
+def stored_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters, and of the biases of routers."""
+    names = [name for name, _ in module.named_parameters()]
+    return names + [name for name, _ in module.named_buffers() if name.endswith(EXPERT_BIAS)]
 
 
 def nearest(name: str, among: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 *full* counts every attention score, *causal* only those that a causal mask needs (half of them, fewer in a sliding
 window), which is what a good kernel computes, and the fairer figure for long sequences. Both count matrix products
 only, 2 FLOP per multiply-add, the backward pass as twice the forward pass, and no recomputation (model FLOPs, as in
-PaLM, arXiv:2204.02311 appendix B).
+PaLM, arXiv:2204.02311 appendix B). Of experts those count that a token has chosen, and the router.
 """
 
 from __future__ import annotations
@@ -33,11 +33,32 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
     heads_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_groups * config.head_dim
     qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
-    mlp = config.hidden_size * config.ffn_size * (3 if config.is_gated else 2)
-    dense = config.num_layers * (qkv_and_proj + mlp) + head_share * config.hidden_size * config.vocab_size
+    dense = config.num_layers * qkv_and_proj + sum(mlp_sizes(config)) + head_share * config.hidden_size * config.vocab_size
     dense += head_share * config.hidden_size**2 if config.is_bert else 0
     scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
     return 2.0 * dense, 2.0 * scores
+
+
+def mlp_sizes(config: ModelConfig) -> list[int]:
+    """Return the multiply-adds of each layer's MLP for one token; of a layer with experts those of the router and of all that it takes."""
+    assert config.num_layers and config.hidden_size
+    each = config.hidden_size * (3 if config.is_gated else 2)
+    found = [each * config.ffn_size] * config.num_layers
+    for layer in config.expert_layers(config.num_layers):
+        widths = config.moe_router_topk * config.expert_ffn_size + config.shared_expert_size
+        found[layer] = (config.num_experts or 0) * config.hidden_size + each * widths
+    return found
+
+
+def layer_shares(config: ModelConfig) -> list[float]:
+    """Return the FLOPs of each layer in those of a layer on average, causal attention counted as it is computed; 1 if all are alike."""
+    assert config.num_layers
+    sizes = mlp_sizes(config)
+    if len(set(sizes)) == 1:
+        return [1.0] * config.num_layers
+    dense, scores = forward_flops_per_token(config, 0.0)
+    mean, of_mlps = (dense + scores * seen_share(config)) / config.num_layers, sum(sizes) / config.num_layers
+    return [1.0 + 2.0 * (size - of_mlps) / mean for size in sizes]
 
 
 def head_in_layers(config: ModelConfig, head_share: float = 1.0) -> float:

@@ -41,11 +41,11 @@ def memory_plan(workload: Workload, optimizer: Literal["adam", "sgd"] = "adam") 
 
 
 def _largest(forms: list[RankForm]) -> list[RankForm]:
-    """Return the pipeline ranks of which one holds most: the ends, and between them the first of those with as many layers.
+    """Return the pipeline ranks of which one holds most: the ends, and between them the first of those with the same layers.
 
     In every schedule a rank has as many passes between F and B as the next one, or more.
     """
-    found = {form.shape.share.of_stages: form for form in reversed(forms[1:-1])}
+    found = {(form.shape.share.of_stages, form.shape.share.experts): form for form in reversed(forms[1:-1])}
     return [*forms[:1], *found.values(), *forms[1:][-1:]]
 
 

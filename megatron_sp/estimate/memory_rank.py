@@ -12,6 +12,7 @@ from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.estimate.memory_zero import ALIGN_BYTES, PassGradients, ZeroForm
+from megatron_sp.estimate.parameters import norm_widths
 from megatron_sp.estimate.stages import RankShare, shares_of
 from megatron_sp.estimate.workload import Workload, num_micro_batches
 from megatron_sp.utils.numbers import round_up
@@ -41,16 +42,20 @@ class RankForm:
         self.activations = ActivationForm(self.shape, self.attention)
         ends = self.shape.share.has_embedding and self.shape.share.has_head
         is_tied = ends and not workload.model.untie_embeddings_and_output_weights
+        units, experts = self._units()
+        ranks = workload.dp * self.shape.cp * self.shape.sp
         self.zero = ZeroForm(
-            self._units(), workload.parallel, workload.dp * self.shape.cp * self.shape.sp, self.shape.e, self.shape.wide,
+            units, workload.parallel, ranks, self.shape.e, self.shape.wide,
             accumulates=self.shape.num_micro_batches > 1, tied=is_tied, receives=not self.shape.cuda, is_cut=self.shape.share.is_cut,
-            table=self._shared_table(),
+            table=self._shared_table(), experts=experts,
+            expert_ranks=ranks * self.shape.parts // workload.parallel.expert_model_parallel_size,
         )  # fmt: skip
         self.gradients = self.zero
 
-    def _units(self) -> list[int]:
+    def _units(self) -> tuple[list[int], frozenset[int]]:
         """Return the parameters of the embedding, of each block and of the head, in elements as aligned in the flat buffers.
 
+        A block's experts are a unit behind it; the second result has the numbers of these units.
         A table that embedding and head share on two ranks is in neither (``ZeroForm.table``).
         """
         model, shape, qkv_rows = self.workload.model, self.shape, self.attention.qkv_rows
@@ -60,9 +65,25 @@ class RankForm:
             return sum(round_up(count, align) for count in counts)
 
         attention = [qkv_rows * h, h * self.attention.proj_columns]
-        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [shape.d] * (2 * norms * model.qk_layernorm)
-        mlp = [shape.ffn_in * h, h * shape.ffn] + [shape.ffn_in, h] * model.mlp_bias
-        block = aligned(*attention, *mlp, *[h] * (2 * norms))
+        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [width for width in norm_widths(model) for _ in range(norms)]
+        share = shape.share
+
+        def mlp(ffn: int, *, times: int = 1) -> list[int]:
+            """Return the sizes of an MLP of this width; of stacked experts so many times as much."""
+            ffn_in = ffn * (2 if model.is_gated else 1)
+            return [times * size for size in [ffn_in * h, h * ffn] + [ffn_in, h] * model.mlp_bias]
+
+        block = aligned(*attention, *mlp(shape.ffn), *[h] * (2 * norms))
+        blocks, experts = [block] * shape.layers, set[int]()
+        if any(share.experts):
+            assert model.num_experts
+            shared = mlp(model.shared_expert_size // shape.tp) if model.shared_expert_size else []
+            beside = aligned(*attention, model.num_experts * h, *shared, *[h] * (2 * norms))
+            own = aligned(*mlp(model.expert_ffn_size, times=model.num_experts // self.workload.parallel.expert_model_parallel_size))
+            blocks = []
+            for has in share.experts:
+                blocks += [beside, own] if has else [block]
+                experts |= {len(blocks)} if has else set()
         positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
         positions += [model.token_types * h] if model.token_types else []
         table = [shape.rows * h]
@@ -70,10 +91,9 @@ class RankForm:
         bert = [h * h, h, *[h] * norms, shape.rows] if model.is_bert else []
         bert += [h * h, h, 2 * h, 2] if model.has_order_head else []
         output = table if model.untie_embeddings_and_output_weights else []
-        share = shape.share
         entry = [] if self._shared_table() else table
         first = aligned(*entry, *positions, *before) if share.has_embedding else 0
-        return [first, *[block] * shape.layers, aligned(*behind, *bert, *output) if share.has_head else 0]
+        return [first, *blocks, aligned(*behind, *bert, *output) if share.has_head else 0], frozenset(experts)
 
     def _shared_table(self) -> int:
         """Return the elements of a table that the first and the last rank of a pipeline share; 0 if there is none here."""
@@ -108,19 +128,22 @@ class RankForm:
         made.gradients = gradients
         return made
 
-    def shared_gradients(self, unit: int) -> int:
-        """Return the number of a unit's gradient elements that tp ranks share, and sum in one packed all_reduce."""
+    def shared_gradients(self, place: int) -> int:
+        """Return the number of gradient elements of a place that tp ranks share, and sum in one packed all_reduce."""
         model, shape = self.workload.model, self.shape
         h, norms = shape.h, shape.norms
         if shape.tp == 1:
             return 0
-        if unit == 0 and shape.parts > 1:
+        if place == 0 and shape.parts > 1:
             rows = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
             return (rows + model.token_types + norms * shape.post) * h
-        if unit == 0 or unit > shape.layers:
-            return norms * h if shape.parts > 1 and not shape.post and unit > 0 else 0
-        count = (2 * norms + model.proj_bias + model.mlp_bias) * h if shape.parts > 1 else 0
-        count += 2 * norms * shape.d if model.qk_layernorm else 0
+        if place == 0 or place > shape.layers:
+            return norms * h if shape.parts > 1 and not shape.post and place > 0 else 0
+        experts = bool(shape.share.experts) and shape.share.experts[place - 1]
+        has_bias = model.mlp_bias and (not experts or model.shared_expert_size > 0)
+        count = (2 * norms + model.proj_bias + has_bias) * h if shape.parts > 1 else 0
+        count += (model.num_experts or 0) * h if experts and shape.parts > 1 else 0  # of the router
+        count += norms * sum(norm_widths(model))
         if model.num_groups % shape.tp:  # every rank has room for all groups
             count += model.num_groups * 2 * shape.d * (h + model.qkv_bias)
         return count

@@ -6,6 +6,7 @@ import math
 from functools import cached_property
 
 from megatron_sp.estimate.context_form import ContextForm, context_form, slice_forms
+from megatron_sp.estimate.memory_experts import ExpertShape
 from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.estimate.stages import RankShare
 from megatron_sp.estimate.workload import Device, Workload, num_micro_batches
@@ -51,6 +52,7 @@ class RankShape:
         delays: gradients of the MLP's weights wait for attention's last exchange (--delay-wgrad).
         fused: Triton's kernels compute norms and elementwise operations.
         share: what a pipeline rank has of the model; ``layers``: its layers.
+        experts: sizes of the layers with experts; None: this rank has none.
         mlp_pieces: tokens of this rank in each piece of a chunked MLP (--mlp-chunks).
     """
 
@@ -66,7 +68,7 @@ class RankShape:
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.is_16_bit = precision.bf16 or precision.fp16
         self.e, self.wide = (2, 4) if self.is_16_bit else (8, 8) if precision.fp64 else (4, 4)
-        self.share = share or RankShare(model.num_layers)
+        self.share = share or RankShare.whole(model)
         self.layers, self.h, self.d = self.share.layers, model.hidden_size, model.head_dim
         self.ffn = model.ffn_size // self.tp
         self.ffn_in = self.ffn * (2 if model.is_gated else 1)
@@ -85,6 +87,7 @@ class RankShape:
         self.all_tokens = s * b
         self.sp_tokens = self.sp_positions(s) * b
         self.tp_seq_tokens = self.sp_tokens // self.parts
+        self.experts = ExpertShape(workload, self.tp_seq_tokens, self.sp_tokens, self.e) if any(self.share.experts) else None
         self.mlp_pieces = [size * b for size in piece_sizes(self.tp_seq_tokens // b, kernels.mlp_chunks)]
 
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp

@@ -7,6 +7,9 @@
 
 A reduction takes additional memory: its result, the rounded gradients if they are sent in 16 bits, and with gloo, whose
 reduce_scatter is our own, the data received from other ranks. In a group of one rank nothing is reduced or gathered.
+
+A block with experts is two units: its own, and that of a rank's experts, which are replicated on fewer ranks. In backward the
+experts are done first.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def gradient_lines(held: Held) -> tuple[Line, ...]:
 
 
 class PassGradients(Protocol):
-    """Memory of gradients in the course of a micro-batch's passes; units are numbered from the embedding, 0, to the head."""
+    """Memory of gradients in the course of a micro-batch's passes; places are numbered from the embedding, 0, to the head."""
 
     @property
     def table_is_apart(self) -> bool:
@@ -60,11 +63,11 @@ class PassGradients(Protocol):
     def at_head(self) -> Held:
         """Return the gradients during the head's loss and backward."""
 
-    def at(self, unit: int) -> Held:
-        """Return the gradients while backward is in a unit other than the head, whose own gradients exist."""
+    def at(self, place: int) -> Held:
+        """Return the gradients while backward is in a place other than the head, whose own gradients exist."""
 
-    def reducing(self, unit: int) -> list[Held]:
-        """Return the gradients at each moment when backward leaves a unit; for unit 0 until all reductions after backward are done."""
+    def reducing(self, place: int) -> list[Held]:
+        """Return the gradients at each moment when backward leaves a place; for place 0 until all reductions after backward are done."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,18 @@ class ZeroForm:
     """Units of one rank and their sharding.
 
     Attributes:
-        units: elements of each unit: embedding, blocks, head; without the padding of the shards.
+        units: elements of each unit: embedding, blocks, head; without the padding of the shards. The experts of a block are a
+            unit behind it.
         parallel: parallel section of the configuration.
-        ranks: dp * sp.
+        ranks: dp * cp * sp.
         element, wide: bytes of a parameter, and of a gradient.
         accumulates: True if a step has more than one micro-batch.
         tied: True if the embedding is tied to the head, so that its gradient exists from the head on.
         receives: True if a reduce_scatter needs a receive buffer (gloo).
         is_cut: True on a rank of a pipeline, where embedding and head of different micro-batches come in turn.
         table: elements of a table that the ends of a pipeline share, a unit of its own, if this is one of them.
+        experts: which units are experts.
+        expert_ranks: ranks that have the same experts.
     """
 
     units: Sequence[int]
@@ -93,6 +99,8 @@ class ZeroForm:
     receives: bool
     is_cut: bool = False
     table: int = 0
+    experts: frozenset[int] = frozenset()
+    expert_ranks: int = 1
 
     @property
     def stage(self) -> int:
@@ -101,8 +109,21 @@ class ZeroForm:
 
     @property
     def parts(self) -> int:
-        """Number of shards of a unit."""
+        """Number of shards of a unit that is not of experts."""
         return self.ranks if self.stage > 0 else 1
+
+    def ranks_of(self, unit: int) -> int:
+        """Return the number of ranks that have the same parameters of a unit."""
+        return self.expert_ranks if unit in self.experts else self.ranks
+
+    def parts_of(self, unit: int) -> int:
+        """Return the number of shards of a unit."""
+        return self.ranks_of(unit) if self.stage > 0 else 1
+
+    @cached_property
+    def places(self) -> list[tuple[int, ...]]:
+        """Units of each place: embedding, blocks, of which some have experts, and head."""
+        return [(unit, unit + 1) if unit + 1 in self.experts else (unit,) for unit in range(len(self.units)) if unit not in self.experts]
 
     def size(self, unit: int) -> int:
         """Return the number of elements of a unit, with padding."""
@@ -110,7 +131,15 @@ class ZeroForm:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [round_up(count, ALIGN_BYTES // self.element * self.parts) for count in self.units]
+        return [round_up(count, ALIGN_BYTES // self.element * self.parts_of(unit)) for unit, count in enumerate(self.units)]
+
+    def shard(self, unit: int) -> int:
+        """Return the number of elements of a shard of a unit."""
+        return self.size(unit) // self.parts_of(unit)
+
+    @cached_property
+    def _shards(self) -> int:
+        return sum(map(self.shard, range(len(self.units))))
 
     @property
     def table_parts(self) -> int:
@@ -130,17 +159,17 @@ class ZeroForm:
     @property
     def kept_params(self) -> int:
         """Number of parameter elements held for the whole run, without the buffers of stage 3."""
-        return sum(self._sizes) // (self.parts if self.stage == 3 else 1) + self.table_size
+        return (self._shards if self.stage == 3 else sum(self._sizes)) + self.table_size
 
     @property
     def updated_params(self) -> int:
         """Number of elements that this rank updates: its shards."""
-        return sum(self._sizes) // self.parts + self.table_size // self.table_parts
+        return self._shards + self.table_size // self.table_parts
 
     @cached_property
     def pools(self) -> list[Pool]:
         """Pools of units that share buffers, at stage 3."""
-        alike = [0 < unit < self._last for unit in range(len(self.units))]
+        alike = ["experts" if unit in self.experts else "block" if 0 < unit < self._last else "" for unit in range(len(self.units))]
         return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied or self.is_cut, keep_all=self.parallel.zero3_gather_once)
 
     @property
@@ -154,34 +183,37 @@ class ZeroForm:
         return sum(self._buffer(pool) for pool in self.pools if not pool.lasting)
 
     def _buffer(self, pool: Pool) -> int:
-        return max(map(self.size, pool.units)) if self.stage == 3 and self.ranks > 1 else 0
+        return max(map(self.size, pool.units)) if self.stage == 3 and self.ranks_of(pool.units[0]) > 1 else 0
 
     @property
     def travel(self) -> int:
         """Bytes of a gradient element in communication."""
-        return 2 if self._rounds else self.wide
+        return self.travel_of(0)
 
-    @property
-    def _rounds(self) -> bool:
-        return self.parallel.grad_reduce_in_bf16 and self.ranks > 1
+    def travel_of(self, unit: int) -> int:
+        """Return the bytes of a gradient element of a unit in communication."""
+        return 2 if self._rounds(unit) else self.wide
+
+    def _rounds(self, unit: int) -> bool:
+        return self.parallel.grad_reduce_in_bf16 and self.ranks_of(unit) > 1
 
     def _beside(self, units: Iterable[int], arrived: int | None) -> int:
         """Return the additional bytes of reductions in progress; with our own reduce_scatter, only unit ``arrived`` has a result yet."""
         total = 0
         for unit in units:
             size = self.size(unit)
-            total += size * 2 if self._rounds else 0
-            if self.stage > 0 and self.ranks > 1:
-                total += size * self.travel if self.receives else 0
-                total += size // self.parts * self.travel if not self.receives or unit == arrived else 0
+            total += size * 2 if self._rounds(unit) else 0
+            if self.stage > 0 and self.ranks_of(unit) > 1:
+                total += size * self.travel_of(unit) if self.receives else 0
+                total += self.shard(unit) * self.travel_of(unit) if not self.receives or unit == arrived else 0
         return total
 
     def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None) -> Held:
         """Return the memory of gradients, given whole units, reduced ones, those being reduced, and the one whose result is taken."""
         ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
-        widened = 0 if arrived is None or not self._rounds else self.size(arrived) // self.parts * 4
+        widened = 0 if arrived is None or not self._rounds(arrived) else self.shard(arrived) * 4
         return Held(
-            sum(map(self.size, set(whole))) * self.wide, sum(self.size(u) for u in ranges) // self.parts * self.wide,
+            sum(map(self.size, set(whole))) * self.wide, sum(map(self.shard, ranges)) * self.wide,
             self._beside(going, arrived) + widened,
         )  # fmt: skip
 
@@ -194,9 +226,9 @@ class ZeroForm:
         """Units whose gradient exists from the head on, although backward reaches them last."""
         return {0} if self.tied else set()
 
-    def _not_reached(self, unit: int) -> set[int]:
-        """Return the units below ``unit`` whose gradients are whole while the last backward pass is in it (stage 1)."""
-        return set(range(unit)) if self.accumulates else self._begun_early
+    def _not_reached(self, place: int) -> set[int]:
+        """Return the units below a place whose gradients are whole while the last backward pass is in it (stage 1)."""
+        return set(range(self.places[place][0])) if self.accumulates else self._begun_early
 
     @property
     def table_is_apart(self) -> bool:
@@ -222,43 +254,47 @@ class ZeroForm:
         left = [0] if self.accumulates else []
         return self._held([self._last, *left], (), left)
 
-    def at(self, unit: int) -> Held:
-        """Return the gradients while backward is in a unit other than the head, whose own gradients exist."""
-        above = range(unit + 1, len(self.units))
+    def at(self, place: int) -> Held:
+        """Return the gradients while backward is in a place other than the head, whose own gradients exist."""
+        here = self.places[place]
+        above = range(here[-1] + 1, len(self.units))
         overlap = self.parallel.overlap_grad_reduce
         if self.stage == 0 or (self.stage == 1 and not overlap):
-            whole = range(len(self.units)) if self.accumulates else [unit, *above, *self._begun_early]
+            whole = range(len(self.units)) if self.accumulates else [*here, *above, *self._begun_early]
             return self._held(whole, (), above if overlap else ())
         if self.stage == 1:
-            return self._held([unit, *above[:1], *self._not_reached(unit)], above[1:], above[:1])
+            return self._held([*here, *above[:1], *self._not_reached(place)], above[1:], above[:1])
         if overlap:
-            return self._held([unit, unit + 1, *self._begun_early], above[1:], above[:1])
-        left = [0] if self.accumulates and not self.tied and unit > 0 else []
-        return self._held([unit, *above, *self._begun_early, *left], (), left)
+            return self._held([*here, *above[:1], *self._begun_early], above[1:], above[:1])
+        left = [0] if self.accumulates and not self.tied and place > 0 else []
+        return self._held([*here, *above, *self._begun_early, *left], (), left)
 
-    def reducing(self, unit: int) -> list[Held]:
-        """Return the gradients at each moment when backward leaves a unit; for unit 0 until all reductions after backward are done."""
-        above = range(unit + 1, len(self.units))
+    def reducing(self, place: int) -> list[Held]:
+        """Return the gradients at each moment when backward leaves a place; for place 0 until all reductions after backward are done."""
         everything = range(len(self.units))
         if self.stage == 0:
-            return [self._held(everything, (), everything)] if unit == 0 else [self.at(unit)]
-        if self.stage == 1 and self.parallel.overlap_grad_reduce:
-            going = {unit, *above[:1]}
-            return [self._held(going | self._not_reached(unit), above[1:], going, arrived=max(going))]
-        if self.stage == 1 and unit == 0:  # one after another, the first unit first
+            return [self._held(everything, (), everything)] if place == 0 else [self.at(place)]
+        if self.stage == 1 and not self.parallel.overlap_grad_reduce and place == 0:  # one after another, the first unit first
             pairs = [everything[first : first + 2] for first in everything]
             return [self._held(everything[pair[0] :], everything[: pair[0]], pair, arrived=pair[0]) for pair in pairs]
         if self.parallel.overlap_grad_reduce:
-            left = {0} if unit == self._last and self.accumulates and not self.tied else set()
-            going = {unit, *above[:1], *left}
-            return [self._held(going | self._begun_early, above[1:], going, arrived=max(going))]
-        if unit > 0:
-            return [self.at(unit)]
+            return [self._leaving(place, unit) for unit in reversed(self.places[place])]
+        if place > 0:
+            return [self.at(place)]
         found = []
         for first in everything:  # one after another, the last unit first
             pair = everything[first : first + 2]
             found.append(self._held(everything[: first + 2], everything[first + 2 :], pair, arrived=max(pair)))
         return found
+
+    def _leaving(self, place: int, unit: int) -> Held:
+        """Return the gradients when the reduction of a unit of a place starts, and that of the unit before it is over."""
+        above, beside = range(unit + 1, len(self.units)), set(range(self.places[place][0], unit))
+        going = {unit, *above[:1]}
+        if self.stage == 1:
+            return self._held(going | beside | self._not_reached(place), above[1:], going, arrived=max(going))
+        going |= {0} if unit == self._last and self.accumulates and not self.tied else set()
+        return self._held(going | beside | self._begun_early, above[1:], going, arrived=max(going))
 
     def after(self) -> Held:
         """Return the gradients of the step after all reductions."""

@@ -9,11 +9,12 @@ round otherwise than the rest, of which each has the bits of 1F1B.
 from __future__ import annotations
 
 import copy
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_sp.config.rules_pipeline import pipeline_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
-from megatron_sp.estimate.flops import head_in_layers
+from megatron_sp.estimate.flops import head_in_layers, layer_shares
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.stages import enough_micro_batches, layer_costs, layers_of_stages, pipeline_plan
 from megatron_sp.estimate.workload import num_micro_batches, workload_of
@@ -53,8 +54,9 @@ def costs_of_stages(model: ModelConfig, kernels: KernelConfig, layers: tuple[int
 
     The head is computed in the backward pass of the last stage, forward and backward.
     """
-    each, head = layer_costs(model, kernels), head_in_layers(model)
-    found = [Costs(*(count * time / num_slices for time in each[:3])) for count in layers]
+    each, head, shares = layer_costs(model, kernels), head_in_layers(model), layer_shares(model)
+    ends = list(accumulate(layers, initial=0))
+    found = [Costs(*(sum(shares[start:stop]) * time / num_slices for time in each[:3])) for start, stop in pairwise(ends)]
     found[-1] = found[-1]._replace(backward=found[-1].backward + 3 * head / num_slices)
     return found
 

@@ -28,7 +28,7 @@ class StageGradients:
         self._zero, self._share = zero, share
         self._state = state
         self._stage = 0 if state is None else state.stage
-        self._first = list(accumulate(share.of_stages, initial=1))  # unit of each stage's first block
+        self._first = list(accumulate(share.of_stages, initial=1))  # place of each stage's first block
         self._table = len(zero.units)  # its number as a unit
 
     @property
@@ -44,18 +44,18 @@ class StageGradients:
 
     # units
 
-    def _unit(self, unit: int) -> int:
-        """Return the rank's number of a unit of the stage."""
-        if unit == 0:
-            return 0
+    def _at(self, place: int) -> tuple[int, ...]:
+        """Return the rank's numbers of the units of a place of the stage."""
+        if place == 0:
+            return self._zero.places[0]
         layers = self._share.of_stages[self._stage]
-        return len(self._zero.units) - 1 if unit > layers else self._first[self._stage] + unit - 1
+        return self._zero.places[-1 if place > layers else self._first[self._stage] + place - 1]
 
     def _units_of(self, part: Part) -> list[int]:
         """Return the rank's numbers of the units of a part, in the order of the backward pass, without a shared table."""
         if part.blocks:
             start = self._first[part.stage]
-            return list(reversed(range(start, start + self._share.of_stages[part.stage])))
+            return [unit for units in self._zero.places[start : start + self._share.of_stages[part.stage]] for unit in units][::-1]
         head = [len(self._zero.units) - 1] if self._share.has_head and part.stage == self._share.stages - 1 else []
         return [*head, *([0] if self._share.has_embedding and part.stage == 0 else [])]
 
@@ -63,41 +63,44 @@ class StageGradients:
         return self._zero.table_size if unit == self._table else self._zero.size(unit)
 
     def _parts(self, unit: int) -> int:
-        return self._zero.table_parts if unit == self._table else self._zero.parts
+        return self._zero.table_parts if unit == self._table else self._zero.parts_of(unit)
 
     # moments
 
     def forward(self) -> Held:
         """See ``PassGradients``."""
-        return self._held([], None)
+        return self._held([], ())
 
     def at_head(self) -> Held:
         """See ``PassGradients``."""
-        return self._held([], len(self._zero.units) - 1)
+        return self._held([], self._zero.places[-1])
 
-    def at(self, unit: int) -> Held:
+    def at(self, place: int) -> Held:
         """See ``PassGradients``."""
-        return self._held(self._above(unit), self._unit(unit))
+        return self._held(self._above(place), self._at(place))
 
-    def reducing(self, unit: int) -> list[Held]:
+    def reducing(self, place: int) -> list[Held]:
         """See ``PassGradients``."""
-        above, current = self._above(unit), self._unit(unit)
+        above, current = self._above(place), self._at(place)[::-1]
         if self._zero.stage < 2 or self._zero.parallel.overlap_grad_reduce:
-            return [self._held(above, current, leaves=True)]
-        if unit > (not self._has_embedding):
+            return [
+                self._held([*above, *current[:left]], (unit,), leaves=True, also=self._of_pass(current[left + 1 :]))
+                for left, unit in enumerate(current)
+            ]  # fmt: skip
+        if place > (not self._has_embedding):
             return []
-        mine = self._of_pass([*above, current])  # one after another, when the pass is over
-        return [self._held(mine[:first], mine[first], leaves=True, also=mine[first:]) for first in range(len(mine))]
+        mine = self._of_pass([*above, *current])  # one after another, when the pass is over
+        return [self._held(mine[:first], mine[first : first + 1], leaves=True, also=mine[first:]) for first in range(len(mine))]
 
     @property
     def _has_embedding(self) -> bool:
         return self._share.has_embedding and self._stage == 0
 
-    def _above(self, unit: int) -> list[int]:
-        """Return the units that the pass has left before it reaches one of the stage, in that order."""
+    def _above(self, place: int) -> list[int]:
+        """Return the units that the pass has left before it reaches a place of the stage, in that order."""
         layers = self._share.of_stages[self._stage]
         top = layers + (self._share.has_head and self._stage == self._share.stages - 1)
-        return [self._unit(above) for above in range(top, unit, -1)]
+        return [unit for above in range(top, place, -1) for unit in reversed(self._at(above))]
 
     def _of_pass(self, units: Sequence[int]) -> list[int]:
         """Return those of the units whose gradients are written in an action of this kind."""
@@ -107,23 +110,23 @@ class StageGradients:
         assert self._state is not None
         return [unit for unit in units if (unit in ends) == (self._state.kind == "B")]
 
-    def _held(self, above: Sequence[int], current: int | None, *, leaves: bool = False, also: Collection[int] = ()) -> Held:
+    def _held(self, above: Sequence[int], current: Sequence[int], *, leaves: bool = False, also: Collection[int] = ()) -> Held:
         """Return the gradients at one moment.
 
         Args:
             above: units that the pass has left, in that order.
-            current: unit that it is in; None: it has written nothing.
-            leaves: it leaves this unit, whose reduction starts.
+            current: units that it is in; none: it has written nothing.
+            leaves: it leaves this unit, the only one, whose reduction starts.
             also: further units that are whole, although later ones are being reduced.
         """
         zero, state, now, overlaps = self._zero, self._state, self._of_pass(above), self._zero.parallel.overlap_grad_reduce
         assert state is not None
-        here = [] if current is None else self._of_pass([current])
+        here = self._of_pass(current)
         before = [unit for part in state.begun for unit in self._units_of(part)]
-        written = {*before, *now, *here, *self._tables(current is not None, current == 0)}
+        written = {*before, *now, *here, *also, *self._tables(bool(current), 0 in current)}
         if zero.stage >= 2:
             order = [*self._under_way(), *(now if overlaps and state.slice == 0 else ())]
-            order = [unit for unit in order if unit != current]  # its own must have arrived
+            order = [unit for unit in order if unit not in current]  # its own must have arrived
         elif state.is_last:
             order = [*self._ended(), *now]
         else:
@@ -139,7 +142,7 @@ class StageGradients:
         if zero.stage == 1:
             done = [unit for unit in order if unit not in going]
             return Held(self._bytes(written.difference(done)), self._shards(done), self._beside(going, arrived))
-        open_table = self._tables(current is not None, current == 0)
+        open_table = self._tables(bool(current), 0 in current)
         waits = [0] if self._share.has_head and self._share.has_embedding and 0 in written and not self._apart_from_head else []
         apart = () if overlaps or leaves else now
         whole = {*going, *here, *open_table, *waits, *also, *apart, *self._open(now)}
@@ -201,7 +204,7 @@ class StageGradients:
         """Return the additional bytes of reductions in progress (``ZeroForm._beside``), and of the result that is taken."""
         zero, total = self._zero, 0
         for unit in units:
-            ranks, size = zero.ranks * (2 if unit == self._table else 1), self._size(unit)
+            ranks, size = 2 * zero.ranks if unit == self._table else zero.ranks_of(unit), self._size(unit)
             rounds = zero.parallel.grad_reduce_in_bf16 and ranks > 1
             travel = 2 if rounds else zero.wide
             total += size * 2 if rounds else 0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, cast
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
-from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, seen_share
+from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, layer_shares, seen_share
 from megatron_sp.estimate.pipeline_states import PassState, states_of
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Costs, PipelineKind, PipelinePlan
-from megatron_sp.parallel.pipeline_stages import deal_layers
+from megatron_sp.parallel.pipeline_stages import deal_layers, deal_unlike_layers
 
 
 def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -24,6 +25,9 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is None and last is None:
+        shares = layer_shares(model)
+        if len(set(shares)) > 1:
+            return deal_unlike_layers(shares, p * v, head=head_in_layers(model))
         return deal_layers(model.num_layers, p * v, head=head_in_layers(model))
     left = model.num_layers - (first or 0) - (last or 0)
     ranks = deal_layers(left, p - (first is not None) - (last is not None)) if left else ()
@@ -45,6 +49,7 @@ class RankShare:
         puts_off: gradients of its blocks are put off.
         num_slices: of a sequence.
         states: what it holds at each action of a step, as far as that can be the most.
+        experts: for each of its layers, in order, whether it has experts; empty: none has.
     """
 
     layers: int
@@ -56,6 +61,13 @@ class RankShare:
     puts_off: bool = False
     num_slices: int = 1
     states: tuple[PassState, ...] = ()
+    experts: tuple[bool, ...] = ()
+
+    @classmethod
+    def whole(cls, model: ModelConfig) -> RankShare:
+        """Return the share of a rank that has all of a model."""
+        assert model.num_layers
+        return cls(model.num_layers, experts=_which_have_experts(model))
 
     @property
     def is_cut(self) -> bool:
@@ -72,11 +84,20 @@ class RankShare:
         has_embedding, has_head = self.has_embedding and index == 0, self.has_head and index == self.stages - 1
         side: Literal["below", "above"] = "above" if index else "below"
         turns = side if self.turns else ""
-        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off)
+        first = sum(self.of_stages[:index])
+        experts = self.experts[first : first + self.of_stages[index]]
+        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off, experts=experts)
+
+
+def _which_have_experts(model: ModelConfig) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts; empty: none has."""
+    assert model.num_layers
+    which = model.expert_layers(model.num_layers)
+    return tuple(layer in which for layer in range(model.num_layers)) if which else ()
 
 
 def layer_costs(model: ModelConfig, kernels: KernelConfig) -> Costs:
-    """Return the time of a layer's passes by their FLOPs, in that of its forward pass."""
+    """Return the time of a layer's passes by their FLOPs, in that of its forward pass; of unlike layers that of a layer on average."""
     dense, scores = forward_flops_per_token(model, 0.0)
     scores *= seen_share(model)
     share = dense / (dense + scores)
@@ -103,9 +124,10 @@ def shares_of(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfi
     """Return what each pipeline rank has."""
     assert model.num_layers
     if parallel.pipeline_model_parallel_size == 1:
-        return [RankShare(model.num_layers)]
+        return [RankShare.whole(model)]
     plan = pipeline_plan(model, kernels, parallel, enough_micro_batches(parallel, num_micro_batches))
-    layers = layers_of_stages(model, parallel)
+    layers, experts = layers_of_stages(model, parallel), _which_have_experts(model)
+    starts = list(accumulate(layers, initial=0))
     zero_stage = max(parallel.zero_stage, int(parallel.grad_reduce_in_bf16))  # what is rounded is kept, too
     found = []
     for rank in range(plan.num_ranks):
@@ -116,6 +138,7 @@ def shares_of(model: ModelConfig, kernels: KernelConfig, parallel: ParallelConfi
         share = RankShare(
             sum(of_stages), has_embedding, has_head, of_stages, turns=turns, puts_off=plan.splits, num_slices=plan.num_slices,
             states=states_of(plan, rank, zero_stage),
+            experts=tuple(has for stage in stages for has in experts[starts[stage] : starts[stage + 1]]),
         )  # fmt: skip
         found.append(share)
     return found

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.models.unit_order import unit_order
+from megatron_sp.models.unit_order import expand_order, unit_order
 from megatron_sp.optim.residency import list_fetches
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -99,7 +99,7 @@ def _of_rank(form: RankForm) -> TrafficPlan:
     counter = _Counter(form)
     passes = [_Counter(of_pass) for of_pass in form.of_passes()]
     most = max(passes[0].sent_by, key=lambda rank: sum(of_pass.sent_by[rank] for of_pass in passes))
-    inside = _sums(flow for of_pass in passes for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.messages()))
+    inside = _sums(flow for of_pass in passes for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.experts(), *of_pass.messages()))
     flows = [*counter.gradients(), *counter.parameters(), *inside, *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
@@ -162,14 +162,28 @@ class _Counter:
         self.ranks = workload.dp * shape.cp * shape.sp
         self.world = self.ranks * shape.tp * self.pp
         self.replicas = "dp x sp" if shape.cp == 1 else "dp x cp x sp"
-        self.units = [unit for unit, size in enumerate(form.zero.units) if size]  # of a pipeline's rank: not all have both ends
+        self.places = [place for place, units in enumerate(form.zero.places) if form.zero.units[units[0]]]  # of a pipeline: not all have both
+        self.units = [unit for place in self.places for unit in form.zero.places[place]]
+        self.dense = [unit for unit in self.units if unit not in form.zero.experts]
+        self.expert_units = sorted(form.zero.experts)
+        self.ep = workload.parallel.expert_model_parallel_size
+        self.expert_replicas = f"{self.replicas}{' x tp' if shape.parts > 1 else ''} / ep"
         self.recomputed = sum(last - first for first, last in shape.recomputed)
+        self.again = [any(first <= layer < last for first, last in shape.recomputed) for layer in range(shape.layers)]
         self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step
         self.backwards = shape.layers * shape.num_micro_batches
+        self.counting = self._counting_passes()
+        self.forwards += shape.layers * self.counting
+
+    def _counting_passes(self) -> int:
+        """Return how often the blocks are passed for the loads alone, which a balance term of the global batch must know before."""
+        model, count = self.form.workload.model, self.shape.num_micro_batches
+        return count if model.balance_kind == "global" and (count > 1 or self.pp > 1) else 0
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
-        ranks = {self.replicas: self.ranks, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
+        ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks, "ep": self.ep,
+                 "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
                  "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
@@ -177,10 +191,13 @@ class _Counter:
         return Flow(kind, op, group, ranks, len(sizes), sent, can_hide, under if can_hide else "")
 
     def gradients(self) -> Iterator[Flow]:
-        """Gradients over dp x cp x sp: once, or at stages 2 and 3 per micro-batch; the embedding's last is exposed. Shared ones over tp."""
+        """Gradients over dp x cp x sp: once, or at stages 2 and 3 per micro-batch; the embedding's last is exposed. Shared ones over tp.
+
+        Those of experts are summed over fewer ranks.
+        """
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.shape.num_micro_batches if stage >= 2 else 1
-        sizes = [zero.size(unit) * zero.travel for unit in self.units]
+        sizes = [zero.size(unit) * zero.travel for unit in self.dense]
         first = 1 if self.shape.share.has_embedding else 0  # how many units are exposed
         # at stages 2 and 3 the next micro-batch's forward pass hides the embedding's, except that of the last
         # micro-batch
@@ -194,8 +211,13 @@ class _Counter:
             hidden if self.parallel.overlap_grad_reduce else [],
             "the rest of the backward pass",
         )
+        of_experts = [zero.size(unit) * zero.travel_of(unit) for unit in self.expert_units] * times
+        yield self._flow(
+            "gradients of experts", op, self.expert_replicas, of_experts, of_experts if self.parallel.overlap_grad_reduce else [],
+            "the rest of the backward pass",
+        )  # fmt: skip
         yield from self._table_gradient()
-        shared = [self.form.shared_gradients(unit) * self.shape.wide for unit in self.units]
+        shared = [self.form.shared_gradients(place) * self.shape.wide for place in self.places]
         yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
 
     def _table_gradient(self) -> Iterator[Flow]:
@@ -208,7 +230,8 @@ class _Counter:
     def parameters(self) -> Iterator[Flow]:
         """Parameters over dp x cp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
         zero, stage, overlap = self.form.zero, self.parallel.zero_stage, self.parallel.overlap_param_gather
-        sizes = [zero.size(unit) * self.shape.e for unit in self.units]
+        sizes = [zero.size(unit) * self.shape.e for unit in self.dense]
+        of_experts = [zero.size(unit) * self.shape.e for unit in self.expert_units]
         if stage in (1, 2):
             yield self._flow(
                 "parameters",
@@ -218,17 +241,25 @@ class _Counter:
                 sizes[1:] if overlap else [],
                 "the rest of the update, and the next forward pass",
             )
+            yield self._flow(
+                "parameters of experts", "all_gather", self.expert_replicas, of_experts, of_experts if overlap else [],
+                "the rest of the update, and the next forward pass",
+            )  # fmt: skip
         if stage > 0 and zero.table:
             yield self._flow("shared table", "all_gather", "ends", [zero.table_size * self.shape.e])
         if stage == 3:
-            order = unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True)
-            fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap)
-            by_unit = dict(zip(self.units, sizes, strict=True))
-            fetches = [(unit, is_ahead) for unit, is_ahead in fetches if unit in by_unit]
-            ahead = [by_unit[unit] for unit, is_ahead in fetches if is_ahead]
-            yield self._flow(
-                "parameters", self.parallel.zero3_fetch, self.replicas, [by_unit[unit] for unit, _ in fetches], ahead, "the unit before"
-            )
+            order = expand_order(unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True), zero.places)
+            together = [units for units in zero.places if len(units) > 1]
+            fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap, together=together)
+            if self.counting and self.pp == 1:  # as if they began with nothing gathered
+                forward = expand_order(unit_order(self.kernels, self.shape.layers, tied=False, backward=False), zero.places)
+                fetches += list_fetches(zero.pools, forward, self.counting, ahead=overlap, together=together)
+            kinds = (("parameters", self.replicas, self.dense, sizes), ("parameters of experts", self.expert_replicas, self.expert_units, of_experts))
+            for kind, group, units, num_bytes in kinds:
+                by_unit = dict(zip(units, num_bytes, strict=True))
+                of_kind = [(by_unit[unit], is_ahead) for unit, is_ahead in fetches if unit in by_unit]
+                ahead = [size for size, is_ahead in of_kind if is_ahead]
+                yield self._flow(kind, self.parallel.zero3_fetch, group, [size for size, _ in of_kind], ahead, "the unit before")
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Activations over tp, on entering and leaving the tensor-parallel parts of layers, embedding and head; sums of the loss."""
@@ -242,8 +273,15 @@ class _Counter:
         forwards, backwards, bert = self.forwards, self.backwards, self.form.workload.model.is_bert
         first, last = shape.share.has_embedding, shape.share.has_head
         ends = first + (last and not bert)  # BERT's head has an all_reduce instead
-        enters, leaves = [size] * (forwards + 2 * backwards + (first + last) * times), [size] * (forwards + backwards + ends * times)
+        enters = [size] * (forwards + 2 * backwards + (first + last) * times)
+        leaves = [size] * (forwards + backwards + ends * times + first * self.counting)
         entered, left = [size] * backwards, [size] * backwards
+        # of layers with experts a shared one is split, and enters and leaves like an MLP in one piece
+        of_experts = self._passes_of_experts if any(shape.share.experts) else 0, sum(shape.share.experts) * times
+        forwards, backwards = forwards - of_experts[0], backwards - of_experts[1]
+        if self.form.workload.model.shared_expert_size:
+            enters, leaves = enters + [size] * (of_experts[0] + 2 * of_experts[1]), leaves + [size] * sum(of_experts)
+            entered, left = entered + [size] * of_experts[1], left + [size] * of_experts[1]
         pieces = [tokens * shape.parts * shape.h * shape.e for tokens in shape.mlp_pieces]
         enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
         if shape.chunked:  # a piece is gathered under the piece before it, and reduced under the one after it
@@ -388,6 +426,45 @@ class _Counter:
             sent.backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head
         return sent
 
+    def experts(self) -> Iterator[Flow]:
+        """Exchanges of rows over ep: to the ranks of the experts that they have chosen, and back; in backward the gradients of both.
+
+        With --moe-chunks rows of all chunks but the first travel under the experts of the chunk before, results of all but the last
+        under those of the next; a shared expert is computed under the counts and the first rows, and in backward under the first gradients.
+        """
+        shape, model, count = self.shape, self.form.workload.model, self.shape.num_micro_batches
+        layers = sum(shape.share.experts)
+        if not layers:
+            return
+        assert model.num_experts and shape.experts is not None
+        if model.balance_kind == "sequence":
+            sizes = [8 * shape.micro_batch * model.num_experts] * (layers * count)
+            yield self._flow("choices of sequences", "all_reduce", "sequence", sizes)
+        if self.ep == 1:
+            return
+        rows, each, parts = shape.experts.rows, shape.experts.row_bytes, self.parallel.moe_chunks
+        passes = self._passes_of_experts
+        has_shared, later = model.shared_expert_size > 0, (parts - 1) / parts
+        numbers = passes * (self.ep - 1) * parts * (model.num_experts // self.ep + 1) * 8
+        under = "a shared expert" if has_shared else ""
+        yield Flow("numbers of rows", "all_to_all", "ep", self.ep, passes, numbers, numbers * has_shared, under)
+        first = 1.0 if has_shared else later
+        for kind, times, sent, size, covered in (
+            ("rows to experts", passes, rows.to_others, each.there, first), ("results of experts", passes, rows.from_others, each.back, later),
+            ("gradients of results", layers * count, rows.to_others, each.back, first),
+            ("gradients of rows", layers * count, rows.from_others, each.gradient, later),
+        ):  # fmt: skip
+            num_bytes = round(times * sent) * size
+            under = " and ".join(["other experts"] * (parts > 1) + ["a shared expert"] * (has_shared and covered == first))
+            yield Flow(kind, "all_to_all", "ep", self.ep, times * parts, num_bytes, int(num_bytes * covered), under if covered else "")
+
+    @property
+    def _passes_of_experts(self) -> int:
+        """Forward passes through layers with experts in a step."""
+        shape = self.shape
+        again = sum(has and again for has, again in zip(shape.share.experts, self.again, strict=False))
+        return sum(shape.share.experts) * (shape.num_micro_batches + self.counting) + again * shape.num_micro_batches
+
     def messages(self) -> Iterator[Flow]:
         """Messages of a stage of a pipeline to its neighbours, under the passes of other micro-batches."""
         shape, share = self.shape, self.shape.share
@@ -400,12 +477,20 @@ class _Counter:
             yield self._flow(kind, "send", "pp", sizes, sizes, "passes of other micro-batches")
 
     def scalars(self) -> Iterator[Flow]:
-        """Scalars: token counts, digests of samples, loss sums, with cp digests of sequences, gradient norm."""
-        everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
-        holders = "world" if self.parallel.zero_stage > 0 else "tp" if self.pp == 1 else "pp x tp"
+        """Scalars: counts of tokens and sequences, digests of samples, loss sums, with cp digests of sequences, gradient norm.
+
+        Beside the loss sums the terms of the routers, and the load of each expert.
+        """
+        model = self.form.workload.model
+        layers = len(model.expert_layers(model.num_layers or 0))
+        of_routers = 2 + layers * (model.num_experts or 0) if layers else 0
+        everybody = [8 * (self.num_terms + 3 + self.num_samples), 8 * (self.num_terms + of_routers)]
+        holders = "world" if self.parallel.zero_stage > 0 or layers else "tp" if self.pp == 1 else "pp x tp"
         yield self._flow(
             "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
         )
         compared = [16 * self.form.workload.dp] if self.shape.cp > 1 or self.pp > 1 else []
         yield self._flow("comparison of sequences", "all_reduce", "world", compared)
+        if model.balance_kind == "global":
+            yield self._flow("loads of experts", "all_reduce", "tokens", [8 * layers * (model.num_experts or 0)])
         yield self._flow("gradient norm", "all_reduce", holders, [8])

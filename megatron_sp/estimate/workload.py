@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_sp.config.schema import BatchConfig, Config, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.estimate.expert_rows import RoutedRows, even_rows
 
 Device = Literal["cpu", "cuda"]
 
@@ -20,6 +21,7 @@ class Workload:
         dp: data-parallel size; determines the number of micro-batches and of ZeRO's shards.
         device: determines kernels, temporaries and the chunks of the LM head.
         head_share: share of the positions that BERT's head processes on a CPU: the masked ones (--mask-prob).
+        routed: rows that a layer's experts get; None: as many as with even random choices.
     """
 
     model: ModelConfig
@@ -30,12 +32,19 @@ class Workload:
     dp: int = 1
     device: Device = "cpu"
     head_share: float = 1.0
+    routed: RoutedRows | None = None
 
 
 def num_micro_batches(workload: Workload) -> int:
     """Return the number of micro-batches of a step."""
     batch, each = workload.batch, workload.batch.micro_batch_size * workload.dp
     return (batch.global_batch_size or each) // each
+
+
+def rows_of_experts(workload: Workload, tokens: int) -> RoutedRows:
+    """Return the rows of one pass of a rank with so many tokens through a layer with experts."""
+    parallel = workload.parallel
+    return workload.routed or even_rows(workload.model, parallel.expert_model_parallel_size, tokens, parallel.moe_worst_load)
 
 
 def head_share(config: Config) -> float:

@@ -29,6 +29,7 @@ from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.rotary import apply_rotary
+from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
@@ -63,10 +64,12 @@ class SelfAttention(nn.Module):
         init = WeightInit(f"{name}.linear_proj", output_std(std, config.num_layers), seed, dtype)
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, init, bias=config.proj_bias, layout=layout)
         self.qk_layernorm = config.qk_layernorm
+        self.norms_all_heads = config.qk_layernorm and config.qk_layernorm_scope == "all"
         if config.qk_layernorm:
-            self.q_layernorm = Norm(config, d, dtype, layout, sees="heads")
-            self.k_layernorm = Norm(config, d, dtype, layout, sees="heads")
-        self.chunks = layout.plan(self.queries_per_group, self.num_groups)
+            queries, keys = (n, config.num_groups) if self.norms_all_heads else (1, 1)
+            self.q_layernorm = Norm(config, queries * d, dtype, layout, sees="heads")
+            self.k_layernorm = Norm(config, keys * d, dtype, layout, sees="heads")
+        self.chunks = layout.plan(self.queries_per_group, self.num_groups, whole=self.norms_all_heads)
 
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
         """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
@@ -148,13 +151,39 @@ class AttentionCore:
             fused = self._rotated(fused, heads=queries + 2 * groups, rotated=queries + groups) if rotates_inside else fused
             q, k, v = fused.split([queries * self.d, groups * self.d, groups * self.d], dim=-1)
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
-        if self.layer.qk_layernorm:
+        if self.layer.norms_all_heads:
+            assert k is not None, "all heads are in one chunk"
+            q, k = self._norm_all_heads(q, k, share)
+        elif self.layer.qk_layernorm:
             q, k = self.layer.q_layernorm(q), None if k is None else self.layer.k_layernorm(k)
-            if self.ctx.rotary is not None:
-                q, k = self._rotated(q), None if k is None else self._rotated(k)
+        if self.layer.qk_layernorm and self.ctx.rotary is not None:
+            q, k = self._rotated(q), None if k is None else self._rotated(k)
         if k is None or v is None or is_uniform(share, self.r) or self.ctx.plan is not None:
             return q, k, v
         return q, self._repeated(k, share), self._repeated(v, share)
+
+    def _norm_all_heads(self, q: Tensor, k: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+        """Norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token."""
+        layer, tp, sp = self.layer, self.layer.layout.tp, self.layer.layout.sp
+        n, g = layer.q_layernorm.weight.shape[0] // self.d, layer.k_layernorm.weight.shape[0] // self.d
+        key = layer.first_head // (n // g)  # of the tp rank
+        # a key head counts on the rank of its first query
+        owned = sum(share.queries.start <= at * self.r and (key + at) * (n // g) >= layer.first_head for at in share.uses)
+        ranges = (
+            HeadRange(layer.first_head + share.queries.start, len(share.queries), n * self.d),
+            HeadRange(key + share.uses.start, owned, g * self.d),
+        )  # fmt: skip
+
+        def reduce(x: Tensor) -> Tensor:
+            x = tp.all_reduce(x)
+            return sp.all_reduce(x)
+
+        norms = layer.q_layernorm, layer.k_layernorm
+        plan = AllHeadsPlan(ranges, self.d, norms[0].spec, reduce, (norms[0].main_grad, norms[1].main_grad))
+        batch = q.shape[1] * q.shape[2] // len(share.queries)
+        q_flat, k_flat = (t.reshape(t.shape[0], batch, t.shape[1] // batch * t.shape[2] * self.d) for t in (q, k))
+        q_flat, k_flat = norm_all_heads(q_flat, k_flat, (norms[0].weight, norms[1].weight), plan)
+        return q_flat.view(q.shape), k_flat.view(k.shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
         """Compute attention; with a KV cache over the keys and values of all positions so far. See ``parallel.ulysses.Core``."""

@@ -6,8 +6,9 @@ that the slowest stage is as fast as it can be (``deal_layers``), unless the fir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,33 @@ def deal_layers(
     for _ in range(left):
         counts[min(middle, key=lambda stage: counts[stage] + 1 + extra.get(stage, 0.0))] += 1
     return tuple(counts)
+
+
+def deal_unlike_layers(costs: Sequence[float], num_stages: int, *, head: float = 0.0) -> tuple[int, ...]:
+    """Return the number of layers of each stage where layers take different times: so that the slowest stage is as fast as it can be.
+
+    Args:
+        costs: time of each layer.
+        num_stages: each of them gets a layer at least.
+        head: its time.
+    Raises:
+        ValueError: there are too few layers.
+    """
+    if len(costs) < num_stages:
+        raise ValueError(f"{len(costs)} layers cannot be dealt to {num_stages} stages of at least one")
+    sums = list(accumulate(costs, initial=0.0))
+    # best[stop]: (slowest of the stages so far, sum of squares) of the first layers, of ways that are as fast the evenest, and its counts
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        left = num_stages - 1 - stage
+        extra = 0.0 if left else head
+        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in [len(costs)] if not left else range(stage + 1, len(costs) - left + 1):
+            ways = []
+            for start, (slowest, squares, counts) in best.items():
+                if start < stop:
+                    time = sums[stop] - sums[start] + extra
+                    ways.append((round(max(slowest, time), 9), round(squares + time**2, 9), (*counts, stop - start)))
+            after[stop] = min(ways)
+        best = after
+    return best[len(costs)][2]

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce_async
 from megatron_sp.parallel.exchange_group import ExchangeGroup
 
 
 @dataclass(frozen=True)
 class SequenceParallel(ExchangeGroup):
     """The sp group, over which each sequence, or each cp rank's share of it, is split, and how its exchanges are run."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the group in place."""
+        if self.size == 1:
+            return x
+        flight = None
+        if self.recorder is not None:
+            flight = self.recorder.start("all_reduce", (x.numel(),), (x.numel(),), x.dtype, "norm statistics")
+        return all_reduce_async(x, self.group).recorded(flight).wait()
 
 
 NO_SP = SequenceParallel()

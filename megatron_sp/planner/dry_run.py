@@ -16,7 +16,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_rank import largest_form
 from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
@@ -32,6 +32,7 @@ class RunPlan:
 
     Attributes:
         num_params: number of parameters of the whole model, without padding rows of the vocabulary.
+        active_params: of these, the number that a token uses.
         params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params``
             of them.
         remedies: changes that lower the peak.
@@ -43,6 +44,7 @@ class RunPlan:
     world_size: int
     device: Device
     num_params: int
+    active_params: int
     params_of_rank: int
     kept_params: int
     num_micro_batches: int
@@ -60,7 +62,9 @@ class RunPlan:
             "sp": parallel.sequence_parallel_size,
             "tp": parallel.tensor_model_parallel_size, "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
         }  # fmt: skip
-        parameters = {"model": self.num_params, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
+        active = {"active": self.active_params} if self.config.model.has_experts else {}
+        layout |= {"ep": parallel.expert_model_parallel_size} if active else {}
+        parameters = {"model": self.num_params, **active, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
@@ -80,12 +84,14 @@ class RunPlan:
         tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
         axes += [f"tp {parallel.tensor_model_parallel_size}{tp_seq}"] if parallel.tensor_model_parallel_size > 1 else []
         where = "GPUs" if self.device == "cuda" else "CPUs"
+        axes += [f"ep {parallel.expert_model_parallel_size}"] if parallel.expert_model_parallel_size > 1 else []
+        active = f", {format_count(self.active_params)} active" if config.model.has_experts else ""
         count = self.num_micro_batches
         lines = [
             f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
             f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
             f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
-            f"parameters: {format_count(self.num_params)} ({self.num_params:,}); a rank works with {format_count(self.params_of_rank)} and"
+            f"parameters: {format_count(self.num_params)} ({self.num_params:,}){active}; a rank works with {format_count(self.params_of_rank)} and"
             f" keeps {format_count(self.kept_params)}",
             f"memory of a rank: {format_bytes(memory.resident)} stay",
             *_rows(memory.stays),
@@ -167,8 +173,8 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     workload = workload_of(config, world_size, device)
     form = largest_form(workload)
     return RunPlan(
-        config, world_size, device, count_parameters(config.model), form.zero.num_params, form.zero.kept_params,
-        form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
+        config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
+        form.zero.kept_params, form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
         find_suggestions(config, world_size, device), copy_bytes(config, world_size),
         tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note, choice))),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GIB
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.parameters import count_active_parameters, count_parameters, describe_parameters
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
 from megatron_sp.planner.splits import why_this_split
@@ -59,7 +59,8 @@ def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str
             "between": asdict(machine.between) if machine.between else None, "cards": machine.cards, "rates": asdict(machine.gpu),
             "memory_bytes": machine.memory_bytes,
         },
-        "parameters": count_parameters(base.model), "global_batch_size": base.batch.global_batch_size,
+        "parameters": count_parameters(base.model),
+        **({"active_parameters": count_active_parameters(base.model)} if base.model.has_experts else {}), "global_batch_size": base.batch.global_batch_size,
         "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.candidates),
         "why": why_this_split(found.best_of_each()[0], found.best_of_each()),
         "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
@@ -138,7 +139,7 @@ def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings)
         where += f" ({machine.inside.name})"
     sizes = ", cp and pp" if any(c.layout.pp > 1 for c in found.candidates) else " and cp"
     said = [
-        f"plan: {format_count(count_parameters(model))} parameters, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
+        f"plan: {describe_parameters(model)}, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
         f" {base.precision.params_dtype}, on {where}",
         f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp, sp{sizes}:",
     ]

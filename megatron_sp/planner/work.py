@@ -239,5 +239,5 @@ class Work:
     def update(self) -> float:
         """Return the seconds of gradient norm and AdamW on the rank's shard: gradients read twice, weights and moments read and written."""
         shape = self.shape
-        share = self.zero.num_params / self.zero.parts
+        share = self.zero.updated_params if self.zero.experts else self.zero.num_params / self.zero.parts
         return self._moved(share * (8 * shape.wide + (shape.e if shape.is_16_bit else 0)), self.gpu.update_gbs)

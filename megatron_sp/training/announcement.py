@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.training.environment import environment
 from megatron_sp.utils.format import format_count
 
@@ -19,10 +19,12 @@ def announce(run: Run) -> None:
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
     num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
-    if run.layout.pipeline is not None:  # of which this rank has a part
+    if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
         num_params = count_parameters(config.model)
+    active = count_active_parameters(config.model) if config.model.has_experts else None
+    of_token = "" if active is None else f", {format_count(active)} active,"
     context.console.line(
-        f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
+        f"{format_count(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
         f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
         f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
         f" run folder {context.run_dir}"
@@ -33,7 +35,7 @@ def announce(run: Run) -> None:
         context.console.line(f"fused kernels: {run.fused.describe()}")
     run.metrics.write(
         "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
-        world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
+        world_size=groups.world_size, num_params=num_params, active_params=active, launch_to_ready_s=time.monotonic() - context.started,
         train_iters=plan.train_iters, config=config.to_dict(),
         environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
         attention={

@@ -34,7 +34,7 @@ _STRUCTURE = (
     "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size",
     "num_experts", "moe_router_topk", "expert_ffn_size", "shared_expert_size", "moe_layer_freq", "moe_router_score_function",
     "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
+    "moe_router_enable_expert_bias", "qk_layernorm_scope",
 )  # fmt: skip
 
 

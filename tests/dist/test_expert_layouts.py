@@ -17,6 +17,8 @@ LLAMA = {
     "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+OLMOE = {**LLAMA, "qk_layernorm": True, "qk_layernorm_scope": "all", "moe_router_pre_softmax": True}
+ONE_KEY, TWO_KEYS = {**OLMOE, "num_query_groups": 1}, {**OLMOE, "num_query_groups": 2}
 FULL = {"recompute_granularity": "full"}
 
 
@@ -49,6 +51,9 @@ CASES = [
     ),
     case(2, pp=2, dp=2, schedule="zb1p", micro_batches=2, model=GLOBAL | {"num_layers": 4}, kernels=FULL),
     case(pp=2, schedule="slices", slices=2, micro_batches=2, model=SEQUENCE),
+    case(model=OLMOE), case(tp=2, sp=2, model=TWO_KEYS, mode="chunked", chunks=2), case(tp=4, model=ONE_KEY), case(sp=4, model=ONE_KEY),
+    case(tp=2, tp_seq=True, sp=2, model=ONE_KEY, mode="split-qkv", kernels=FULL), case(2, dp=2, zero=3, model=TWO_KEYS, steps=2),
+    case(2, cp=2, sp=2, model=TWO_KEYS | {"apply_layernorm_1p": True}), case(sp=3, model=ONE_KEY, seq=7, kernels={"recompute_qkv": True}),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
 VARIABLES = (
-    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE",
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE",
     "TRAIN_ITERS", "DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
 )  # fmt: skip
 # Script: processes of its smoke test, what the run says of the layout, and what the dry run says of the full size.
@@ -28,12 +28,15 @@ SCRIPTS = {
     "pretrain_gpt_175b": (4, "pp 2: interleaved, layers 1+1+1+1, tp 2", "dp 1, pp 16 (interleaved, layers 3+3+3+3"),
     "pretrain_llama_8b_128k": (2, "sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 8 micro-batches of 1 x 131072"),
     "pretrain_llama_8b_1m": (4, "cp 2, sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 4 micro-batches of 1 x 1048576"),
+    "pretrain_olmoe_1b_7b": (2, "2 x cpu (dp 2", "dp 8, ep 8, ZeRO stage 1, bfloat16, 32 micro-batches of 4 x 4096"),
+    "pretrain_mixtral_8x7b": (2, "sp 2: chunked in 2 chunks", "dp 4, sp 8, ep 8, ZeRO stage 3, bfloat16, 32 micro-batches of 1 x 32768"),
     "pretrain_bert_large": (2, "2 x cpu (dp 2)", "dp 8, ZeRO stage 1, bfloat16, 4 micro-batches of 32 x 512"),
 }  # fmt: skip
 SIZES = {
     "pretrain_gpt_125m_1gpu": (1, 125_226_240), "pretrain_gpt_1b_64k": (8, 1_311_086_592), "pretrain_gpt_7b_16k": (8, 6_648_836_096),
     "pretrain_gpt_175b": (8, 174_604_259_328),
     "pretrain_llama_8b_128k": (8, 8_030_261_248),
+    "pretrain_olmoe_1b_7b": (8, 6_919_161_856), "pretrain_mixtral_8x7b": (8, 46_702_792_704),
     "pretrain_llama_8b_1m": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
 }  # fmt: skip
 
@@ -60,15 +63,16 @@ def test_smoke(tmp_path: Path, name: str) -> None:
     assert saved_steps(tmp_path / "run") == [SMOKE_STEPS] and status(tmp_path / "run")["status"] == "done"
     config = state(tmp_path / "run")["config"]
     assert config["batch"]["seed"] == 7 and config["precision"]["bf16"] and config["model"]["hidden_size"] == 64
-    assert config["parallel"]["zero_stage"] == (3 if "llama" in name else 0 if "1gpu" in name else 1)
-    assert config["kernels"]["recompute_granularity"] == ("full" if "llama" in name else None)
+    assert config["parallel"]["zero_stage"] == (3 if "llama" in name or "mixtral" in name else 0 if "1gpu" in name else 1)
+    assert config["kernels"]["recompute_granularity"] == ("full" if any(kind in name for kind in ("llama", "mixtral", "olmoe")) else None)
+    assert config["parallel"]["expert_model_parallel_size"] == (2 if config["model"]["num_experts"] else 1)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_dry_run(name: str) -> None:
     code, out, err = run(name, DRY_RUN=1)
     assert code == 0, out + err
-    assert SCRIPTS[name][2] in out and f"({SIZES[name][1]:,}); a rank works" in out, out
+    assert SCRIPTS[name][2] in out and f"({SIZES[name][1]:,})" in out and "; a rank works" in out, out
     (command,) = re.findall(r"^  command     (.*)$", out, re.MULTILINE)
     assert f"scripts/launch.sh {SIZES[name][0]} " in command and "--mock-data" in command and "--auto-resume" in command
     assert f"--save runs/{name.removeprefix('pretrain_')} " in command

@@ -39,6 +39,13 @@ LLAMA3 = {
     "use_rope_scaling": True, "rope_scaling_factor": 4.0, "rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 3.0,
     "rope_scaling_original_length": 8,
 }  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    **LLAMA, "num_experts": 5, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.02, "moe_router_load_balancing_type": "global_aux_loss",
+}  # fmt: skip
+QWEN3: dict[str, Any] = {
+    **MIXTRAL, "qk_layernorm": True, "kv_channels": 8, "moe_ffn_hidden_size": 12, "moe_router_topk": 3, "moe_router_pre_softmax": True,
+}  # fmt: skip
+OLMOE: dict[str, Any] = {**MIXTRAL, "qk_layernorm": True, "qk_layernorm_scope": "all", "moe_router_pre_softmax": True}
 BERT: dict[str, Any] = {**SIZES, "model_family": "bert", "max_position_embeddings": 16, "norm_epsilon": 1e-12}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes of a classifier
     "gpt2": (GPT2, 0),
@@ -56,6 +63,13 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes 
     "neox": (NEOX, 0),
     "neox-tied": ({**NEOX, "untie_embeddings_and_output_weights": False, "use_parallel_residual": False, "relu": True}, 0),
     "neox-few-biases": ({**NEOX, "disable_bias_linear": True, "add_mlp_bias": True, **LLAMA3}, 0),
+    "mixtral": (MIXTRAL, 0),
+    "mixtral-window": ({**MIXTRAL, "window_size": 5, "moe_router_topk": 1}, 0),
+    "qwen3-moe": (QWEN3, 0),
+    "qwen3-moe-some": ({**QWEN3, "moe_layer_freq": "[0]*1+[1]*2", "add_qkv_bias": True, "add_proj_bias": True}, 0),
+    "qwen3-moe-one": ({**QWEN3, "moe_layer_freq": "[1,0]+[0]", "moe_router_pre_softmax": False, "window_size": 5}, 0),
+    "olmoe": (OLMOE, 0),
+    "olmoe-heads": ({**OLMOE, "num_query_groups": 4, "moe_router_topk": 5, "moe_router_pre_softmax": False}, 0),
     "gpt2-relu": ({**GPT2, "relu": True}, 0),
     "bert": ({**BERT, "norm_placement": "post"}, 0),
     "bert-one-segment": ({**BERT, "norm_placement": "post", "bert_no_binary_head": True, "num_tokentypes": 2}, 0),

@@ -146,6 +146,11 @@ def _heads(c: ModelConfig, qkv: Tensor, positions: Tensor, qk_norm, layer: int, 
     g, d = c.num_groups, c.head_dim
     r = c.num_attention_heads // g
     rows = qkv.reshape(b, s, g, r + 2, d)
+    if wide := c.qk_layernorm and c.qk_layernorm_scope == "all":
+        q_all = qk_norm(rows[:, :, :, :r].reshape(b, s, -1), "q").reshape(b, s, g, r, d)
+        k_all = qk_norm(rows[:, :, :, r].reshape(b, s, -1), "k").reshape(b, s, g, 1, d)
+        rows = torch.cat([q_all, k_all, rows[:, :, :, r + 1 :]], dim=3)
+    normed = c.qk_layernorm and not wide
     keys = None
     if dropout is not None and c.attention_dropout > 0:
         keys = head_row_keys(dropout.row_keys(layer, SITE_ATTENTION), g, r).reshape(b, g, r, s)
@@ -154,11 +159,11 @@ def _heads(c: ModelConfig, qkv: Tensor, positions: Tensor, qk_norm, layer: int, 
     turn = c.rotary_dim, c.rotary_base, llama3 if c.use_rope_scaling else c.rotary_seq_len_interpolation_factor
     for group in range(g):
         k, v = rows[:, :, group, r], rows[:, :, group, r + 1]
-        k = qk_norm(k, "k") if c.qk_layernorm else k
+        k = qk_norm(k, "k") if normed else k
         k = rotate(k, positions, *turn) if c.position_embedding_type == "rope" else k
         for query in range(r):
             q = rows[:, :, group, query]
-            q = qk_norm(q, "q") if c.qk_layernorm else q
+            q = qk_norm(q, "q") if normed else q
             q = rotate(q, positions, *turn) if c.position_embedding_type == "rope" else q
             keep = None if keys is None else keep_mask(keys[:, group, query], s, c.attention_dropout)
             outs.append(head(q, k, v, keep, c.attention_dropout, c.window_size))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy, View
+from megatron_sp.convert.copies import Copy, Index, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import BIAS, WEIGHT, Sizes, blocks, same, separate_qkv
 from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
@@ -121,6 +121,9 @@ class Bert:
         if config.has_order_head:
             yield from same("pooler.dense", "bert.pooler.dense", _BOTH)
             yield from same("binary_head", "cls.seq_relationship", _BOTH)
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads

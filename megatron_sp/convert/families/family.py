@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy
+from megatron_sp.convert.copies import Copy, Index
 from megatron_sp.convert.families.settings import Settings
 
 Tensors = Mapping[str, tuple[int, ...]]
@@ -52,6 +52,15 @@ class Family(Protocol):
         """Return regular expressions of names that hold no weights of the model, each with the reason."""
         ...
 
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        """Return the tensors that a stacked one contains, and their regions of it; empty if it is none.
+
+        Args:
+            name: the family's current name.
+            shape: that of the tensor.
+        """
+        ...
+
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         """Return the name of the transformers class for such a model."""
         ...
@@ -67,7 +76,7 @@ class Family(Protocol):
 
 _PLAIN = {
     "use_parallel_residual": False, "window_size": None, "rope_scaling": (), "rotary_seq_len_interpolation_factor": 1.0, "relu": False,
-    "geglu": False,
+    "geglu": False, "has_experts": False, "qk_layernorm_scope": "head",
 }  # fmt: skip
 """What a family that does not speak of them does not have."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy, View
+from megatron_sp.convert.copies import Copy, Index, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import ALL, BIAS, WEIGHT, Sizes, blocks, key, query, same, value
 from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
@@ -69,6 +69,9 @@ class GPT2:
 
     def num_classes(self, tensors: Tensors) -> int:
         return 0
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads

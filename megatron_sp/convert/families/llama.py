@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy
+from megatron_sp.convert.copies import Copy, Index
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import Sizes, blocks, gate_up, kinds, same, separate_qkv
 from megatron_sp.convert.families.settings import Settings, set_biases
@@ -21,6 +21,7 @@ class Llama:
 
     model_type, prefix, name = "llama", "model.", "Llama"
     groups_if_absent: int | None = None
+    eps_if_absent, theta_if_absent = 1e-6, 10000.0
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
@@ -30,12 +31,12 @@ class Llama:
             num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),
             seq_length=settings.count("max_position_embeddings", 2048), ffn_hidden_size=settings.count("intermediate_size"),
             vocab_size=settings.count("vocab_size"), position_embedding_type="rope", normalization="RMSNorm",
-            norm_epsilon=settings.get("rms_norm_eps", float, 1e-6), swiglu=True, disable_bias_linear=True,
+            norm_epsilon=settings.get("rms_norm_eps", float, self.eps_if_absent), swiglu=True, disable_bias_linear=True,
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
             attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=0.0,
             init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
-        settings.take_rotary(config)
+        settings.take_rotary(config, theta=self.theta_if_absent)
         self.take_own(config, settings)
         return config
 
@@ -66,11 +67,19 @@ class Llama:
             yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(config.qkv_bias))
             yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(config.proj_bias))
             yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
-            yield from gate_up(f"{ours}mlp.linear_fc1", f"{theirs}mlp.gate_proj", f"{theirs}mlp.up_proj", s, kinds(config.mlp_bias))
-            yield from same(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", kinds(config.mlp_bias))
+            yield from self.of_mlp(config, i, f"{ours}mlp.", f"{theirs}mlp.")
+            if config.qk_layernorm:
+                yield from same(f"{ours}self_attention.q_layernorm", f"{attention}q_norm")
+                yield from same(f"{ours}self_attention.k_layernorm", f"{attention}k_norm")
         yield from same("decoder.final_layernorm", "model.norm")
         if config.untie_embeddings_and_output_weights:
             yield from same("output_layer", "lm_head")
+
+    def of_mlp(self, config: ModelConfig, layer: int, ours: str, theirs: str) -> Iterable[Copy]:
+        """Yield the copies of a layer's MLP; the arguments are the prefixes of the names."""
+        which = kinds(config.mlp_bias)
+        yield from gate_up(f"{ours}linear_fc1", f"{theirs}gate_proj", f"{theirs}up_proj", config.ffn_size, which)
+        yield from same(f"{ours}linear_fc2", f"{theirs}down_proj", which)
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return f"{self.name}ForCausalLM"
@@ -78,12 +87,16 @@ class Llama:
     def num_classes(self, tensors: Tensors) -> int:
         return 0
 
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
+
     def fits(self, config: ModelConfig) -> str | None:
-        return misfit(
-            config, model_family="gpt", position_embedding_type="rope", rotary_percent=1.0, normalization="RMSNorm", swiglu=True,
-            qk_layernorm=False, apply_layernorm_1p=False, rope_scaling=config.rope_scaling,
-            rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor, **self.own(config),
-        )  # fmt: skip
+        wanted = {
+            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm", "swiglu": True,
+            "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
+            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
+        }  # fmt: skip
+        return misfit(config, **{**wanted, **self.own(config)})
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         """Return the required values of the fields that are specific to this member of the family."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy
+from megatron_sp.convert.copies import Copy, Index
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import BIAS, WEIGHT, blocks, kinds, same
 from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, set_biases, word_of
@@ -66,6 +66,9 @@ class GPTNeoX:
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return "GPTNeoXForCausalLM"
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads

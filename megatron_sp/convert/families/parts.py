@@ -81,8 +81,9 @@ def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Itera
         yield Copy(value(ours, s, kind), View(f"{v}.{kind}", (s.g, s.d, *rest), stored=(narrow, *rest)))
 
 
-def gate_up(ours: str, gate: str, up: str, s: Sizes, which: Iterable[str]) -> Iterator[Copy]:
-    """Yield the copies between our [gate | up] projection and two of theirs."""
+def gate_up(ours: str, gate: str, up: str, f: int, which: Iterable[str] = (WEIGHT,), expert: int | None = None) -> Iterator[Copy]:
+    """Yield the copies between our [gate | up] projection of width f each, or that of one of stacked experts, and two of theirs."""
+    of = () if expert is None else (expert,)
     for kind in which:
-        yield Copy(View(f"{ours}.{kind}", None, (slice(0, s.f),)), View(f"{gate}.{kind}"))
-        yield Copy(View(f"{ours}.{kind}", None, (slice(s.f, 2 * s.f),)), View(f"{up}.{kind}"))
+        yield Copy(View(f"{ours}.{kind}", None, (*of, slice(0, f))), View(f"{gate}.{kind}"))
+        yield Copy(View(f"{ours}.{kind}", None, (*of, slice(f, 2 * f))), View(f"{up}.{kind}"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.convert.families.bert import Bert, MegatronBert
+from megatron_sp.convert.families.experts import Mixtral, Olmoe, Qwen3Moe
 from megatron_sp.convert.families.family import Family
 from megatron_sp.convert.families.gpt2 import GPT2
 from megatron_sp.convert.families.llama import Llama, Mistral, Qwen2
@@ -14,7 +15,8 @@ from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Bert(), MegatronBert())
+    family.model_type: family
+    for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Mixtral(), Qwen3Moe(), Olmoe(), Bert(), MegatronBert())
 }
 
 

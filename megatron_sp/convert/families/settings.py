@@ -80,7 +80,9 @@ class Settings:
             raise CheckpointError(f"{self.where}: {name} is {word[:100]!r}: only {', '.join(options)} can be converted")
         return options[word]
 
-    def take_rotary(self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None) -> None:
+    def take_rotary(
+        self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None, theta: float = 10000.0
+    ) -> None:  # fmt: skip
         """Set the rotary positions of a model from rope_parameters or, in older files, from rope_theta and rope_scaling.
 
         Where both rope_parameters and rope_scaling are present, only rope_scaling is used, as in transformers.
@@ -89,12 +91,13 @@ class Settings:
             share: fraction of each head that is rotated, if the file does not specify it.
             base, percent: older names of the entries for the base and the fraction; without ``percent`` all of a head
                 must be rotated.
+            theta: the base, if the file does not specify it.
         Raises:
             CheckpointError: an unsupported kind of scaling.
         """
         rope = Settings(self._rope(), self.where)
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-        config.rotary_base = rope.get("rope_theta", float, self.get(base, float, 10000.0))
+        config.rotary_base = rope.get("rope_theta", float, self.get(base, float, theta))
         if percent is None:
             Settings({**self.document, **rope.document}, self.where).require("partial_rotary_factor", 1.0, "turns a part of each head")
         else:

@@ -15,7 +15,7 @@ from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert import special_ids, tokenizer_words
 from megatron_sp.convert.archive.plain_safetensors import SafetensorsFiles, divide, write_tensors
 from megatron_sp.convert.archive.torch_store import TorchFiles
-from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
+from megatron_sp.convert.copies import Correspondence, Gathered, Index, LastRead, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.coverage import Coverage, match_tensors
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
@@ -106,14 +106,24 @@ class _Renamed:
         if not any(new.startswith(family.prefix) for new in names.values()):  # a bare model without a head
             heads = ("lm_head.", "cls.", "classifier.", "embed_out.")
             names = {old: new if new.startswith(heads) else family.prefix + new for old, new in names.items()}
-        self.old = {new: old for old, new in names.items()}
+        self.old, self._regions = dict[str, str](), dict[str, Index]()
+        self._last = LastRead(store)  # of stacked tensors
+        for old, new in names.items():
+            regions = family.unstacked(new, store.tensors()[old].shape)
+            self._regions |= regions
+            self.old |= dict.fromkeys(regions, old) if regions else {new: old}
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         found = self._store.tensors()
-        return {new: found[old] for new, old in self.old.items()}
+        return {new: self._info(found[old], self._regions.get(new)) for new, old in self.old.items()}
+
+    @staticmethod
+    def _info(stored: TensorInfo, region: Index | None) -> TensorInfo:
+        return stored if region is None else TensorInfo(tuple(torch.empty(stored.shape, device="meta")[region].shape), stored.dtype)
 
     def read(self, name: str) -> Tensor:
-        return self._store.read(self.old[name])
+        region = self._regions.get(name)
+        return self._store.read(self.old[name]) if region is None else self._last.read(self.old[name])[region]
 
 
 class _WithoutTypes:

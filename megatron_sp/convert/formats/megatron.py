@@ -67,7 +67,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     vocab_size = true_size(settings, facts.padded_vocab_size, opened.tp, options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=opened.is_legacy)
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
-    cut = Cut(config, opened.tp, _order(opened, config, options, notes), facts.padded_vocab_size)
+    cut = Cut(config, opened.tp, _order(opened, config, options, notes), facts.padded_vocab_size, opened.ep)
     _require_divisible(cut, folder)
     store = RankFiles()
     for chunk in opened.chunks:
@@ -79,6 +79,8 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     fates: list[Fate] = []
     found = megatron_optimizer.Found((), [])
     if options.optimizer:
+        if config.has_experts and any("optimizer" in file.tree for file in opened.files):
+            raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give --no-optimizer")
         found = megatron_optimizer.find(opened, store, reader)
         fates += found.fates
         for kind in found.kinds:
@@ -109,10 +111,13 @@ def _dropped() -> dict[str, str]:
 
 def _facts(opened: Opened, there: list[Shard]) -> Facts:
     by_prefix = {chunk.prefix: chunk.shapes() for chunk in opened.chunks}
-    first = next(by_prefix[place.prefix] for place in there if place.is_first and place.tp_rank == 0)
-    last = next(by_prefix[place.prefix] for place in there if place.is_last and place.tp_rank == 0)
-    with_layers = next((by_prefix[place.prefix] for place in there if place.num_layers and place.tp_rank == 0), {})
-    num_layers = sum(place.num_layers for place in there if place.tp_rank == 0)
+    first = next(by_prefix[place.prefix] for place in there if place.is_first and place.tp_rank == place.ep_rank == 0)
+    last = next(by_prefix[place.prefix] for place in there if place.is_last and place.tp_rank == place.ep_rank == 0)
+    of_first = [place for place in there if place.tp_rank == place.ep_rank == 0]
+    with_layers: dict[str, tuple[int, ...]] = {}
+    for place in of_first:  # a stage may have layers of one kind only, with or without experts
+        with_layers = {**by_prefix[place.prefix], **with_layers}
+    num_layers = sum(place.num_layers for place in of_first)
     try:
         return facts_of({**with_layers, **first}, last, tp=opened.tp, num_layers=num_layers)
     except KeyError as error:
@@ -152,6 +157,17 @@ def _order_of_version(opened: Opened, notes: list[str]) -> QkvOrder:
 
 def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
     said = [settings.count(f"{axis}_model_parallel_size", found) for axis, found in (("tensor", opened.tp), ("pipeline", opened.pp))]
+    ep = settings.count("expert_model_parallel_size", opened.ep)
+    if ep != opened.ep:
+        raise CheckpointError(
+            f"{folder} has files of {opened.ep} shares of the experts, and {ep} were written: copy all of them to one place"
+        )
+    experts_tp = settings.count("expert_tensor_parallel_size", None)
+    if experts_tp not in (None, opened.tp) and settings.document.get("num_experts"):
+        raise CheckpointError(
+            f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and the rest over {opened.tp}: only the"
+            " same number can be converted; save it as torch_dist"
+        )
     if said != [opened.tp, opened.pp]:
         raise CheckpointError(
             f"{folder} has files of {opened.tp} x {opened.pp} ranks (tp x pp), and was written by {said[0]} x {said[1]} of them: copy"

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.formats.megatron_experts import expert_arguments, set_experts
 from megatron_sp.convert.formats.megatron_facts import Facts
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.overrides import Overrides
@@ -20,8 +21,6 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 # Arguments that change what the model computes and that we do not support: their neutral values, and what other values
 # mean.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_experts": ((None, 0, 1, [1]), "is a mixture of experts"),
-    "expert_model_parallel_size": ((None, 1), "is a mixture of experts"),
     "multi_latent_attention": ((None, False), "has multi-latent attention"),
     "attention_output_gate": ((None, False), "gates the output of attention"),
     "apply_residual_connection_post_layernorm": ((None, False), "takes the residual from after the norm"),
@@ -75,7 +74,7 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
     """
     refuse_unknown(settings)
     for name, found in (("num_layers", facts.num_layers), ("hidden_size", facts.hidden_size), ("ffn_hidden_size", facts.ffn_size)):
-        if (said := settings.count(name, found)) != found:
+        if found is not None and (said := settings.count(name, found)) != found:
             raise CheckpointError(
                 f"{settings.where}: {name} is {said}, but {found} by the tensors that are there: files are missing, or of another"
                 " checkpoint"
@@ -90,7 +89,8 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
     config = ModelConfig(
         model_family="bert" if facts.is_bert else "gpt", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
         num_attention_heads=heads, kv_channels=head_dim,
-        num_query_groups=_groups(settings, facts, heads, head_dim), ffn_hidden_size=facts.ffn_size,
+        num_query_groups=_groups(settings, facts, heads, head_dim),
+        ffn_hidden_size=facts.ffn_size or settings.count("ffn_hidden_size", facts.expert_ffn_size),
         vocab_size=vocab_size, normalization="LayerNorm" if facts.has_norm_bias else "RMSNorm",
         norm_epsilon=settings.get("norm_epsilon", float, settings.get("layernorm_epsilon", float, given.get("norm_epsilon", 1e-5))),
         apply_layernorm_1p=settings.get("apply_layernorm_1p", bool, given.get("apply_layernorm_1p", False)),
@@ -101,6 +101,7 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
         num_tokentypes=facts.token_types if facts.is_bert else None,
         make_vocab_size_divisible_by=settings.count("make_vocab_size_divisible_by", 128),
     )  # fmt: skip
+    set_experts(config, settings, facts)
     _set_positions(config, settings, facts, given)
     _set_activation(config, settings, facts, given, legacy=legacy)
     window = settings.document.get("window_size")
@@ -226,6 +227,10 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
     openai = legacy and needs_openai_gelu(c)
     problems = {
         "a classifier": num_classes > 0,
+        "experts": legacy and c.has_experts,
+        "experts with a weight of 1 each": c.has_experts and c.moe_router_topk == 1 and c.moe_router_score_function == "softmax"
+        and not c.moe_router_pre_softmax,
+        "norms of queries and keys over all heads": c.qk_layernorm_scope == "all",
         "norms after attention and MLP": c.norm_placement != "pre",
         "parallel residuals": c.use_parallel_residual,
         "a gated GELU": c.geglu,
@@ -264,7 +269,7 @@ def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy:
         "hidden_dropout": c.hidden_dropout, "init_method_std": c.init_method_std,
         "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by, "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
         "window_size": None if c.window_size is None else (c.window_size - 1, 0), "bert_binary_head": not c.bert_no_binary_head,
-        "apply_query_key_layer_scaling": False, "num_experts": None, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+        "apply_query_key_layer_scaling": False, **expert_arguments(c), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None, "use_mcore_models": not legacy,
         "use_legacy_models": legacy, "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
         "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step, "consumed_train_samples": model.consumed_samples,

@@ -29,7 +29,7 @@ from megatron_sp.convert.formats.megatron_write import make_plan, size
 from megatron_sp.convert.model import OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizer_files import find_files
-from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.strict_json import is_count, parse_object, read_small_file
 
 BACKEND, COMMON = "metadata.json", "common.pt"
@@ -64,7 +64,7 @@ class MegatronDist:
         megatron_dist_write.write(model, path, options, progress)
 
     def size(self, model: Model, options: Options) -> int:
-        return size(make_plan(model, megatron_dist_write.whole(options)))
+        return size(make_plan(model, megatron_dist_write.whole(options), ep=0))
 
 
 def _require_backend(folder: Path) -> None:
@@ -98,12 +98,15 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))
-    cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size)
+    cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size, ep=0)
     shapes, place = parameter_shapes(config), [Shard("", 0, 0, config.num_layers or 0, True, True)]
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
     copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
     ours = dict(shapes)
-    for kind in state_kinds(store, shapes) if options.optimizer else ():
+    kinds = state_kinds(store, shapes) if options.optimizer else ()
+    if kinds and config.has_experts:
+        raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give --no-optimizer")
+    for kind in kinds:
         more, padding = shard_copies(cut, shapes, place, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.")
         copies += _as_stored(more, padding, cut, shapes, weights)
         filled, ours = {**filled, **padding}, {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
@@ -145,7 +148,9 @@ def _dict(tree: Any, folder: Path) -> dict[str, Any]:
 
 
 def _num_layers(weights: Mapping[str, tuple[int, ...]]) -> int:
-    return len({name for name in weights if name.endswith("mlp.linear_fc2.weight") and name.startswith(("decoder.", "encoder."))})
+    return len(
+        {name for name in weights if name.endswith("self_attention.linear_proj.weight") and name.startswith(("decoder.", "encoder."))}
+    )
 
 
 def _as_stored(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.dist_writer import DistFolderWriter, NewChunk
 from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Scattered
@@ -53,18 +54,18 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
     require_layout(model, options)
     assert model.config.vocab_size and model.config.num_layers
     plan = make_plan(
-        model, whole(options), padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp)
+        model, whole(options), ep=0, padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp)
     )
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
-    cut = Cut(model.config, options.tp, "interleaved", plan.cut.padded_vocab_size)
+    cut = Cut(model.config, options.tp, "interleaved", plan.cut.padded_vocab_size, ep=0)
     dtype = next(iter(plan.weights.tensors().values())).dtype
     with DistFolderWriter(folder) as writer:
         for kind, store in (("", plan.weights), *plan.states.items()):
             prefix = f"optimizer.state.{_STATES[kind]}." if kind else ""
-            for stack in _stacks(store):
+            for stack in _stacks(store, model.config):
                 _add(writer, prefix, stack, store, cut, model.config.num_layers // options.pp, progress)
-        for key, rank in _extra_keys(plan.weights, model.config.num_layers, model.config.num_layers // options.pp, options.tp):
+        for key, rank in _extra_keys(plan.weights, model.config, model.config.num_layers // options.pp, options.tp):
             writer.add_object(key, [None], rank)  # Megatron stores None where no FP8 was used
         writer.finish()
     args = namespace(
@@ -82,33 +83,43 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
     fsync_dir(path)
 
 
-def _extra_keys(store: Scattered, layers: int, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield the keys of the FP8 state of Transformer Engine's modules, and the rank that would write each.
+def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
+    """Yield the keys of the FP8 state of Transformer Engine's modules but for experts, and the rank that would write each.
 
     Without them Megatron refuses to load with its default strictness; keys that its version does not look for are
     ignored.
     """
-    names = [name.partition("/")[2] for name in store.tensors()]
-    first = [name for name in names if (layer := _LAYER.fullmatch(name)) and layer[2] == "0"]
-    norms = [name.replace(".weight", "._extra_state") for name in first if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
-    prefix = first[0].partition("layers.")[0]
-    for key in [*extra_states(first), *norms, f"{prefix}layers.0.self_attention.core_attention._extra_state"]:
-        for number in range(layers):
-            yield f"{key.replace('.layers.0.', '.layers.', 1)}/shard_{number}_{layers}", number // layers_per_stage * tp
+    names = [bare for name in store.tensors() if ".mlp.experts." not in (bare := name.partition("/")[2])]
+    layers, differ = config.num_layers or 0, _differs(config)
+    prefix = next(name for name in names if _LAYER.fullmatch(name)).partition("layers.")[0]
+    for number in range(layers):
+        mine = [name for name in names if (layer := _LAYER.fullmatch(name)) and int(layer[2]) == number]
+        norms = [name.replace(".weight", "._extra_state") for name in mine if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
+        for key in [*extra_states(mine), *norms, f"{prefix}layers.{number}.self_attention.core_attention._extra_state"]:
+            shared = key.replace(f".layers.{number}.", ".layers.", 1)
+            yield f"{key}/shard_0_1" if differ else f"{shared}/shard_{number}_{layers}", number // layers_per_stage * tp
     yield f"{prefix}final_layernorm._extra_state/shard_0_1", (layers // layers_per_stage - 1) * tp
 
 
-def _stacks(store: Scattered) -> Iterator[Stack]:
-    """Yield the tensors by their keys, with all blocks in one stack."""
+def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
+    """Yield the tensors by their keys, with all blocks in one stack; of a model whose blocks differ each has a key with its number."""
     found: dict[str, list[str]] = {}
+    with_experts, differ = config.expert_layers(config.num_layers or 0), _differs(config)
     for name in store.tensors():
         bare = name.partition("/")[2]
         layer = _LAYER.fullmatch(bare)
-        found.setdefault(
-            written(f"{layer[1]}0.{layer[3]}", "core").replace(".layers.0.", ".layers.", 1) if layer else written(bare, "core"), []
-        ).append(name)
+        key = written(bare, "core", separate_norm=layer is not None and int(layer[2]) in with_experts)
+        key = key.replace(".mlp.experts.", ".mlp.experts.experts.")
+        if layer is not None and not differ:
+            key = key.replace(f".layers.{layer[2]}.", ".layers.", 1)
+        found.setdefault(key, []).append(name)
     for key, names in found.items():
-        yield Stack(key, names, _LAYER.fullmatch(names[0].partition("/")[2]) is not None)
+        yield Stack(key, names, not differ and _LAYER.fullmatch(names[0].partition("/")[2]) is not None)
+
+
+def _differs(config: ModelConfig) -> bool:
+    """Return whether Megatron takes the blocks for different ones, and so numbers them in keys."""
+    return config.has_experts and config.moe_layer_freq != "1"
 
 
 def _add(
@@ -118,7 +129,8 @@ def _add(
     last = _Last(store, progress)
     chunks = []
     for number, name in enumerate(stack.names):
-        stage = number // layers_per_stage if stack.is_stacked else 0
+        layer = _LAYER.fullmatch(name.partition("/")[2])
+        stage = 0 if layer is None else int(layer[2]) // layers_per_stage
         for rank, offsets, sizes in _shares(cut, name.partition("/")[2], info.shape):
             front = ((number,), (1,)) if stack.is_stacked else ((), ())
             make = last.part(name, offsets, sizes, stacked=stack.is_stacked)
@@ -132,7 +144,8 @@ def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, 
     if cut.is_replicated(name):
         yield 0, (0,) * len(shape), shape
         return
-    dim = 1 if cut.is_cut_along_columns(name) else 0
+    stacked = ".mlp.experts." in name
+    dim = (2 if ".linear_fc2." in name else 1) if stacked else 1 if cut.is_cut_along_columns(name) else 0
     halves = 2 if cut.is_gated and ".linear_fc1." in name else 1
     each = shape[dim] // halves // cut.tp
     for half in range(halves):

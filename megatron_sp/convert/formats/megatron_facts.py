@@ -11,6 +11,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
+_ROUTER = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.mlp\.router\.weight")
 
 
 @dataclass
@@ -21,7 +22,8 @@ class Facts:
         is_bert: it has a head for masked tokens.
         num_layers: number of layers of the whole model.
         padded_vocab_size: rows of the embedding over all tp ranks.
-        ffn_size: width of the MLP; that of one half if it is gated.
+        ffn_size: width of the MLP; that of one half if it is gated; None: all layers have experts.
+        num_experts, expert_ffn_size, shared_ffn_size: experts of a layer, their width, and that of the shared one; 0: there are none.
         qkv_rows: rows of the fused projection over all tp ranks.
         has_head: it has a weight of an output layer (with several stages this may be a copy of the embedding).
     """
@@ -30,7 +32,7 @@ class Facts:
     num_layers: int
     hidden_size: int
     padded_vocab_size: int
-    ffn_size: int
+    ffn_size: int | None
     is_gated: bool
     qkv_rows: int
     positions: int | None
@@ -42,6 +44,10 @@ class Facts:
     has_norm_bias: bool
     head_dim: int | None  # from the norms of queries and keys
     attention_width: int  # columns of the output projection: heads * head_dim
+    num_experts: int = 0
+    expert_ffn_size: int = 0
+    shared_ffn_size: int = 0
+    has_expert_bias: bool = False
     names: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -61,19 +67,39 @@ def facts_of(first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
     if layer is None:
         raise KeyError("decoder.layers.0.self_attention.linear_qkv.weight")
     prefix = layer[: _LAYER.match(layer).end()]  # type: ignore[union-attr]
-    words, fc1, fc2 = (_table(first, name) for name in (WORDS, f"{prefix}mlp.linear_fc1.weight", f"{prefix}mlp.linear_fc2.weight"))
+    words = _table(first, WORDS)
+    dense, shared, expert = (_mlp(everything, inside) for inside in ("", r"shared_experts\.", r"experts\.(0\.)?"))
+    router = next((shape for name, shape in everything.items() if _ROUTER.fullmatch(name) and len(shape) == 2), (0, 0))
+    fc1, fc2 = next((one for one in (dense, expert) if one is not None), (None, None))
+    if fc1 is None or fc2 is None:
+        raise KeyError(f"{prefix}mlp.linear_fc1.weight")
     qkv, proj = (_table(first, f"{prefix}self_attention.{name}.weight") for name in ("linear_qkv", "linear_proj"))
     positions, types = first.get("embedding.position_embeddings.weight"), first.get("embedding.tokentype_embeddings.weight")
     q_norm = first.get(f"{prefix}self_attention.q_layernorm.weight")
     return Facts(
         is_bert="lm_head.dense.weight" in last, num_layers=num_layers, hidden_size=words[1], padded_vocab_size=words[0] * tp,
-        ffn_size=fc2[1] * tp, is_gated=fc1[0] == 2 * fc2[1], qkv_rows=qkv[0] * tp,
+        ffn_size=None if dense is None else dense[1][1] * tp, is_gated=fc1[0] == 2 * fc2[1], qkv_rows=qkv[0] * tp,
         positions=positions[0] if positions else None, token_types=types[0] if types else 0, has_head=HEAD in last,
         has_order_head="binary_head.weight" in last, has_bias=f"{prefix}self_attention.linear_proj.bias" in first,
         has_qkv_bias=f"{prefix}self_attention.linear_qkv.bias" in first, has_norm_bias=f"{prefix}input_layernorm.bias" in first,
         head_dim=q_norm[0] if q_norm else None, attention_width=proj[1] * tp,
-        names=frozenset(everything),
+        names=frozenset(everything), num_experts=router[0], expert_ffn_size=0 if expert is None else expert[1][1] * tp,
+        shared_ffn_size=0 if shared is None else shared[1][1] * tp,
+        has_expert_bias=any(name.endswith(".mlp.router.expert_bias") for name in everything),
     )  # fmt: skip
+
+
+def _mlp(shapes: Shapes, inside: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shapes of the two weights of an MLP, or of an expert; None: no layer has one. Raises CheckpointError: one is no matrix."""
+    pattern = re.compile(rf"((?:decoder|encoder)\.layers\.\d+\.mlp\.{inside})linear_fc1\.weight")
+    name = next((name for name in shapes if pattern.fullmatch(name)), None)
+    if name is None:
+        return None
+    pair = {key: shapes[key] for key in (name, name.replace("linear_fc1", "linear_fc2"))}  # KeyError: half of it is missing
+    if inside.startswith("experts") and all(len(shape) == 3 for shape in pair.values()):
+        pair = {key: shape[1:] for key, shape in pair.items()}  # stacked
+    first, second = (_table(pair, key) for key in pair)
+    return first, second
 
 
 def _table(shapes: Shapes, name: str) -> tuple[int, ...]:

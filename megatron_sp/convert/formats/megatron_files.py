@@ -135,6 +135,11 @@ class Opened:
         return 1 + max(file.rank.pp_rank for file in self.files)
 
     @property
+    def ep(self) -> int:
+        """Number of the ranks of the files that share the experts."""
+        return 1 + max(file.rank.ep_rank for file in self.files)
+
+    @property
     def is_legacy(self) -> bool:
         """True if the names are those of Megatron-LM before its core."""
         shown = (stored.shown for chunk in self.chunks for stored in chunk.tensors.values())
@@ -164,14 +169,26 @@ def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
         if not isinstance(opened_file.tree, dict):
             raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that Megatron writes")
         files.append(RankFile(rank, opened_file, opened_file.tree))
-    require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in files})
-    args = files[0].tree.get("args")
-    opened = Opened(files, args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {})
+    found = files[0].tree.get("args")
+    args = found.attributes if isinstance(found, Object) and found.name == "argparse.Namespace" else {}
+    if _is_above_one(args.get("expert_model_parallel_size")) and not _is_above_one(args.get("pipeline_model_parallel_size")):
+        for file in files:  # without stages the second number of a folder's name is that of the share of the experts
+            if file.rank.ep_rank == 0:
+                file.rank = file.rank._replace(pp_rank=0, ep_rank=file.rank.pp_rank)
+    for ep_rank in sorted({f.rank.ep_rank for f in files}):
+        of_share = [f for f in files if f.rank.ep_rank == ep_rank]
+        require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in of_share})
+    require_one_save({(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in files if f.rank.pp_rank == f.rank.tp_rank == 0})
+    opened = Opened(files, args)
     flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]
     is_bert = any(name in found for _, _, found in flat for name in ("lm_head.dense.weight",))
     for rank_file, number, tensors in flat:
         opened.chunks.append(_chunk(rank_file, number, tensors, "encoder" if is_bert else "decoder"))
     return opened
+
+
+def _is_above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
 
 
 def _models(file: RankFile) -> list[tuple[int, Any]]:
@@ -224,18 +241,19 @@ def places(opened: Opened) -> list[Shard]:
     Raises:
         CheckpointError: the tp ranks of a stage differ in their layers, or in the number of their virtual stages.
     """
-    by_key = {(chunk.number, chunk.rank.pp_rank, chunk.rank.tp_rank): chunk for chunk in opened.chunks}
+    by_key = {(chunk.number, chunk.rank.pp_rank, (chunk.rank.ep_rank, chunk.rank.tp_rank)): chunk for chunk in opened.chunks}
     rounds = 1 + max(chunk.number for chunk in opened.chunks)
     stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
     found, first = [], 0
     for stage in stages:
-        group = [by_key.get((*stage, tp_rank)) for tp_rank in range(opened.tp)]
+        ranks = [(ep_rank, tp_rank) for ep_rank in range(opened.ep) for tp_rank in range(opened.tp)]
+        group = [by_key.get((*stage, rank)) for rank in ranks]
         counts = {chunk.num_layers if chunk else None for chunk in group}
         if len(counts) != 1 or None in counts:
             shown = ", ".join(str(chunk.num_layers if chunk else "none") for chunk in group)
             raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
-        for tp_rank, chunk in enumerate(group):
+        for (ep_rank, tp_rank), chunk in zip(ranks, group, strict=True):
             assert chunk is not None
-            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1]))
+            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1], ep_rank))
         first += group[0].num_layers if group[0] else 0
     return found

@@ -17,11 +17,12 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class RankFolder(NamedTuple):
-    """Folder of one rank of tp x pp."""
+    """Folder of one rank of tp x pp, with experts of tp x pp x ep."""
 
     tp_rank: int
     pp_rank: int
     path: Path
+    ep_rank: int = 0
 
 
 def iteration_folder(path: Path, step: int | None) -> Path | None:
@@ -62,34 +63,36 @@ def _noted(path: Path, found: dict[int, Path]) -> int:
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """Return the complete set of rank folders of one iteration: every tp rank of every stage.
+    """Return the complete set of rank folders of one iteration: every tp rank of every stage, and of every share of the experts.
+
+    A single number after that of the tp rank is taken for that of the stage; without stages it is that of the share, which
+    only the arguments in the files tell.
 
     Raises:
-        CheckpointError: some are missing, or they are of experts.
+        CheckpointError: some are missing.
     """
     if not path.is_dir():
         return []
-    found: dict[tuple[int, int], Path] = {}
+    found: dict[tuple[int, int, int], Path] = {}
     for child in sorted(path.iterdir()):
         match = _RANK.fullmatch(child.name)
         if match is None or not (child / MODEL).exists():
             continue
         require_inside(child, path)
-        if match[3] is not None:
-            raise CheckpointError(f"{child} is of a rank of experts: mixtures of experts cannot be converted")
-        found[int(match[1]), int(match[2] or 0)] = child
+        found[int(match[1]), int(match[2] or 0), int(match[3] or 0)] = child
     if not found:
         return []
-    tp, pp = (1 + max(key[axis] for key in found) for axis in range(2))
-    if len(found) != tp * pp:  # a folder's name may claim any number of ranks, so only the first missing ones are listed
-        missing = (rank_name(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in found)
+    tp, pp, ep = (1 + max(key[axis] for key in found) for axis in range(3))
+    if len(found) != tp * pp * ep:  # a folder's name may claim any number of ranks, so only the first missing ones are listed
+        missing = (rank_name(t, p, pp, e, ep) for p in range(pp) for t in range(tp) for e in range(ep) if (t, p, e) not in found)
+        sizes, axes = (f"{tp} x {pp}", "tp x pp") if ep == 1 else (f"{tp} x {pp} x {ep}", "tp x pp x ep")
         raise CheckpointError(
-            f"{path} has folders of {len(found)} ranks, and {tp} x {pp} are expected (tp x pp): {', '.join(islice(missing, 8))} missing."
+            f"{path} has folders of {len(found)} ranks, and {sizes} are expected ({axes}): {', '.join(islice(missing, 8))} missing."
             " Copy all of them to one place"
         )
-    return [RankFolder(t, p, found[t, p]) for p in range(pp) for t in range(tp)]
+    return [RankFolder(t, p, found[t, p, e], e) for p in range(pp) for e in range(ep) for t in range(tp)]
 
 
-def rank_name(tp_rank: int, pp_rank: int, pp: int) -> str:
+def rank_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
     """Return the name of the folder of a rank."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")

@@ -31,6 +31,9 @@ _LAYER_RULES = (
     (r"mlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
     (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.local_experts\.(\d+)\.", r"mlp.experts.\1."),  # one after another
+    (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.\3.\1.\2"),  # grouped
+    (r"mlp\.experts\.experts\.", "mlp.experts."),  # whole, of distributed checkpoints
 )
 _IGNORED = {
     r".*_extra_state\d*": "Transformer Engine's own state for 8-bit numbers",
@@ -44,7 +47,8 @@ def ignored() -> dict[str, str]:
     return dict(_IGNORED)
 
 
-_LINEAR = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+_LINEAR = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight0?")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(linear_fc[12])\.(weight|bias)")
 
 
 def extra_states(names: Iterable[str]) -> list[str]:
@@ -79,19 +83,24 @@ def canonical(name: str, stack: str) -> str:
     return name
 
 
-def written(name: str, names: Names, *, tied_head: bool = False) -> str:
+def written(name: str, names: Names, *, tied_head: bool = False, separate_norm: bool = False) -> str:
     """Return the name of a parameter of ours in a file.
 
     Args:
         name: as returned by ``canonical``.
         names: naming scheme of the file.
         tied_head: it is the copy of the embedding on the last pipeline stage.
+        separate_norm: it is of a layer with experts, whose norm belongs to no linear layer.
     """
+    if expert := _EXPERT.fullmatch(name):
+        before, number, linear, kind = expert.groups()
+        return f"{before}local_experts.{number}.{linear}.{kind}" if names == "core-local" else f"{before}{linear}.{kind}{number}"
     if names == "core-local":
         return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
     if names == "core":
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-        name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if not separate_norm:
+            name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
     return _legacy(name, tied_head)
 

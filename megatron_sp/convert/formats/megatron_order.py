@@ -28,6 +28,7 @@ _INNER = {
         "self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.", "mlp.linear_fc2.",
     ),
 }  # fmt: skip
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _TABLES = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.")
 LAST = (len(_TOP["legacy"]) + 1,)  # larger than everything that ``position`` returns
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.+)")
@@ -43,6 +44,13 @@ def position(name: str, names: Names) -> tuple[int, ...]:
     last = (1 if name.endswith("bias") else 0,)
     layer = _LAYER.fullmatch(name)
     if layer is not None:
+        expert, rest = _EXPERT.fullmatch(layer[2]), len(_INNER[names])
+        if expert is not None:  # grouped: the first layers of all experts come before the second ones
+            second, number = int("linear_fc2" in layer[2]), int(expert[1])
+            where = (number, second) if names == "core-local" else (second, number)
+            return (top, 0, int(layer[1]), rest + 1, *where, *last)
+        if layer[2].startswith("mlp.shared_experts."):
+            return (top, 0, int(layer[1]), rest + 2, int("linear_fc2" in layer[2]), *last)
         return (top, 0, int(layer[1]), _index(_INNER[names], layer[2]), *last)
     if name.startswith("embedding."):
         return (top, _index(_TABLES, name.removeprefix("embedding.")))

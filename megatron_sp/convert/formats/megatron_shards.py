@@ -28,9 +28,10 @@ QkvOrder = Literal["interleaved", "flat", "v0", "v1"]
 WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _VOCABULARY = re.compile(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)")
-_COLUMNS = re.compile(r".*\.self_attention\.linear_proj\.weight|.*\.mlp\.linear_fc2\.weight")
+_COLUMNS = re.compile(r".*\.self_attention\.linear_proj\.weight|.*\.mlp\.(shared_experts\.)?linear_fc2\.weight")
 _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(weight|bias)")
-_FC1 = re.compile(r".*\.mlp\.linear_fc1\.(weight|bias)")
+_FC1 = re.compile(r".*\.mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)")
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)")
 
 
@@ -50,6 +51,7 @@ class Shard(NamedTuple):
     num_layers: int
     is_first: bool
     is_last: bool
+    ep_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Cut:
         tp: number of ranks that share each tensor.
         qkv: row order of the fused projections.
         padded_vocab_size: rows of the vocabulary in the files.
+        ep: number of ranks that share the experts, which have a tensor each; 0: experts are whole, in one tensor as ours.
     """
 
     config: ModelConfig
     tp: int
     qkv: QkvOrder
     padded_vocab_size: int
+    ep: int = 1
 
     @property
     def is_gated(self) -> bool:
@@ -75,13 +79,27 @@ class Cut:
 
     def is_replicated(self, name: str) -> bool:
         """Return whether every tp rank has the whole parameter."""
-        return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
+        return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1)) and not self._is_cut_expert(name)
+
+    def is_replica(self, name: str, place: Shard) -> bool:
+        """Return whether another place, before this one, has the same share of a parameter."""
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            return place.tp_rank > 0 and expert[2] == "linear_fc2.bias"
+        return place.ep_rank > 0 or (place.tp_rank > 0 and self.is_replicated(name))
+
+    @staticmethod
+    def _is_cut_expert(name: str) -> bool:
+        expert = _EXPERT.fullmatch(name)
+        return expert is not None and expert[2] != "linear_fc2.bias"
 
     def is_cut_along_columns(self, name: str) -> bool:
         """Return whether a parameter is a row-parallel weight: each tp rank has a share of its columns."""
         return _COLUMNS.fullmatch(name) is not None
 
-    def regions(self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None) -> Iterator[tuple[View, View]]:
+    def regions(
+        self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None, ep_rank: int = 0
+    ) -> Iterator[tuple[View, View]]:  # fmt: skip
         """Yield the pairs (region of ours, region of theirs) that make up a rank's share.
 
         Args:
@@ -89,8 +107,12 @@ class Cut:
             shape: shape of the parameter.
             theirs: name of the rank's tensor.
             ours: name of our tensor, if it is another one of the same shape.
+            ep_rank: the rank's number among those that share the experts.
         """
         ours = ours or name
+        if _EXPERT.fullmatch(name) and self.ep:
+            yield from self._experts(ours, shape, theirs, rank, ep_rank)
+            return
         if _VOCABULARY.fullmatch(name):
             yield self._vocabulary(ours, shape, theirs, rank)
         elif _QKV.fullmatch(name) and self.qkv != "interleaved":
@@ -103,6 +125,26 @@ class Cut:
             yield View(ours), View(theirs)
         else:
             yield View(ours, None, (self._share(shape[0], rank),)), View(theirs)
+
+    def _experts(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int, ep_rank: int) -> Iterator[tuple[View, View]]:
+        """Yield the regions of a rank's experts, which are split over tp as an MLP is."""
+        found = _EXPERT.fullmatch(theirs)
+        assert found is not None
+        own = shape[0] // self.ep
+        for number in range(own):
+            expert, name = ep_rank * own + number, f"{found[1]}{number}.{found[2]}"
+            if found[2] == "linear_fc2.bias":
+                yield View(ours, None, (expert,)), View(name)
+            elif found[2] == "linear_fc2.weight":
+                yield View(ours, None, (expert, ALL, self._share(shape[2], rank))), View(name)
+            elif self.is_gated:
+                each, stored = shape[1] // 2 // self.tp, (shape[1] // self.tp, *shape[2:])
+                for half in range(2):
+                    first = half * shape[1] // 2 + rank * each
+                    region = View(name, None, (slice(half * each, (half + 1) * each),), stored=stored)
+                    yield View(ours, None, (expert, slice(first, first + each))), region
+            else:
+                yield View(ours, None, (expert, self._share(shape[1], rank))), View(name)
 
     def padding(self, shape: tuple[int, ...], rank: int) -> int:
         """Return the number of padding elements in a rank's share of a tensor of the vocabulary."""
@@ -180,7 +222,7 @@ def shard_copies(
 
     def add(name: str, local: str, place: Shard, replica: bool) -> None:
         theirs, shape, rank = f"{place.prefix}{kind}{local}", shapes[name], place.tp_rank
-        copies.extend(Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name))
+        copies.extend(Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank))
         if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
             filled[theirs] = padding
 
@@ -188,7 +230,7 @@ def shard_copies(
         for name in shapes:
             local = local_name(name, place)
             if local is not None:
-                add(name, local, place, replica=cut.is_replicated(name) and place.tp_rank > 0)
+                add(name, local, place, replica=cut.is_replica(name, place))
         if tied_heads and place.prefix in tied_heads:
             add(WORDS, HEAD, place, replica=True)
     return copies, filled

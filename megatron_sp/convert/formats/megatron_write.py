@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 
+_LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -63,11 +65,12 @@ def write(model: Model, plan: Plan, path: Path, options: Options, progress: Prog
     fsync_dir(path)
 
 
-def make_plan(model: Model, options: Options, *, padded: int | None = None) -> Plan:
+def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: int = 1) -> Plan:
     """Plan the files of all ranks.
 
     Args:
         padded: padded rows of the vocabulary, if they are not determined by ``options.tp``.
+        ep: as ``Cut.ep``.
     Raises:
         CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
     """
@@ -76,7 +79,7 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None) -> P
     require_layout(model, options)
     assert config.vocab_size
     rows = padded or padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
-    cut = Cut(config, options.tp, "interleaved", rows)
+    cut = Cut(config, options.tp, "interleaved", rows, ep)
     places = _places(model, options)
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
     heads = {place.prefix for place in places if is_tied and place.is_last and not place.is_first}
@@ -98,6 +101,8 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
     there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
     if not {"exp_avg", "exp_avg_sq"} <= there:
         return {}  # the optimizer is not Adam
+    if model.config.has_experts:
+        raise ConfigError("the optimizer's state of a mixture of experts cannot be written for Megatron: give --no-optimizer")
     require_state(model, options)
     is_half = any(info.dtype in _HALF for info in weights.tensors().values())
     found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
@@ -128,6 +133,11 @@ def require_layout(model: Model, options: Options) -> None:
         ("num_query_groups", c.num_groups),
         ("num_attention_heads", c.num_attention_heads),
         ("ffn_hidden_size", c.ffn_size),
+        *(
+            (("moe_ffn_hidden_size", c.expert_ffn_size), ("moe_shared_expert_intermediate_size", c.shared_expert_size))
+            if c.has_experts
+            else ()
+        ),
     ):
         if (count or 0) % options.tp:
             raise ConfigError(f"{what} ({count}) must be a multiple of --target-tensor-parallel-size ({options.tp}): use a divisor")
@@ -176,7 +186,10 @@ def _position(name: str, place: Shard, plan: Plan, names: Names) -> tuple[int, .
 
 def _written(name: str, place: Shard, plan: Plan, names: Names) -> str:
     bare = name.removeprefix(place.prefix)
-    return written(bare, names, tied_head=bare == HEAD and place.prefix in plan.tied_heads)
+    layer, separate = _LAYER.match(bare), False
+    if layer is not None and plan.cut.config.has_experts:
+        separate = place.first_layer + int(layer[1]) in plan.cut.config.expert_layers(plan.cut.config.num_layers or 0)
+    return written(bare, names, tied_head=bare == HEAD and place.prefix in plan.tied_heads, separate_norm=separate)
 
 
 def lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:

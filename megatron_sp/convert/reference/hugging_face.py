@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mistral, Qwen2, GPT-NeoX, BERT and MegatronBERT from Hugging Face folders, by their own names and layouts.
+"""Models from Hugging Face folders, by their own names and layouts: those of the families that the conversion knows.
 
 Tensors are read with the safetensors library when a block needs them. config.json is parsed here independently, so that
 a setting misread by the conversion shows up as a difference.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
-from megatron_sp.convert.reference.model import Block, Foreign, Shape, Shard
+from megatron_sp.convert.reference.model import Block, Foreign, Mixture, Shape, Shard
 from megatron_sp.utils.errors import CheckpointError
 
 Cast = Callable[[Tensor], Tensor]
@@ -88,7 +89,8 @@ def open_folder(folder: Path, cast: Cast) -> Foreign:
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
     made: Any = {
-        "gpt2": GPT2, "llama": Llama, "mistral": Llama, "qwen2": Llama, "gpt_neox": NeoX, "bert": Bert, "megatron-bert": Bert,
+        "gpt2": GPT2, "llama": Llama, "mistral": Llama, "qwen2": Llama, "gpt_neox": NeoX, "mixtral": Mixtral,
+        "qwen3_moe": Qwen3Moe, "olmoe": Olmoe, "bert": Bert, "megatron-bert": Bert,
     }.get(kind)  # fmt: skip
     if made is None:
         raise CheckpointError(f"{folder / 'config.json'}: model_type is {str(kind)[:100]!r}: the reference does not compute it")
@@ -146,13 +148,68 @@ class Llama:
     def block(self, layer: int) -> Block:
         name, files = f"model.layers.{layer}.", self.files
         q, k, v, out = (files.linear(f"{name}self_attn.{part}_proj") for part in "qkvo")
-        gate, up, down = (files.linear(f"{name}mlp.{part}_proj") for part in ("gate", "up", "down"))
         norms = files.scale(f"{name}input_layernorm"), files.scale(f"{name}post_attention_layernorm")
-        return Block(norms, [Shard(q, k, v, out.weight, up, down.weight, gate)], out.bias, down.bias)
+        head_norms = None
+        if files.find(f"{name}self_attn.q_norm.weight"):
+            head_norms = files.scale(f"{name}self_attn.q_norm"), files.scale(f"{name}self_attn.k_norm")
+        mixture = self.mixture(layer)
+        if mixture is not None:
+            unused = q.weight.new_empty(0, 0)
+            return Block(norms, [Shard(q, k, v, out.weight, Linear(unused), unused)], out.bias, None, head_norms, mixture)
+        gate, up, down = (files.linear(f"{name}mlp.{part}_proj") for part in ("gate", "up", "down"))
+        return Block(norms, [Shard(q, k, v, out.weight, up, down.weight, gate)], out.bias, down.bias, head_norms)
+
+    def mixture(self, layer: int) -> Mixture | None:
+        """Read the experts of a layer; None: it has an MLP."""
+        return None
 
     def outputs(self, x: Tensor) -> dict[str, Tensor]:
         x = norm(x, self.files.scale("model.norm"), self.shape.eps, rms=True)
         return {NEXT: x @ self.files.get("model.embed_tokens.weight" if self._tied else "lm_head.weight").T}
+
+
+class Mixtral(Llama):
+    """Mixtral: w1 is the gate, w3 the other half, w2 the way back; the weights of the chosen experts sum to 1."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        super().__init__(c, folder, cast)
+        theta = {"rope_theta": 1e6} if "rope_theta" not in c and "rope_parameters" not in c else {}
+        self.shape = replace(self.shape, window=c.get("sliding_window"), rotary=_rotary({**theta, **c}, self.shape.head_dim))
+        self._top_k, self._experts = c["num_experts_per_tok"], c.get("num_local_experts") or c["num_experts"]
+
+    def mixture(self, layer: int) -> Mixture | None:
+        return _experts(self.files, f"model.layers.{layer}.block_sparse_moe.", ("w3", "w2", "w1"), self._experts, self._top_k, True)
+
+
+class Qwen3Moe(Llama):
+    """Qwen3-MoE: norms on the heads, and an MLP in the layers that have a gate projection of their own."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        super().__init__(c, folder, cast)
+        self.shape = replace(self.shape, window=c.get("sliding_window", 4096) if c.get("use_sliding_window") else None)
+        self._c, self._experts = c, c.get("num_experts") or c["num_local_experts"]
+
+    def mixture(self, layer: int) -> Mixture | None:
+        if layer in (self._c.get("mlp_only_layers") or ()) or (layer + 1) % (self._c.get("decoder_sparse_step") or 1):
+            return None
+        parts, norm_topk = ("up_proj", "down_proj", "gate_proj"), bool(self._c.get("norm_topk_prob"))
+        return _experts(self.files, f"model.layers.{layer}.mlp.", parts, self._experts, self._c["num_experts_per_tok"], norm_topk)
+
+
+class Olmoe(Qwen3Moe):
+    """OLMoE: norms over all queries and over all keys of a token."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        super().__init__(c, folder, cast)
+        self.shape = replace(self.shape, wide_norms=True, eps=c.get("rms_norm_eps", 1e-5))
+
+
+def _experts(files: Files, name: str, parts: tuple[str, str, str], count: int, top_k: int, sums_to_one: bool) -> Mixture:
+    experts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for number in range(count):
+        up, down, gate = (files.get(f"{name}experts.{number}.{part}.weight") for part in parts)
+        experts.append((up, down, gate))
+    return Mixture(files.get(f"{name}gate.weight"), experts, top_k, sums_to_one=sums_to_one)
 
 
 def _slides(c: dict[str, Any]) -> bool:

@@ -40,6 +40,7 @@ _NAMES = {
     "query norm": ("self_attention.q_layernorm",),
     "key norm": ("self_attention.k_layernorm",),
 }
+_OF_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+")
 _ORDERS = ("interleaved", "flat", "v0", "v1")
 _GIVEN = {  # settings of --set that this reference computes, by the names of Megatron's arguments
     "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu", "gelu_approximate",
@@ -154,6 +155,8 @@ class Megatron:
         self.parts, self.tp, self.args = parts, len(parts), {**_arguments(tree), **_as_arguments(given)}
         if self.args.get("num_attention_heads") is None:
             raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N stands for them")
+        if self.args.get("num_experts") not in (None, 0, 1, [1]):
+            raise Unsupported("it does not compute experts")
         version = float(tree.get("checkpoint_version", 0) or 0)
         self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in self.parts[0][0].records)
         said = tree.get("qkv_layout")
@@ -352,6 +355,8 @@ def open_folder(
         model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
         weakref.finalize(model, dist.close)
         return model
+    if any(_OF_EXPERTS.fullmatch(child.name) for child in folder.iterdir()):
+        raise Unsupported("it does not compute experts")
     files = _rank_files(folder)
     tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
     parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]

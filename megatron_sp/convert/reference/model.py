@@ -25,6 +25,7 @@ class Shape:
         vocab_size: rows of the embedding that represent tokens; None: unknown, as some may be padding.
         positions: maximum sequence length.
         order: pre-norm, post-norm, or attention and MLP in parallel on the same input.
+        wide_norms: norms of queries and keys are over all heads together.
         gated: the gate half of the MLP's input projection is activated and multiplied with the other half.
     """
 
@@ -40,6 +41,7 @@ class Shape:
     gated: bool = False
     rotary: Rotary | None = None
     window: int | None = None
+    wide_norms: bool = False
 
 
 class Shard(NamedTuple):
@@ -54,14 +56,47 @@ class Shard(NamedTuple):
     gate: Linear | None = None
 
 
+class Mixture(NamedTuple):
+    """The experts of a block, whole.
+
+    Attributes:
+        router: [E, h].
+        experts: (up [f, h], down [h, f], gate [f, h] or None) of each.
+        top_k: experts of a token.
+        score: softmax or sigmoid of the router's output.
+        sums_to_one: the scores of the chosen experts are divided by their sum.
+        scaling: factor of the weights.
+        bias: [E], added to the scores for the choice, or None.
+        shared: the expert that all tokens take, or None.
+    """
+
+    router: Tensor
+    experts: list[tuple[Tensor, Tensor, Tensor | None]]
+    top_k: int
+    score: str = "softmax"
+    sums_to_one: bool = True
+    scaling: float = 1.0
+    bias: Tensor | None = None
+    shared: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+
 class Block(NamedTuple):
-    """A layer of the model. ``norms``: in the order of computation; ``head_norms``: those of queries and keys, or None."""
+    """A layer of the model.
+
+    Attributes:
+        norms: in the order of computation.
+        shards: the ranks' shares.
+        out_bias, down_bias: biases of row-parallel layers.
+        head_norms: norms of queries and keys, or None.
+        mixture: takes the place of the MLP, or None.
+    """
 
     norms: tuple[Scale, Scale]
     shards: list[Shard]
     out_bias: Tensor | None = None
     down_bias: Tensor | None = None
     head_norms: tuple[Scale, Scale] | None = None
+    mixture: Mixture | None = None
 
 
 class Rows(NamedTuple):
@@ -123,6 +158,8 @@ def run_block(x: Tensor, block: Block, shape: Shape, allowed: Tensor, angles: Te
         return total if block.out_bias is None else total + block.out_bias
 
     def mlp(x: Tensor) -> Tensor:
+        if block.mixture is not None:
+            return _mixture(x, block.mixture, shape)
         total = sum((_mlp(x, shard, shape) for shard in block.shards), torch.zeros_like(x))
         return total if block.down_bias is None else total + block.down_bias
 
@@ -136,8 +173,11 @@ def run_block(x: Tensor, block: Block, shape: Shape, allowed: Tensor, angles: Te
 
 
 def _attention(x: Tensor, shard: Shard, block: Block, shape: Shape, allowed: Tensor, angles: Tensor | None) -> Tensor:
-    q, k, v = (rearrange(linear(x), "... (n d) -> ... n d", d=shape.head_dim) for linear in (shard.query, shard.key, shard.value))
-    if block.head_norms is not None:
+    wide = [linear(x) for linear in (shard.query, shard.key, shard.value)]
+    if block.head_norms is not None and shape.wide_norms:
+        wide[:2] = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip(wide, block.head_norms, strict=False))
+    q, k, v = (rearrange(t, "... (n d) -> ... n d", d=shape.head_dim) for t in wide)
+    if not shape.wide_norms and block.head_norms is not None:
         q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), block.head_norms, strict=True))
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
@@ -148,3 +188,24 @@ def _mlp(x: Tensor, shard: Shard, shape: Shape) -> Tensor:
     if shard.gate is None:
         return activate(shape.activation, shard.up(x)) @ shard.down.T
     return (activate(shape.activation, shard.gate(x)) * shard.up(x)) @ shard.down.T
+
+
+def _mixture(x: Tensor, m: Mixture, shape: Shape) -> Tensor:
+    """Compute what the experts make of x [b, s, h]: all of them for all tokens, with a weight of zero where they were not chosen."""
+    logits = x @ m.router.T
+    scores = logits.softmax(-1) if m.score == "softmax" else torch.sigmoid(logits)
+    ranked = scores if m.bias is None else scores + m.bias
+    chosen = torch.zeros_like(scores).scatter(-1, ranked.topk(m.top_k, dim=-1).indices, 1.0)
+    weights = scores * chosen
+    if m.sums_to_one:
+        weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        y = y + weights[..., number, None] * m.scaling * _expert(x, expert, shape)
+    return y if m.shared is None else y + _expert(x, m.shared, shape)
+
+
+def _expert(x: Tensor, expert: tuple[Tensor, Tensor, Tensor | None], shape: Shape) -> Tensor:
+    up, down, gate = expert
+    wide = activate(shape.activation, x @ (up if gate is None else gate).T)
+    return (wide if gate is None else wide * (x @ up.T)) @ down.T

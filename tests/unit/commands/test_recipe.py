@@ -48,7 +48,7 @@ def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
     ({"TP": "x"}, "TP=x must be a whole number, 1 or more"), ({"TP": "0"}, "TP=0 must be a whole number, 1 or more"),
     ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP, CP and PP leave)"),
     ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
-    ({"PP": "two"}, "PP=two must be a whole number, 1 or more"),
+    ({"PP": "two"}, "PP=two must be a whole number, 1 or more"), ({"EP": "0"}, "EP=0 must be a whole number, 1 or more"),
     ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
     ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
 ])  # fmt: skip
@@ -59,8 +59,8 @@ def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> N
 
 
 def test_empty_variables_are_as_if_not_set() -> None:
-    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE",
-             "SMOKE", "DRY_RUN")  # fmt: skip
+    names = ("NPROC_PER_NODE", "NNODES", "TP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
+             "SAVE", "SMOKE", "DRY_RUN")  # fmt: skip
     assert Variables.read(dict.fromkeys(names, "")) == Variables.read({})
 
 
@@ -80,7 +80,17 @@ def test_empty_variables_are_as_if_not_set() -> None:
 ])  # fmt: skip
 def test_step_parity(variables: dict[str, str], full: tuple[int, ...], smoke: tuple[int, ...]) -> None:
     found = Variables.read({**EIGHT, **variables})
+    assert (found.full_layout, found.smoke_layout) == ((*full, 1), (*smoke, 1))
+
+
+@pytest.mark.parametrize("variables, full, smoke", [
+    ({"EP": "8", "SP": "1"}, (1, 1, 1, 1, 8, 8), (1, 1, 1, 1, 2, 2)), ({"EP": "4"}, (1, 8, 1, 1, 8, 4), (1, 2, 1, 1, 2, 2)),
+    ({"EP": "2", "SP": "1", "PP": "4", "ZERO": "0"}, (1, 1, 1, 4, 8, 2), (1, 1, 1, 2, 4, 2)),
+])  # fmt: skip
+def test_experts_are_dealt_to_ranks_with_other_tokens(variables: dict[str, str], full: tuple[int, ...], smoke: tuple[int, ...]) -> None:
+    found = Variables.read({**EIGHT, **variables})
     assert (found.full_layout, found.smoke_layout) == (full, smoke)
+    assert f"EP={variables['EP']} ZERO=" in found.text()
 
 
 def test_flags_of_a_layout() -> None:

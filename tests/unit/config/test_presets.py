@@ -33,6 +33,7 @@ PUBLISHED = {
     "mistral-7b": 7_241_732_096, "pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-1.4b": 1_414_647_808,
     "pythia-6.9b": 6_857_302_016, "bert-base": 110_106_428, "bert-large": 336_226_108, "bert-1.3b": 1_280_595_772,
     "bert-base-hf": 110_106_428, "bert-large-hf": 336_226_108,
+    "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624, "olmoe-1b-7b": 6_919_161_856,
 }  # fmt: skip
 ROUNDED = {"gpt-125m": 125e6, "gpt-350m": 350e6, "gpt-760m": 760e6, "gpt-1.3b": 1.3e9, "gpt-2.7b": 2.7e9, "gpt-6.7b": 6.7e9,
            "gpt-13b": 13e9, "gpt-175b": 175e9}  # fmt: skip
@@ -55,6 +56,7 @@ def test_the_width_of_a_head() -> None:
     """No parameter count shows it: 64 in GPT-2 and BERT, 128 in Llama; those of GPT-3 and Pythia vary."""
     others = {"gpt-760m": 96, "gpt-1.3b": 128, "gpt-2.7b": 80, "gpt-6.7b": 128, "gpt-13b": 128, "gpt-175b": 128, "llama-1b": 64}
     others |= {"mistral-7b": 128, "pythia-1.4b": 128, "pythia-6.9b": 128}
+    others |= {"mixtral-8x7b": 128, "qwen3-30b-a3b": 128, "olmoe-1b-7b": 128}
     for name, preset in PRESETS.items():
         assert ModelConfig(**preset.flags).head_dim == others.get(name, 128 if "llama" in name else 64), name
 

@@ -9,7 +9,15 @@ import torch
 from support import tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_sp.estimate.flops import PEAK_TFLOPS, forward_flops_per_token, peak_tflops, seen_share, step_flops_per_token
+from megatron_sp.estimate.flops import (
+    PEAK_TFLOPS,
+    forward_flops_per_token,
+    layer_shares,
+    mlp_sizes,
+    peak_tflops,
+    seen_share,
+    step_flops_per_token,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -18,6 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gated GELU, parallel residual": {"geglu": True, "use_parallel_residual": True},
     "window": {"window_size": 3},
     "rotary, no biases": {"position_embedding_type": "rope", "disable_bias_linear": True},
+    "experts": {"num_experts": 6, "moe_ffn_hidden_size": 5},
+    "experts in some layers, shared ones": {
+        "num_experts": 4,
+        "moe_layer_freq": "[0,1,1]",
+        "moe_shared_expert_intermediate_size": 7,
+        "swiglu": True,
+        "moe_router_topk": 3,
+    },
 }
 
 
@@ -37,6 +53,16 @@ def test_against_the_counter(name: str) -> None:
     dense, scores = forward_flops_per_token(config)
     tokens = tiny.B * tiny.S
     assert counter.get_total_flops() == step_flops_per_token(config)[1] * tokens == 3 * (dense + scores) * tokens
+
+
+def test_layers_that_differ() -> None:
+    config = tiny.shape(num_layers=4, num_experts=6, moe_ffn_hidden_size=30, moe_layer_freq="[0,1,0,1]")
+    assert mlp_sizes(config) == [2 * 14 * 10, 14 * 6 + 2 * 2 * 14 * 30] * 2
+    shares = layer_shares(config)
+    assert sum(shares) == pytest.approx(4) and shares[0] == shares[2] < 1 < shares[1] == shares[3]
+    dense, scores = forward_flops_per_token(config, 0.0)
+    assert (shares[1] - shares[0]) * (dense + scores / 2) / 4 == pytest.approx(2 * (mlp_sizes(config)[1] - mlp_sizes(config)[0]))
+    assert layer_shares(tiny.shape(num_experts=6)) == layer_shares(tiny.BASE) == [1.0] * 3
 
 
 def test_causal_halves_the_scores_alone() -> None:

@@ -10,7 +10,7 @@ from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
 from megatron_sp.estimate.pipeline_states import states_of
 from megatron_sp.estimate.stages import RankShare, layers_of_stages, shares_of
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
-from megatron_sp.parallel.pipeline_stages import cut_model, deal_layers, whole_model
+from megatron_sp.parallel.pipeline_stages import cut_model, deal_layers, deal_unlike_layers, whole_model
 
 
 def test_stages_by_hand() -> None:
@@ -39,6 +39,30 @@ def test_no_dealing_has_a_faster_slowest_stage() -> None:
 
         others = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
         assert slowest(dealt) == pytest.approx(min(map(slowest, others)))
+
+
+def test_no_dealing_of_unlike_layers_has_a_faster_slowest_stage() -> None:
+    for layers, stages, head in itertools.product(range(3, 8), range(1, 4), (0.0, 2.5)):
+        costs = [0.5 if layer % 3 else 1.75 for layer in range(layers)]
+        dealt = deal_unlike_layers(costs, stages, head=head)
+        assert sum(dealt) == layers and min(dealt) >= 1
+
+        def slowest(counts: tuple[int, ...], costs: list[float] = costs, head: float = head) -> float:
+            stages = cut_model(counts)
+            return max(sum(costs[s.start : s.stop]) + head * s.is_last for s in stages)
+
+        others = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
+        assert slowest(dealt) == pytest.approx(min(map(slowest, others)))
+    with pytest.raises(ValueError, match="2 layers cannot be dealt to 3 stages of at least one"):
+        deal_unlike_layers([1.0, 2.0], 3)
+
+
+def test_layers_with_experts_are_dealt_by_their_products() -> None:
+    """Layers without experts have a fraction of the products of the others."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    uneven = model(6, num_experts=4, ffn_hidden_size=64, moe_ffn_hidden_size=4096, moe_layer_freq="[0,0,0,1,1,1]")
+    assert layers_of_stages(uneven, parallel) == (4, 2)
+    assert layers_of_stages(model(6, num_experts=4), parallel) == layers_of_stages(model(6), parallel)
 
 
 def model(layers: int, **more: object) -> ModelConfig:

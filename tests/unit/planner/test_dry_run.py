@@ -20,7 +20,7 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate import suggestions as remedies
-from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, shortage
 from megatron_sp.planner.dry_run import plan_run
 
@@ -151,6 +151,8 @@ def test_the_vocabulary_may_come_from_a_tokenizer(capsys: pytest.CaptureFixture[
         {"max_position_embeddings": 31, "squared_relu": True},
         {"disable_bias_linear": True, "add_mlp_bias": True, "geglu": True},
         {"disable_bias_linear": True, "add_proj_bias": True, "use_parallel_residual": True, "window_size": 3},
+        {"num_experts": 6, "moe_ffn_hidden_size": 5, "moe_layer_freq": "[0,1,0]", "moe_shared_expert_intermediate_size": 4},
+        {"num_experts": 4, "swiglu": True, "disable_bias_linear": True, "moe_router_topk": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -161,6 +163,16 @@ def test_parameters_are_counted_as_the_model_has_them(overrides: dict[str, Any])
     padding = 48 - config.vocab_size
     tables = 2 if config.untie_embeddings_and_output_weights else 1
     assert count_parameters(config) == sum(p.numel() for p in model.parameters()) - tables * padding * config.hidden_size
+
+
+def test_active_parameters_are_those_of_a_token() -> None:
+    """Of four experts it uses one, of each matrix and bias a quarter."""
+    config = tiny.shape(num_experts=4, moe_router_topk=1, moe_layer_freq="[0,1,0]")
+    model = tiny.make_model(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert experts == 4 * (2 * 14 * 10 + 10 + 14)
+    assert count_parameters(config) - count_active_parameters(config) == experts * 3 // 4
+    assert count_active_parameters(tiny.BASE) == count_parameters(tiny.BASE)
 
 
 def test_remedies_are_tried_and_do_what_they_say() -> None:
