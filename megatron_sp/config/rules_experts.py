@@ -30,7 +30,7 @@ def settle_experts(config: Config) -> list[str]:
             if name != "num_experts" and value != field.default and not _is_wrong(value, field):
                 setattr(model, name, field.default)
                 lines.append(f"--{name.replace('_', '-')} (without --num-experts it has no effect)")
-        if parallel.moe_worst_load > 1:
+        if 1 < parallel.moe_worst_load <= 2**16:  # more is for the rules to reject
             parallel.moe_worst_load = 1.0
             lines.append("--moe-worst-load (without --num-experts it has no effect)")
         return lines

@@ -65,7 +65,7 @@ class ExpertConfig:
 
     @property
     def balance_kind(self) -> Literal["none", "sequence", "global"]:
-        """What the balance loss is about."""
+        """Group of tokens that the balance loss is about."""
         kind = self.moe_router_load_balancing_type
         if not self.has_experts or not self.moe_aux_loss_coeff or kind == "none":
             return "none"

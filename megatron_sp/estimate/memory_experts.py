@@ -1,7 +1,7 @@
 """Sizes of a layer with experts (``parallel/experts.py``), in closed form: what it keeps for backward, and what it needs meanwhile.
 
-    kept        logits, chosen experts, the inputs of all activations, the rows that came from other ranks, who has chosen whom
-    meanwhile   rows on their way, sums of results and of gradients, and what one expert at a time takes
+kept        logits, chosen experts, the inputs of all activations, the rows that came from other ranks, who has chosen whom
+meanwhile   rows on their way, sums of results and of gradients, and what one expert at a time takes
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _ALIGN_BYTES = 16
 
 
 class RowFormat(NamedTuple):
-    """What travels for a row: h elements, and after them k weights and k numbers.
+    """Format of a row on its way: h elements, and after them k weights and k numbers.
 
     Attributes:
         width: h.
@@ -68,7 +68,7 @@ class RowFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class Journey:
-    """Where rows go and come from, for one chunk of a rank's tokens.
+    """Way of one chunk of a rank's tokens: which rows go where, and how many come.
 
     Attributes:
         tokens: the chunk's rows among this rank's tokens.

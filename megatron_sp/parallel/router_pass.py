@@ -1,4 +1,4 @@
-"""What the routers of a step's forward passes tell it, and what they are told: loads, terms that keep them even, earlier choices.
+"""Exchange of numbers between routers and the step: loads, terms that keep them even, earlier choices.
 
 The gradient of the balance and the z term (``ops/routing.py``) is added inside the backward pass of the layer, as part of the gradient
 of its logits. So it does not matter in which stage of a pipeline the layer is, or whether it is recomputed, and the terms never become
@@ -47,7 +47,7 @@ class BalanceSpec:
 
 @dataclass(frozen=True)
 class TermWeights:
-    """What the terms' gradients are multiplied by: coefficients, loss scale, and one over the global counts; scalars, fp64.
+    """Factors of the terms' gradients: coefficients, loss scale, and one over the global counts; scalars, fp64.
 
     Attributes:
         balance: for the sum over sequences; with ``global`` for c_e * q of the step, without E / k.

@@ -328,7 +328,7 @@ REFUSED_PREFIXES: dict[str, str] = {
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "expert-tensor-parallel-size": ("1",), "expert-interval": ("1",), "mlp-type": ("standard",), "moe-input-jitter-eps": ("0", "0.0"),
-    "vocab-extra-ids": ("0",),
+    "vocab-extra-ids": ("0",), "num-experts": ("0", "1"),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
@@ -364,6 +364,14 @@ def _names(text: str) -> frozenset[str]:
 
 
 FAMILIES = (
+    Family(
+        ("num-experts",),
+        _names("""
+            moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy moe-train-capacity-factor
+            moe-eval-capacity-factor moe-min-capacity moe-token-drop-method moe-token-dropping expert-tensor-parallel-size
+            enable-expert-tensor-parallelism mlp-type expert-interval moe-input-jitter-eps moe-router-force-load-balancing
+            moe-noisy-gate-policy moe-shared-expert-gate moe-use-shared-expert-gate moe-use-upcycling"""),
+    ),
     Family(
         ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4-format"),
         _names("""
