@@ -105,15 +105,13 @@ class ActivationForm:
     @cached_property
     def _alike(self) -> list[list[int]]:
         """Layers that save the same: those without experts, and those with."""
-        kinds = [[layer for layer in range(self.shape.layers) if (self.shape.experts_of(layer) is not None) is has] for has in (False, True)]
+        kinds = [
+            [layer for layer in range(self.shape.layers) if (self.shape.experts_of(layer) is not None) is has] for has in (False, True)
+        ]
         return [layers for layers in kinds if layers] or [[0]]
 
     def _is_again(self, layer: int) -> bool:
         return any(first <= layer < last for first, last in self.shape.recomputed)
-
-    def kept_up_to(self, layer: int) -> list[Line]:
-        """Return the activations of all blocks up to one at the end of its forward pass, without recomputation and host memory."""
-        return [Line("blocks below", sum(self._block_total(i, again=False) for i in range(layer))), *merged(self.block_keeps(layer, again=False))]
 
     def kept_below(self, layer: int) -> list[Line]:
         """Return the activations of all blocks below one while backward is in that block."""
@@ -130,6 +128,21 @@ class ActivationForm:
             Line("blocks below", stored + remade), Line("inputs of recomputed blocks", inputs * self.shape.stream),
             self._results(results),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
+        ]  # fmt: skip
+
+    def kept_before(self, layer: int) -> list[Line]:
+        """Return the activations of all blocks below one while the forward pass is in that block, with the input of a recomputed one."""
+        chunks = [(first, last) for first, last in self.shape.recomputed if first <= layer]
+        if not chunks:
+            return self.kept_below(layer)
+        inside = chunks[-1][0] < layer < chunks[-1][1]  # its input is not the chunk's
+        again = [below for below in range(layer + 1) if self._is_again(below)]
+        stored = sum(self._block_total(below, again=False) for below in range(layer) if below not in again)
+        inputs = min(len(chunks), 2) if self.offloads else len(chunks)  # one is on its way to the host
+        results = again[-2:] if self.offloads else again
+        return [
+            Line("blocks below", 0 if self.offloads else stored),
+            Line("inputs of recomputed blocks", (inputs + inside) * self.shape.stream), self._results(results), self.embedding_norm,
         ]  # fmt: skip
 
     def key_gradients(self, left: int) -> Line:

@@ -34,7 +34,9 @@ class BlockMoments:
     def __init__(self, form: RankForm, head_params: Line) -> None:
         self.model, self.kernels, self.head_params = form.workload.model, form.workload.kernels, head_params
         self.shape, self.attention, self.activations, self.gradients = form.shape, form.attention, form.activations, form.gradients
-        self._put_off = {has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None) for has in (False, True)}
+        self._put_off = {
+            has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None) for has in (False, True)
+        }
         self._around = cache(self._held_throughout)
         self.piece = self._largest_piece()
 
@@ -123,13 +125,15 @@ class BlockMoments:
         )  # fmt: skip
 
     def _experts_before(self) -> list[Moment]:
-        """Return the moment in the last layer with experts if that is not the last, and nothing is recomputed."""
+        """Return the moment of the forward pass in the last layer with experts if that is not the last layer."""
         shape, layers = self.shape, [layer for layer in range(self.shape.layers) if self.shape.experts_of(layer) is not None]
-        if not layers or layers[-1] == shape.layers - 1 or shape.recomputed or self.kernels.offload_activations:
+        if not layers or layers[-1] == shape.layers - 1:
             return []
         assert shape.experts is not None
+        again = self._is_again(layers[-1])  # then what its experts keep is there until they are done
+        kept = self.activations.mlp_keeps(layers[-1]) if again else self.activations.block_keeps(layers[-1], again=False)
         lines = (
-            *gradient_lines(self.gradients.forward()), *self.activations.kept_up_to(layers[-1]), self.activations.embedding_norm,
+            *gradient_lines(self.gradients.forward()), *self.activations.kept_before(layers[-1]), *kept,
             *experts_forward(shape.experts, shape), Line("sum after attention", shape.stream if shape.parallel_residual else 0),
         )  # fmt: skip
         return [Moment("forward", f"{place_of(layers[-1], shape.layers)} block", lines)]
@@ -186,7 +190,11 @@ class BlockMoments:
         """Return the moment in the norm after the MLP, with which the backward of a post-norm block begins; none without it."""
         if not self.shape.post:
             return []
-        lines = (*self.activations.block_keeps(layer, again=self._is_again(layer)), *self._local_gradients(), *self._norm_backward(adds=False))
+        lines = (
+            *self.activations.block_keeps(layer, again=self._is_again(layer)),
+            *self._local_gradients(),
+            *self._norm_backward(adds=False),
+        )
         return [self._moment(layer, "norm after the MLP", *lines)]
 
     def _branch_backward(self, layer: int) -> list[Moment]:

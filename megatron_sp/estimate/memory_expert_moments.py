@@ -27,8 +27,7 @@ def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
     back = ceil(rows.sent / form.parts) * form.h * form.e if form.moves else 0  # results that come back
     rounded = result * form.e // form.wide if form.wide != form.e else 0
     ahead = ceil(rows.sent / form.parts) * form.row_bytes.there if form.parts > 1 else 0
-    flying = back + (rounded or result)
-    others = flying if form.parts > 1 else 0
+    others = back + (rounded or result) if form.parts > 1 else 0
     most = ceil(rows.most / form.parts) * form.e
     # the results of the expert before are there until this one's are
     one = most * max(2 * form.h + form.ffn, 3 * form.h if form.bias else 0) + (most // form.e * form.h * form.wide if sums else 0)
@@ -39,7 +38,7 @@ def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
     return max(
         [*fixed, Line("choice of experts", ranked), Line("experts, not there yet", -total(kept_later))],
         [*fixed, *y, Line("an expert", one), Line("rows' results", result), Line("rows on their way", others + ahead)],
-        [*fixed, *y, Line("rows' results", result), Line("rows on their way", flying)],
+        [*fixed, *y, Line("rows' results", result), Line("rows on their way", back + rounded)],
         key=total,
     )  # fmt: skip
 
@@ -69,7 +68,12 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         reduced = shape.stream
         moments.append(("shared expert", [normed, weights, coming, entered, Line("shared expert, inside", made)]))
         product = Line("gradient of the norm's output", shape.whole_stream + shape.scattering)
-        moments.append(("shared expert's first layer", [normed, weights, coming, entered, Line("gradient of the shared expert, inside", wide), product]))
+        moments.append(
+            (
+                "shared expert's first layer",
+                [normed, weights, coming, entered, Line("gradient of the shared expert, inside", wide), product],
+            )
+        )
     fixed = [normed, weights, Line("gradients of weights", weights.num_bytes), grad_x, Line("gradient of the norm's output", reduced)]
     of_rows = received * form.h * form.wide
     most = ceil(rows.most / form.parts)
@@ -84,21 +88,23 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         2 * row + inner + wide + (inner if wide > inner else 0),
         wide + row + (row * form.wide // form.e if form.wide != form.e else 0),
     )  # fmt: skip
-    product = form.h * form.ffn_in * form.e if shape.is_16_bit and not shape.cuda else 0
+    widened = form.h * form.ffn_in * form.e if shape.is_16_bit and not shape.cuda else 0
     moving = form.row_bytes.gradient * (sent + received) if form.parts > 1 else 0
-    moments.append((
-        "experts",
-        [*fixed, Line("gradients of results", arrived + ahead), Line("gradients of rows", of_rows), Line("gradients of choices", of_choices),
-         Line("an expert", one + product), Line("gradients of rows, on their way", moving), Line(_PUT_OFF, put_off)],
-    ))  # fmt: skip
-    choices = received * form.top_k * form.weight if form.moves else form.tokens * form.top_k * form.weight
+    held = [*fixed, Line("gradients of rows", of_rows), Line("gradients of choices", of_choices), Line(_PUT_OFF, put_off)]
+    inside = [
+        Line("gradients of results", arrived + ahead),
+        Line("an expert", one + widened),
+        Line("gradients of rows, on their way", moving),
+    ]
+    moments.append(("experts", [*held, *inside]))
     left = [
-        *fixed, Line("gradients of results", arrived), Line("gradients of rows", of_rows), Line("gradients of choices", of_choices + choices),
-        Line("gradients of rows, on their way", form.row_bytes.gradient * (sent + received)), Line("gradient inside an expert", wide),
-        Line(_PUT_OFF, put_off),
+        *held, Line("gradients of results", arrived), Line("gradients of rows, on their way", form.row_bytes.gradient * sent),
+        Line("gradients of choices, by row", (received if form.moves else form.tokens) * form.top_k * form.weight),
     ]  # fmt: skip
+    moments.append(("gradients of rows, on their way", [*left, Line("gradients of rows, sent", form.row_bytes.gradient * received)]))
     logits = form.tokens * form.num_experts * form.weight
-    moments.append(("router", [*left, Line("gradient of the logits", 3 * logits), Line("gradient through the router", form.tokens * form.h * form.weight)]))
+    through = Line("gradient through the router", form.tokens * form.h * form.weight)
+    moments.append(("router", [*left, Line("gradient of the logits", 3 * logits), through]))
     own = Line("gradient of the norm's output", 0 if reduced else shape.stream)
     moments.append(("norm before the experts", [*left, own, *behind]))
     return moments

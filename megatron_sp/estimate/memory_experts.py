@@ -1,7 +1,7 @@
 """Sizes of a layer with experts (``parallel/experts.py``), in closed form: what it keeps for backward, and what it needs meanwhile.
 
-    kept        logits, chosen experts, the inputs of all activations, the rows that came from other ranks, who has chosen whom
-    meanwhile   rows on their way, sums of results and of gradients, and what one expert at a time takes
+kept        logits, chosen experts, the inputs of all activations, the rows that came from other ranks, who has chosen whom
+meanwhile   rows on their way, sums of results and of gradients, and what one expert at a time takes
 """
 
 from __future__ import annotations
@@ -76,6 +76,5 @@ class ExpertShape:
         of_choice = self.h * (1 + self.bias) + self.ffn + self.ffn_in
         arrived = ceil(self.rows.received) * self.row_bytes.there if self.moves else 0
         shared = self.sp_tokens * (self.shared + self.shared_in) * self.e + gathered + whole_stream if self.shared else 0
-        return (
-            ceil(self.rows.choices) * (of_choice * self.e + 8) + arrived + self.tokens * (self.num_experts * self.weight + self.h * self.e) + shared
-        )  # fmt: skip
+        of_router = self.tokens * (self.num_experts * self.weight + self.h * self.e)
+        return ceil(self.rows.choices) * (of_choice * self.e + 8) + arrived + of_router + shared

@@ -86,7 +86,9 @@ class RankShare:
         turns = side if self.turns else ""
         first = sum(self.of_stages[:index])
         experts = self.experts[first : first + self.of_stages[index]]
-        return RankShare(self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off, experts=experts)
+        return RankShare(
+            self.of_stages[index], has_embedding, has_head, is_stage=True, turns=turns, puts_off=self.puts_off, experts=experts
+        )
 
 
 def _which_have_experts(model: ModelConfig) -> tuple[bool, ...]:

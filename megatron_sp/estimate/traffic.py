@@ -99,7 +99,11 @@ def _of_rank(form: RankForm) -> TrafficPlan:
     counter = _Counter(form)
     passes = [_Counter(of_pass) for of_pass in form.of_passes()]
     most = max(passes[0].sent_by, key=lambda rank: sum(of_pass.sent_by[rank] for of_pass in passes))
-    inside = _sums(flow for of_pass in passes for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.experts(), *of_pass.messages()))
+    inside = _sums(
+        flow
+        for of_pass in passes
+        for flow in (*of_pass.tensor_parallel(), *of_pass.heads_and_rows(*most), *of_pass.experts(), *of_pass.messages())
+    )
     flows = [*counter.gradients(), *counter.parameters(), *inside, *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
@@ -162,7 +166,9 @@ class _Counter:
         self.ranks = workload.dp * shape.cp * shape.sp
         self.world = self.ranks * shape.tp * self.pp
         self.replicas = "dp x sp" if shape.cp == 1 else "dp x cp x sp"
-        self.places = [place for place, units in enumerate(form.zero.places) if form.zero.units[units[0]]]  # of a pipeline: not all have both
+        self.places = [
+            place for place, units in enumerate(form.zero.places) if form.zero.units[units[0]]
+        ]  # of a pipeline: not all have both
         self.units = [unit for place in self.places for unit in form.zero.places[place]]
         self.dense = [unit for unit in self.units if unit not in form.zero.experts]
         self.expert_units = sorted(form.zero.experts)
@@ -183,8 +189,8 @@ class _Counter:
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
         ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks, "ep": self.ep,
-                 "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
-                 "ends": 2 * self.ranks}[group]  # fmt: skip
+                 "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp,
+                 "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world, "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
@@ -254,7 +260,10 @@ class _Counter:
             if self.counting and self.pp == 1:  # as if they began with nothing gathered
                 forward = expand_order(unit_order(self.kernels, self.shape.layers, tied=False, backward=False), zero.places)
                 fetches += list_fetches(zero.pools, forward, self.counting, ahead=overlap, together=together)
-            kinds = (("parameters", self.replicas, self.dense, sizes), ("parameters of experts", self.expert_replicas, self.expert_units, of_experts))
+            kinds = (
+                ("parameters", self.replicas, self.dense, sizes),
+                ("parameters of experts", self.expert_replicas, self.expert_units, of_experts),
+            )
             for kind, group, units, num_bytes in kinds:
                 by_unit = dict(zip(units, num_bytes, strict=True))
                 of_kind = [(by_unit[unit], is_ahead) for unit, is_ahead in fetches if unit in by_unit]
@@ -450,7 +459,8 @@ class _Counter:
         yield Flow("numbers of rows", "all_to_all", "ep", self.ep, passes, numbers, numbers * has_shared, under)
         first = 1.0 if has_shared else later
         for kind, times, sent, size, covered in (
-            ("rows to experts", passes, rows.to_others, each.there, first), ("results of experts", passes, rows.from_others, each.back, later),
+            ("rows to experts", passes, rows.to_others, each.there, first),
+            ("results of experts", passes, rows.from_others, each.back, later),
             ("gradients of results", layers * count, rows.to_others, each.back, first),
             ("gradients of rows", layers * count, rows.from_others, each.gradient, later),
         ):  # fmt: skip

@@ -12,7 +12,7 @@ from megatron_sp.estimate.parameters import count_active_parameters, count_param
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.search import Candidate, Findings
 from megatron_sp.planner.splits import why_this_split
-from megatron_sp.utils.format import format_bytes, format_count
+from megatron_sp.utils.format import format_bytes
 
 BAR = 50  # characters of the bar of a full GPU
 KINDS = ("parameters", "gradients", "optimizer", "activations", "reserve")
@@ -60,7 +60,8 @@ def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str
             "memory_bytes": machine.memory_bytes,
         },
         "parameters": count_parameters(base.model),
-        **({"active_parameters": count_active_parameters(base.model)} if base.model.has_experts else {}), "global_batch_size": base.batch.global_batch_size,
+        **({"active_parameters": count_active_parameters(base.model)} if base.model.has_experts else {}),
+        "global_batch_size": base.batch.global_batch_size,
         "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.candidates),
         "why": why_this_split(found.best_of_each()[0], found.best_of_each()),
         "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
