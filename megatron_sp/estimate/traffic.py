@@ -464,7 +464,7 @@ class _Counter:
             ("gradients of results", layers * count, rows.to_others, each.back, first),
             ("gradients of rows", layers * count, rows.from_others, each.gradient, later),
         ):  # fmt: skip
-            num_bytes = round(times * sent) * size
+            num_bytes = round(times * sent * size)
             under = " and ".join(["other experts"] * (parts > 1) + ["a shared expert"] * (has_shared and covered == first))
             yield Flow(kind, "all_to_all", "ep", self.ep, times * parts, num_bytes, int(num_bytes * covered), under if covered else "")
 
