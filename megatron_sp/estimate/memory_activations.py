@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 
 from megatron_sp.estimate.memory_attention import AttentionForm
+from megatron_sp.estimate.memory_experts import WHO
 from megatron_sp.estimate.memory_plan import Line, merged, total
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.models.unit_order import recompute_plan
@@ -46,21 +48,32 @@ class ActivationForm:
             Line("dropout keys", keys), Line(FOR_LATER, attention.kept_keys),
         ]  # fmt: skip
 
-    @cached_property
-    def mlp_keeps(self) -> list[Line]:
-        """Activations that the MLP of a block saves."""
-        shape = self.shape
+    def mlp_keeps(self, layer: int) -> list[Line]:
+        """Return the activations that the MLP of a block saves, or its experts; of both the stream comes first."""
+        shape, experts = self.shape, self.shape.experts_of(layer)
+        stream = 0 if shape.parallel_residual else shape.stream
+        if experts is not None:
+            return experts.keeps(stream)
         wide = 0 if shape.chunked else shape.sp_tokens * shape.ffn_in * shape.e
-        return [Line("residual stream", 0 if shape.parallel_residual else shape.stream), Line("MLP, before the activation", wide)]
+        return [Line("residual stream", stream), Line("MLP, before the activation", wide)]
 
     @property
     def norm_behind(self) -> Line:
         """Activations saved by the norm after attention or MLP; 0 bytes without one."""
         return Line("inputs of norms", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
 
-    def block_keeps(self, *, again: bool) -> list[Line]:
+    def block_keeps(self, layer: int, *, again: bool) -> list[Line]:
         """Return the activations that a block saves; ``again`` as in ``remakes_heads``."""
-        return [*self.attention_keeps(again=again), self.norm_behind, *self.mlp_keeps, self.norm_behind]
+        return [*self.attention_keeps(again=again), self.norm_behind, *self.mlp_keeps(layer), self.norm_behind]
+
+    @cache  # noqa: B019 - as above
+    def _all_of(self, *, experts: bool, again: bool) -> int:
+        """Return the bytes that a block saves, with or without experts."""
+        has = self.shape.share.experts
+        return total(self.block_keeps(has.index(experts) if has else 0, again=again))
+
+    def _block_total(self, layer: int, *, again: bool) -> int:
+        return self._all_of(experts=self.shape.experts_of(layer) is not None, again=again)
 
     @property
     def embedding_norm(self) -> Line:
@@ -72,34 +85,64 @@ class ActivationForm:
 
     def kept_by_blocks(self) -> list[Line]:
         """Return the activations of all blocks at the end of the forward pass."""
-        recomputed = sum(last - first for first, last in self.shape.recomputed)
-        stored, inputs = self.shape.layers - recomputed, len(self.shape.recomputed)
+        recomputed: Sequence[int] = [layer for layer in range(self.shape.layers) if self._is_again(layer)]
+        num_recomputed, inputs = len(recomputed), len(self.shape.recomputed)
         first, last, again = self.stages[-1]
-        block_keeps = self.block_keeps(again=False)
-        here = {line.name for line in block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
         if self.offloads:  # only the last stage is on the device
-            inputs, recomputed = int(again), last - first if again else 0
-        of_moved = stored if not self.offloads else 1 - inputs
-        kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(block_keeps)]
+            inputs, recomputed = int(again), range(first, last) if again else ()
+        of_moved = 1 - inputs
+        kept = list[Line]()
+        for layers in self._alike:
+            block_keeps = self.block_keeps(layers[0], again=False)
+            here = {line.name for line in block_keeps} - {line.name for line in self._stay_of_block(layers[0])} if self.offloads else set()
+            stored = sum(not self._is_again(layer) for layer in layers)
+            mine = (of_moved if self.shape.layers - 1 in layers else 0) if self.offloads else stored
+            kept += [Line(line.name, (mine if line.name in here else stored) * line.num_bytes) for line in merged(block_keeps)]
         inside = [Line("inputs of recomputed blocks", inputs * self.shape.stream), self._results(recomputed)]
-        moved = sum(stop - start for start, stop in self.shape.recomputed) - recomputed
-        return [*kept, *inside, Line(FOR_LATER, moved * self.attention.kept_keys), self.embedding_norm]
+        moved = num_recomputed - len(recomputed)
+        return [*merged(kept), *inside, Line(FOR_LATER, moved * self.attention.kept_keys), self.embedding_norm]
+
+    @cached_property
+    def _alike(self) -> list[list[int]]:
+        """Layers that save the same: those without experts, and those with."""
+        kinds = [
+            [layer for layer in range(self.shape.layers) if (self.shape.experts_of(layer) is not None) is has] for has in (False, True)
+        ]
+        return [layers for layers in kinds if layers] or [[0]]
+
+    def _is_again(self, layer: int) -> bool:
+        return any(first <= layer < last for first, last in self.shape.recomputed)
 
     def kept_below(self, layer: int) -> list[Line]:
         """Return the activations of all blocks below one while backward is in that block."""
         if self.offloads:
             return self._left_below(layer)
-        whole, of_chunk = total(self.block_keeps(again=False)), total(self.block_keeps(again=True))
         chunks = self.shape.recomputed
         recomputed = {i: first for first, last in chunks for i in range(first, last)}
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
-        stored = sum(i not in recomputed for i in range(layer))
-        remade = layer - recomputed[layer] if layer in recomputed else 0  # recomputed blocks of the same chunk
-        results = sum(i in recomputed for i in range(layer)) - remade
+        stored = sum(self._block_total(i, again=False) for i in range(layer) if i not in recomputed)
+        first = recomputed.get(layer, layer)
+        remade = sum(self._block_total(i, again=True) for i in range(first, layer))  # recomputed blocks of the same chunk
+        results = [i for i in range(first) if i in recomputed]
         return [
-            Line("blocks below", stored * whole + remade * of_chunk), Line("inputs of recomputed blocks", inputs * self.shape.stream),
+            Line("blocks below", stored + remade), Line("inputs of recomputed blocks", inputs * self.shape.stream),
             self._results(results),
             Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
+        ]  # fmt: skip
+
+    def kept_before(self, layer: int) -> list[Line]:
+        """Return the activations of all blocks below one while the forward pass is in that block, with the input of a recomputed one."""
+        chunks = [(first, last) for first, last in self.shape.recomputed if first <= layer]
+        if not chunks:
+            return self.kept_below(layer)
+        inside = chunks[-1][0] < layer < chunks[-1][1]  # its input is not the chunk's
+        again = [below for below in range(layer + 1) if self._is_again(below)]
+        stored = sum(self._block_total(below, again=False) for below in range(layer) if below not in again)
+        inputs = min(len(chunks), 2) if self.offloads else len(chunks)  # one is on its way to the host
+        results = again[-2:] if self.offloads else again
+        return [
+            Line("blocks below", 0 if self.offloads else stored),
+            Line("inputs of recomputed blocks", (inputs + inside) * self.shape.stream), self._results(results), self.embedding_norm,
         ]  # fmt: skip
 
     def key_gradients(self, left: int) -> Line:
@@ -126,9 +169,11 @@ class ActivationForm:
             return layer + 1 - gone
         return sum(i not in recomputed or recomputed[i] == recomputed[layer] for i in range(layer + 1))
 
-    def _results(self, blocks: int) -> Line:
-        """Return what recomputed blocks keep of their attention."""
-        return Line("attention of recomputed blocks", blocks * self.attention.results)
+    def _results(self, blocks: Sequence[int]) -> Line:
+        """Return what recomputed blocks keep of their attention, and which experts their tokens have chosen."""
+        with_experts = [experts for layer in blocks if (experts := self.shape.experts_of(layer)) is not None]
+        chosen = sum(experts.choice for experts in with_experts)
+        return Line("attention of recomputed blocks", len(blocks) * self.attention.results + chosen)
 
     # in host memory
 
@@ -155,24 +200,23 @@ class ActivationForm:
             found += [(first, last, True)] if again else [(layer, layer + 1, False) for layer in range(first, last)]
         return [stage for stage in found if stage[0] < stage[1]]
 
-    @property
-    def _stay_of_block(self) -> list[Line]:
-        return [line for line in self.block_keeps(again=False) if line.name in ("dropout keys", FOR_LATER)]
+    def _stay_of_block(self, layer: int) -> list[Line]:
+        return [line for line in self.block_keeps(layer, again=False) if line.name in ("dropout keys", FOR_LATER, WHO)]
 
     def _moves(self, stage: Stage) -> int:
         """Return the bytes of a stage that are offloaded: what it has saved, but not dropout keys and keys for later slices."""
         first, last, again = stage
         if again:
             return self.shape.stream + (last - first) * (self.attention.results - self.attention.kept_keys)
-        return total(self.block_keeps(again=False)) - total(self._stay_of_block)
+        return self._block_total(first, again=False) - total(self._stay_of_block(first))
 
     def _left_below(self, layer: int) -> list[Line]:
         """Return the result of ``kept_below`` with offloading: of the stages below, only the next one is on its way back."""
         index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
         first, _, again = self.stages[index]
-        stay = sum(not below[2] for below in self.stages[:index]) * total(self._stay_of_block)
+        stay = sum(total(self._stay_of_block(below[0])) for below in self.stages[:index] if not below[2])
         stay += sum(last - first for first, last, again in self.stages[:index] if again) * self.attention.kept_keys
-        own = (layer - first) * total(self.block_keeps(again=again)) + (self.shape.stream if again and layer > first else 0)
+        own = sum(self._block_total(i, again=again) for i in range(first, layer)) + (self.shape.stream if again and layer > first else 0)
         coming = self._moves(self.stages[index - 1]) if index else 0
         return [
             Line("blocks below", own + stay), Line("block below, on its way from the host", coming),

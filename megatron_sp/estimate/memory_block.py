@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from megatron_sp.estimate.memory_activations import FOR_LATER
+from megatron_sp.estimate.memory_expert_moments import experts_backward, experts_forward
 from megatron_sp.estimate.memory_mlp import PieceForm, activation_backward
 from megatron_sp.estimate.memory_plan import Line, Moment, total
 from megatron_sp.estimate.memory_put_off import PutOffForm
@@ -33,18 +34,20 @@ class BlockMoments:
     def __init__(self, form: RankForm, head_params: Line) -> None:
         self.model, self.kernels, self.head_params = form.workload.model, form.workload.kernels, head_params
         self.shape, self.attention, self.activations, self.gradients = form.shape, form.attention, form.activations, form.gradients
-        self.put_off = PutOffForm(self.model, self.shape, self.attention)
+        self._put_off = {
+            has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None) for has in (False, True)
+        }
         self._around = cache(self._held_throughout)
         self.piece = self._largest_piece()
 
     def forward(self) -> list[Moment]:
         """Return the moments of the last block's forward pass: in its attention, and at its end."""
-        return [self._attention_forward(), self._end_of_forward()]
+        return [self._attention_forward(), self._end_of_forward(), *self._experts_before()]
 
     def backward(self, layer: int) -> list[Moment]:
         """Return the moments of a block's backward, in their order."""
         return [
-            *self._norm_behind_backward(layer), self._mlp_backward(layer), *self._fc1_backward(layer), *self._attention_backward(layer),
+            *self._norm_behind_backward(layer), *self._branch_backward(layer), *self._attention_backward(layer),
         ]  # fmt: skip
 
     def stream_gradients(self) -> list[Line]:
@@ -54,6 +57,15 @@ class BlockMoments:
             Line("gradient of the stream", (2 if shape.dropout else 1) * shape.stream), Line(_GATHERED, shape.gathered),
             Line("gradient of the head's input", shape.head_stream),
         ]  # fmt: skip
+
+    def put_off_of(self, layer: int) -> PutOffForm:
+        """Return the operands of a block that are put off."""
+        return self._put_off[self.shape.experts_of(layer) is not None]
+
+    @cache  # noqa: B019 - a form lives as long as what it is asked for
+    def put_off_from(self, first: int) -> int:
+        """Return the bytes of the operands of all blocks from one on."""
+        return sum(self.put_off_of(layer).block for layer in range(first, self.shape.layers))
 
     # forward
 
@@ -65,7 +77,7 @@ class BlockMoments:
     def _attention_forward(self) -> Moment:
         """Return the moment of the forward pass in the attention of the last block."""
         shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
-        mlp = 0 if recomputed else -total([*self.activations.mlp_keeps, *[self.activations.norm_behind] * 2])
+        mlp = 0 if recomputed else -total([*self.activations.mlp_keeps(shape.layers - 1), *[self.activations.norm_behind] * 2])
         keeps = total(self.activations.attention_keeps(again=False)) - attention.results if recomputed else 0
         keeps += self._own_input()
         if self.kernels.recompute_qkv:
@@ -91,9 +103,11 @@ class BlockMoments:
 
     def _end_of_forward(self) -> Moment:
         """Return the moment at the end of the last block's forward pass: the MLP's activation and the block's output."""
-        shape = self.shape
-        inside = self._own_input() + (total(self.activations.mlp_keeps) if shape.recomputed else 0)
-        if shape.chunked:
+        shape, experts = self.shape, self.shape.experts_of(self.shape.layers - 1)
+        inside = self._own_input() + (total(self.activations.mlp_keeps(shape.layers - 1)) if shape.recomputed else 0)
+        if experts is not None:
+            made = experts_forward(experts, shape)
+        elif shape.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
         else:
             made = [Line("MLP, after the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
@@ -110,6 +124,20 @@ class BlockMoments:
             ),
         )  # fmt: skip
 
+    def _experts_before(self) -> list[Moment]:
+        """Return the moment of the forward pass in the last layer with experts if that is not the last layer."""
+        shape, layers = self.shape, [layer for layer in range(self.shape.layers) if self.shape.experts_of(layer) is not None]
+        if not layers or layers[-1] == shape.layers - 1:
+            return []
+        assert shape.experts is not None
+        again = self._is_again(layers[-1])  # then what its experts keep is there until they are done
+        kept = self.activations.mlp_keeps(layers[-1]) if again else self.activations.block_keeps(layers[-1], again=False)
+        lines = (
+            *gradient_lines(self.gradients.forward()), *self.activations.kept_before(layers[-1]), *kept,
+            *experts_forward(shape.experts, shape), Line("sum after attention", shape.stream if shape.parallel_residual else 0),
+        )  # fmt: skip
+        return [Moment("forward", f"{place_of(layers[-1], shape.layers)} block", lines)]
+
     # backward
 
     def _is_again(self, layer: int) -> bool:
@@ -125,7 +153,7 @@ class BlockMoments:
 
     def _held_throughout(self, layer: int) -> tuple[Line, ...]:
         """Return the memory held throughout a block's backward: gradients, and the activations of the blocks below."""
-        put_off = (self.shape.layers - 1 - layer) * self.put_off.block
+        put_off = self.put_off_from(layer + 1)
         return (
             *gradient_lines(self.gradients.at(layer + 1)), *self.activations.kept_below(layer), Line(_PUT_OFF, put_off),
             self.activations.key_gradients(layer + 1),
@@ -162,13 +190,27 @@ class BlockMoments:
         """Return the moment in the norm after the MLP, with which the backward of a post-norm block begins; none without it."""
         if not self.shape.post:
             return []
-        lines = (*self.activations.block_keeps(again=self._is_again(layer)), *self._local_gradients(), *self._norm_backward(adds=False))
+        lines = (
+            *self.activations.block_keeps(layer, again=self._is_again(layer)),
+            *self._local_gradients(),
+            *self._norm_backward(adds=False),
+        )
         return [self._moment(layer, "norm after the MLP", *lines)]
+
+    def _branch_backward(self, layer: int) -> list[Moment]:
+        """Return the moments of the MLP's backward, or of that of experts."""
+        experts = self.shape.experts_of(layer)
+        if experts is None:
+            return [self._mlp_backward(layer), *self._fc1_backward(layer)]
+        kept = [*self._attention_keeps(layer), self.activations.norm_behind, *self.activations.mlp_keeps(layer)]
+        held = [*kept, *self.stream_gradients(), self._from_outside(layer)]
+        moments = experts_backward(experts, self.shape, self.model.activation, self._behind_product(), self.put_off_of(layer).mlp)
+        return [self._moment(layer, name, *held, *lines) for name, lines in moments]
 
     def _mlp_backward(self, layer: int) -> Moment:
         """Return the moment in the MLP's second linear layer: activation recomputed, and its gradient. Chunked: in the whole MLP."""
         shape, activations = self.shape, self.activations
-        keeps = [*self._attention_keeps(layer), activations.norm_behind, *activations.mlp_keeps]
+        keeps = [*self._attention_keeps(layer), activations.norm_behind, *activations.mlp_keeps(layer)]
         if shape.chunked:
             stream = [Line("gradient of the stream", 2 * shape.stream), Line("gradient of the head's input", shape.head_stream)]
             pieces = [Line(*named) for named in self.piece.backward()]
@@ -176,29 +218,29 @@ class BlockMoments:
             return self._moment(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
         one = shape.sp_tokens * shape.ffn * shape.e
         made = Line("MLP, inside", activation_backward(self.model.activation, one, shape.gate_block))
-        kept = Line(_PUT_OFF, 0 if shape.fused and shape.ffn_in > shape.ffn else self.put_off.activation)
+        kept = Line(_PUT_OFF, 0 if shape.fused and shape.ffn_in > shape.ffn else self._put_off[False].activation)
         return self._moment(layer, "MLP", *keeps, *self.stream_gradients(), self._from_outside(layer), made, kept)
 
     def _put_off_in_pieces(self) -> int:
         """Return what the pieces of a chunked MLP have put off when the largest one is computed last."""
         share = max(self.shape.mlp_pieces) / self.shape.tp_seq_tokens
-        others = int((self.put_off.mlp - self.put_off.normed + self.put_off.gathered) * (1 - share))
-        return others + int(self.put_off.activation * share)
+        others = int((self._put_off[False].mlp - self._put_off[False].normed + self._put_off[False].gathered) * (1 - share))
+        return others + int(self._put_off[False].activation * share)
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
         """Return the moments in the MLP's first linear layer: the second one's activations are freed."""
         shape, activations = self.shape, self.activations
         if shape.chunked:
             return []
-        kept = [*self._attention_keeps(layer), activations.norm_behind, activations.mlp_keeps[0]]
+        kept = [*self._attention_keeps(layer), activations.norm_behind, activations.mlp_keeps(layer)[0]]
         stream = [*self._local_gradients(), self._from_outside(layer)]
         wide = Line("gradient of the MLP, inside", shape.sp_tokens * shape.ffn_in * shape.e)
         product = [
             Line("norm's output", 0 if shape.post else shape.stream), Line("norm's output, gathered", shape.gathered),
             Line("gradient of the norm's output", shape.whole_stream + shape.scattering),
         ]  # fmt: skip
-        norm = [Line("gradient of the norm's output", shape.stream), *self._behind_product(), Line(_PUT_OFF, self.put_off.normed)]
-        second = Line(_PUT_OFF, self.put_off.activation + self.put_off.gathered)
+        norm = [Line("gradient of the norm's output", shape.stream), *self._behind_product(), Line(_PUT_OFF, self._put_off[False].normed)]
+        second = Line(_PUT_OFF, self._put_off[False].activation + self._put_off[False].gathered)
         return [self._moment(layer, "first linear layer", *kept, *stream, wide, second, *more) for more in (product, norm)]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
@@ -222,7 +264,7 @@ class BlockMoments:
         """
         waits = self.shape.parallel_residual and not self.shape.dropout
         waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
-        put_off = Line(_PUT_OFF, self.put_off.mlp if delayed or self.shape.share.puts_off else 0)
+        put_off = Line(_PUT_OFF, self.put_off_of(layer).mlp if delayed or self.shape.share.puts_off else 0)
         begins = 0 < self.shape.slice == self.shape.num_slices - 1  # with the last slice, whose backward pass is the first
         of_keys = Line("gradients of the keys of all slices", self.attention.d_keys if begins else 0)
         return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits), put_off, of_keys]

@@ -43,19 +43,18 @@ class PassMoments:
 
     def _left(self, blocks: int) -> list[Line]:
         """Return what backward has left behind when it has not left so many blocks: operands, and gradients of other slices' keys."""
-        activations, operands = self._form.activations, self._block.put_off.block
-        put_off = Line("operands of gradients that are put off", (self._form.shape.layers - blocks) * operands)
-        return [put_off, activations.key_gradients(blocks)]
+        put_off = Line("operands of gradients that are put off", self._block.put_off_from(blocks))
+        return [put_off, self._form.activations.key_gradients(blocks)]
 
     def weights(self) -> list[Moment]:
         """Return the moments in which gradients that backward has put off are written; their operands are counted elsewhere."""
         form, shape = self._form, self._form.shape
         made = list[Moment]()
         for layer in telling_layers(form):
-            name, above = f"{place_of(layer, shape.layers)} block, gradients that were put off", shape.layers - 1 - layer
-            moments = [(above, form.gradients.at(layer + 1)), *((above + 1, held) for held in form.gradients.reducing(layer + 1))]
-            for blocks, held in moments:
-                written = Line("operands of gradients that have been written", -blocks * self._block.put_off.block)
+            name = f"{place_of(layer, shape.layers)} block, gradients that were put off"
+            moments = [(layer + 1, form.gradients.at(layer + 1)), *((layer, held) for held in form.gradients.reducing(layer + 1))]
+            for first, held in moments:
+                written = Line("operands of gradients that have been written", -self._block.put_off_from(first))
                 made.append(Moment("backward", name, (*gradient_lines(held), written)))
         return made
 
@@ -85,6 +84,6 @@ def telling_layers(form: RankForm) -> list[int]:
     """Return the layers, last first, that can be at the peak: memory that changes evenly from block to block is largest at an end."""
     layers, recomputed = form.shape.layers, form.shape.recomputed
     chunks = {last - first for first, last in recomputed}
-    even = not chunks or (chunks == {1} and len(recomputed) == layers)
+    even = (not chunks or (chunks == {1} and len(recomputed) == layers)) and len(set(form.shape.share.experts)) < 2
     ends = {0, 1, layers - 2, layers - 1} if even else set(range(layers))
     return sorted((layer for layer in ends if 0 <= layer < layers), reverse=True)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from megatron_sp.estimate.memory_passes import PassMoments
 from megatron_sp.estimate.memory_plan import Line, Moment, total
-from megatron_sp.estimate.memory_put_off import PutOffForm
+from megatron_sp.estimate.memory_put_off import operands_of_blocks
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_zero import gradient_lines
 from megatron_sp.estimate.pipeline_gradients import StageGradients
@@ -74,7 +74,7 @@ def _beside(form: RankForm, stages: list[RankForm], state: PassState) -> list[Li
     for stage, alive, waiting in zip(stages, state.alive, state.waiting, strict=True):
         output = stage.shape.stream if stage.shape.share.has_head else 0
         saved += alive * (total(stage.activations.kept_by_blocks()) + output)
-        put_off += waiting * stage.shape.layers * PutOffForm(form.workload.model, stage.shape, stage.attention).block
+        put_off += waiting * operands_of_blocks(form.workload.model, stage.shape, stage.attention)
     # those of the action's own micro-batch are counted with its pass
     own = int(state.kind == "B" and state.slice < share.num_slices - 1)
     partial = sum(state.partial[index] * layers for index, layers in enumerate(share.of_stages)) - own * share.of_stages[state.stage]

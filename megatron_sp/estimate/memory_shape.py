@@ -118,6 +118,10 @@ class RankShape:
         """Return the positions of an sp rank, of the ``length`` that its cp rank has."""
         return round_up(max(1, length), self.sp * self.parts) // self.sp
 
+    def experts_of(self, layer: int) -> ExpertShape | None:
+        """Return the sizes of a layer's experts; None: it has none."""
+        return self.experts if self.share.experts and self.share.experts[layer] else None
+
     @property
     def chunked(self) -> bool:
         """True if the MLP is computed in pieces, without saving its wide activation."""

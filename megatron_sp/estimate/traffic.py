@@ -173,7 +173,7 @@ class _Counter:
         self.dense = [unit for unit in self.units if unit not in form.zero.experts]
         self.expert_units = sorted(form.zero.experts)
         self.ep = workload.parallel.expert_model_parallel_size
-        self.expert_replicas = f"{self.replicas}{' x tp' if shape.parts > 1 else ''} / ep"
+        self.expert_replicas = f"{self.replicas}{' x tp' if shape.parts > 1 else ''} / {self.ep}"
         self.recomputed = sum(last - first for first, last in shape.recomputed)
         self.again = [any(first <= layer < last for first, last in shape.recomputed) for layer in range(shape.layers)]
         self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # passes through blocks in a step
@@ -188,9 +188,9 @@ class _Counter:
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
-        ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks, "ep": self.ep,
-                 "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
-                 "ends": 2 * self.ranks}[group]  # fmt: skip
+        ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks,
+                 "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp,
+                 "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world, "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
@@ -453,19 +453,21 @@ class _Counter:
             return
         rows, each, parts = shape.experts.rows, shape.experts.row_bytes, self.parallel.moe_chunks
         passes = self._passes_of_experts
+        group = "ep" if shape.parts == shape.tp else "ep within dp x cp x sp"
         has_shared, later = model.shared_expert_size > 0, (parts - 1) / parts
         numbers = passes * (self.ep - 1) * parts * (model.num_experts // self.ep + 1) * 8
         under = "a shared expert" if has_shared else ""
-        yield Flow("numbers of rows", "all_to_all", "ep", self.ep, passes, numbers, numbers * has_shared, under)
+        yield Flow("numbers of rows", "all_to_all", group, self.ep, passes, numbers, numbers * has_shared, under)
         first = 1.0 if has_shared else later
         for kind, times, sent, size, covered in (
-            ("rows to experts", passes, rows.to_others, each.there, first), ("results of experts", passes, rows.from_others, each.back, later),
+            ("rows to experts", passes, rows.to_others, each.there, first),
+            ("results of experts", passes, rows.from_others, each.back, later),
             ("gradients of results", layers * count, rows.to_others, each.back, first),
             ("gradients of rows", layers * count, rows.from_others, each.gradient, later),
         ):  # fmt: skip
-            num_bytes = round(times * sent) * size
+            num_bytes = round(times * sent * size)
             under = " and ".join(["other experts"] * (parts > 1) + ["a shared expert"] * (has_shared and covered == first))
-            yield Flow(kind, "all_to_all", "ep", self.ep, times * parts, num_bytes, int(num_bytes * covered), under if covered else "")
+            yield Flow(kind, "all_to_all", group, self.ep, times * parts, num_bytes, int(num_bytes * covered), under if covered else "")
 
     @property
     def _passes_of_experts(self) -> int:

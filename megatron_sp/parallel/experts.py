@@ -241,7 +241,8 @@ class _Forward:
             rows, choices = exchange.received_rows(arrived, self.routed, journey, numbers)
             results = exchange.place_for(total, journey)
             self.wide.append(experts_forward(rows, choices, params.experts, plan.activation, results))
-            self.rows.append(arrived if plan.ep.size > 1 else arrived[:0])  # on one rank they are computed again, with the norm
+            # on one rank they are computed again, with the norm; a view of nothing would keep them
+            self.rows.append(arrived if plan.ep.size > 1 else arrived.new_empty(0))
             self.trips.append(_Trip(journey, choices))
             if under_way is not None:
                 exchange.add_results(under_way[0].wait(), under_way[1], total)

@@ -38,7 +38,7 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
     # the overlap of exchanges hardly changes memory, and tp_seq always saves some
     tried = list(frames(base, given, machine.gpus, machine.per_node))
     longest = max((f.pp for f in tried), default=1)  # shorter pipelines need more than that, or than none
-    distinct = {f.axes: f for f in reversed(tried) if f.pp in (1, longest)}
+    distinct = {(f.axes, f.ep): f for f in reversed(tried) if f.pp in (1, longest)}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
         size = micro_batches(base, given, dp, frame.cp * frame.sp)[0]
@@ -141,6 +141,7 @@ _LAYOUT_FIELDS = frozenset(
             "zero_stage",
             "sequence_parallel",
             "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
         )
     ]
     + [("kernels", "recompute_granularity"), ("batch", "micro_batch_size")]

@@ -91,8 +91,8 @@ class RunPlan:
             f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
             f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
             f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
-            f"parameters: {format_count(self.num_params)} ({self.num_params:,}){active}; a rank works with {format_count(self.params_of_rank)} and"
-            f" keeps {format_count(self.kept_params)}",
+            f"parameters: {format_count(self.num_params)} ({self.num_params:,}){active}; a rank works with"
+            f" {format_count(self.params_of_rank)} and keeps {format_count(self.kept_params)}",
             f"memory of a rank: {format_bytes(memory.resident)} stay",
             *_rows(memory.stays),
             f"and at the worst moment ({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more",

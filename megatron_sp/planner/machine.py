@@ -60,7 +60,13 @@ class Machine:
             return max(1, min(ranks, self.per_node * ranks // self.gpus))
         if group == "ends":  # of the first and the last stage, which share nodes only where all ranks do
             return max(1, min(ranks if self.nodes == 1 else ranks // 2, self.per_node // tp))
-        stride = {"tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1, "pp x tp": 1}[group]
+        axes, _, ep = group.partition(" / ")
+        if ep:  # ranks that have the same experts: every so many ranks that have other tokens
+            return max(1, min(ranks, self.per_node // (int(ep) * (1 if axes.endswith("tp") else tp))))
+        stride = {
+            "tp": 1, "sp": tp, "cp": tp * sp, "dp x sp": tp, "dp x cp x sp": tp, "world": 1, "pp x tp": 1, "ep": 1,
+            "ep within dp x cp x sp": tp, "sequence": 1, "tokens": 1,
+        }[group]  # fmt: skip
         return max(1, min(ranks, self.per_node // stride))
 
     def crosses(self, group: str, ranks: int, tp: int, sp: int = 1) -> bool:

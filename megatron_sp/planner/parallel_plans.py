@@ -8,6 +8,7 @@ Fields given on the command line are fixed. The others are varied:
     cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128; with
                           --cp-comm-type auto that with sp is --context-parallel-size
     pp                    divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the shortest
+    ep                    divisors of the number of experts that divide the ranks that have different tokens
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
@@ -48,6 +49,7 @@ class ParallelPlan:
         mode: overlap mode of the sp exchanges: "none", "split-qkv" or "chunked".
         chunks: number of chunks with "chunked"; else 0.
         schedule: of the pipeline; "" without one.
+        ep: ranks that share the experts of a layer.
     """
 
     tp: int = 1
@@ -61,6 +63,7 @@ class ParallelPlan:
     cp: int = 1
     pp: int = 1
     schedule: str = ""
+    ep: int = 1
 
     @property
     def axes(self) -> Axes:
@@ -81,6 +84,7 @@ class ParallelPlan:
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
+        parts += [f"ep {self.ep}"] if self.ep > 1 else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
@@ -92,6 +96,7 @@ class ParallelPlan:
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
         made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
         made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
+        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1)
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -106,6 +111,9 @@ class ParallelPlan:
         parallel.sequence_parallel_size, parallel.context_parallel_size, parallel.zero_stage = self.sp, self.cp, self.zero
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.cp_comm_type = None
+        parallel.expert_model_parallel_size = self.ep
+        if self.ep == 1:
+            parallel.moe_chunks = 1
         parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = self.pp, self.schedule or None  # type: ignore[assignment]
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
@@ -187,7 +195,17 @@ def _without_stages(base: Config, given: Given, gpus: int, per_node: int) -> Ite
             for cp in _cps(base, given, sp, gpus // (tp * sp)):
                 for tp_seq in _tp_seqs(base, given, tp):
                     for mode, chunks in _modes(base, given, tp, sp):
-                        yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp)
+                        for ep in _eps(base, given, gpus // tp * (tp if tp_seq else 1)):
+                            yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep)
+
+
+def _eps(base: Config, given: Given, ranks: int) -> list[int]:
+    """Return the ep sizes to try; ``ranks``: those of a stage that have different tokens."""
+    if not base.model.num_experts:
+        return [1]
+    if ("parallel", "expert_model_parallel_size") in given:
+        return [base.parallel.expert_model_parallel_size]
+    return [size for size in range(1, min(ranks, base.model.num_experts) + 1) if ranks % size == 0 and base.model.num_experts % size == 0]
 
 
 def _cps(base: Config, given: Given, sp: int, of: int) -> list[int]:

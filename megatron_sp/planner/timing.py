@@ -14,6 +14,8 @@
     Ulysses, split-qkv        two thirds of the q, k, v products; in backward also the output projection's weight gradient
     Ulysses, chunked in G     (G-1)/G of attention and its projections
     --delay-wgrad             beside that, in backward, gradients of the MLP's weights (with tp > 1 of fc2's)
+    experts                   with --moe-chunks C, (C-1)/C of the rows under the products of the blocks' MLPs and experts of that direction,
+                              half for rows, half for results; with a shared expert also the first rows
     context parallel          attention, forward and backward, less what hides Ulysses' exchanges on the same link
     gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
     copies to the host        the blocks' forward passes (--offload-activations); copies back: their backward passes
@@ -149,6 +151,11 @@ def _is_of_replicas(flow: Flow) -> bool:
     return flow.group.startswith("dp")
 
 
+def _is_inside(flow: Flow) -> bool:
+    """Return whether a flow is of the layers' activations, except those over cp."""
+    return flow.group in ("tp", "sp", "sequence") or flow.group.startswith("ep")
+
+
 class _Clock:
     def __init__(self, machine: Machine, form: RankForm, work: Work) -> None:
         self.parallel, self.machine, self.form, self.work = form.workload.parallel, machine, form, work
@@ -201,12 +208,12 @@ class _Clock:
 
     def _exchanges(self, flows: list[Flow]) -> Iterable[Exchange]:
         """Yield all communication, that inside the layers first: ZeRO's has the rest of the link's time."""
-        inside = [self._exchange(flow, self._cover(flow)) for flow in flows if flow.group in ("tp", "sp")]
+        inside = [self._exchange(flow, self._cover(flow)) for flow in flows if _is_inside(flow)]
         inside += self._context([flow for flow in flows if flow.group == "cp"], inside)
         yield from inside
         crosses = self.machine.between is not None and self._crosses(flows)
         taken = sum(e.seconds for e in inside if self._is_between(e.flow) == crosses)
-        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp", "cp")], taken)
+        yield from self._sharded([flow for flow in flows if not _is_inside(flow) and flow.group != "cp"], taken)
 
     @property
     def is_stage_3(self) -> bool:
@@ -243,10 +250,10 @@ class _Clock:
         left = {"forward": forward * free * self.count, "backward": backward * free * self.count}
         once = {name: seconds / self.count for name, seconds in left.items()}
         for flow in flows:
-            if flow.kind == "gradients":
+            if flow.kind in ("gradients", "gradients of experts"):
                 exchange = self._exchange(flow, (left if self.parallel.zero_stage >= 2 else once)["backward"])
                 left["backward"] -= min(left["backward"], exchange.hidden)
-            elif flow.kind == "parameters":
+            elif flow.kind in ("parameters", "parameters of experts"):
                 exchange = self._exchange(flow, left["forward"] + left["backward"] if self.is_stage_3 else once["forward"])
             else:
                 exchange = self._exchange(flow, once["forward"])
@@ -270,6 +277,9 @@ class _Clock:
             return times * (1 + again) * self._beside_attention(self.forward)
         if flow.kind in ("heads, backward", "heads, made again"):
             return times * self._beside_attention(self.backward)
+        if flow.group.startswith("ep"):
+            one = self.backward if flow.kind.startswith("gradients") else self.forward
+            return times * (one.products - one.qkv_products - one.out_products) / 2
         if flow.kind == "activations":
             return times * (self.backward.weight_products - self.backward.delayed)
         return times * self.forward.seconds

@@ -14,7 +14,7 @@ rates:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_sp.estimate.flops import seen_share
@@ -92,7 +92,7 @@ class Work:
 
     def __init__(self, form: RankForm, gpu: Gpu) -> None:
         self.model, self.shape, self.heads, self.zero, self.gpu = form.workload.model, form.shape, form.attention, form.zero, gpu
-        self.kernels = form.workload.kernels
+        self.kernels, self.ep = form.workload.kernels, form.workload.parallel.expert_model_parallel_size
         messages = sum(len(chunk.messages) for chunk in self.heads.chunks)
         self.pieces = max(1, messages)
 
@@ -113,6 +113,29 @@ class Work:
         shape, pieces = self.shape, self.shape.kernels.mlp_chunks
         tokens = -(-shape.sp_tokens // pieces)
         return [(tokens, shape.ffn_in, shape.h), (tokens, shape.h, shape.ffn)] * pieces
+
+    def experts(self) -> list[tuple[int, Product]]:
+        """Return the matrix products of a layer with experts and how many of each: router, experts of as many choices each, a shared one."""
+        shape, experts = self.shape, self.shape.experts
+        assert experts is not None
+        own = experts.num_experts // self.ep
+        rows = max(1, round(experts.rows.choices / own))
+        made: list[tuple[int, Product]] = [(1, (experts.tokens, experts.num_experts, shape.h))]
+        made += [(own, (rows, experts.ffn_in, shape.h)), (own, (rows, shape.h, experts.ffn))]
+        if experts.shared:
+            made += [(1, (shape.sp_tokens, experts.shared_in, shape.h)), (1, (shape.sp_tokens, shape.h, experts.shared))]
+        return made
+
+    def _branch_forward(self, experts: bool) -> float:
+        """Return the seconds of the products of an MLP, or of experts."""
+        return sum(count * self._forward([product]) for count, product in self.experts()) if experts else self._forward(self.mlp())
+
+    def _branch_backward(self, experts: bool) -> tuple[float, float]:
+        """Return ``_backward`` of the products of an MLP, or of experts."""
+        if not experts:
+            return self._backward(self.mlp())
+        each = [(count, self._backward([product])) for count, product in self.experts()]
+        return sum(count * inputs for count, (inputs, _) in each), sum(count * weights for count, (_, weights) in each)
 
     def _forward(self, products: Sequence[Product]) -> float:
         return sum(product_seconds(self.gpu, product, self.shape.e) for product in products)
@@ -174,31 +197,57 @@ class Work:
         normed = int(2 * heads) if model.qk_layernorm else 0
         return norms + sums + dropped + activation + rotated + normed, activation
 
+    def expert_bytes(self) -> tuple[int, int]:
+        """Return what ``block_bytes`` returns, of a block with experts: rows are taken and results added for each choice."""
+        every, activation = self.block_bytes()
+        experts = self.shape.experts
+        assert experts is not None
+        rows = experts.rows
+        inner = int(rows.choices * (experts.ffn_in + experts.ffn) + self.shape.sp_tokens * (experts.shared_in + experts.shared)) * self.shape.e
+        taken = rows.choices * experts.h * (3 * experts.e + 2 * experts.wide)
+        travelling = (rows.sent + rows.received) * 2 * experts.row_bytes.there if experts.moves else 0
+        ranked = 4 * experts.tokens * experts.num_experts * experts.weight
+        return every - activation + inner + int(taken + travelling + ranked), inner
+
     def _moved(self, num_bytes: float, rate_gbs: float = 0.0) -> float:
         return num_bytes / ((rate_gbs or self.gpu.memory_gbs) * 1e9)
 
-    def _elementwise(self, blocks: float, activations: float) -> float:
+    def _elementwise(self, blocks: float, activations: float, *, experts: bool) -> float:
         """Return the seconds of ``blocks`` times a block's elementwise traffic except the activation, and ``activations`` times that."""
-        every, activation = self.block_bytes()
+        every, activation = self.expert_bytes() if experts else self.block_bytes()
         return self._moved(blocks * (every - activation)) + self._moved(activations * activation, self.gpu.activation_gbs)
 
     # passes
 
+    def _mean(self, of_block: Callable[[bool], Pass]) -> Pass:
+        """Return a pass of a block on average over those with experts and those without; ``of_block`` is told which."""
+        has = self.shape.share.experts
+        share = sum(has) / len(has) if has else 0.0
+        if share in (0.0, 1.0):
+            return of_block(share == 1.0)
+        return of_block(True).times(share) + of_block(False).times(1 - share)
+
     def block_forward(self) -> Pass:
         """Return the forward pass of one block."""
-        qkv, out, mlp = self._forward(self.qkv()), self._forward(self.out()), self._forward(self.mlp())
-        moved = self._elementwise(1, 1) + 8 * self.gpu.launch_us * 1e-6
-        return Pass(qkv + out + mlp, self.attention(False), moved, 0.0, qkv, out)
+        return self._mean(self._block_forward)
 
     def block_backward(self) -> Pass:
         """Return the backward pass of one block: twice the products and bytes, the activation recomputed, attention's backward kernel."""
-        parts = [self._backward(part) for part in (self.qkv(), self.out(), self.mlp())]
+        return self._mean(self._block_backward)
+
+    def _block_forward(self, experts: bool) -> Pass:
+        qkv, out, mlp = self._forward(self.qkv()), self._forward(self.out()), self._branch_forward(experts)
+        moved = self._elementwise(1, 1, experts=experts) + 8 * self.gpu.launch_us * 1e-6
+        return Pass(qkv + out + mlp, self.attention(False), moved, 0.0, qkv, out)
+
+    def _block_backward(self, experts: bool) -> Pass:
+        parts = [self._backward(self.qkv()), self._backward(self.out()), self._branch_backward(experts)]
         weights = sum(weight for _, weight in parts)
-        remade = self._forward(self.mlp()[::2]) if self.shape.chunked else 0.0  # --mlp-chunks saves nothing of fc1
-        moved = self._elementwise(2, 3) + 14 * self.gpu.launch_us * 1e-6
+        remade = self._forward(self.mlp()[::2]) if self.shape.chunked and not experts else 0.0  # --mlp-chunks saves nothing of fc1
+        moved = self._elementwise(2, 3, experts=experts) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
         mlp = self.mlp()
-        delayed = self._backward(mlp if self.shape.tp == 1 else mlp[1::2])[1] if self.shape.delays else 0.0
+        delayed = self._backward(mlp if self.shape.tp == 1 else mlp[1::2])[1] if self.shape.delays and not experts else 0.0
         return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out, delayed)
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:

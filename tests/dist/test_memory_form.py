@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from support.ranks import run_ranks
 
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.estimate import memory_attention, memory_zero
+from megatron_sp.estimate.expert_rows import RoutedRows
 from megatron_sp.estimate.memory import memory_plan, plans_of_ranks
 from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_plan import MemoryPlan
+from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.ops import packed_attention, tile_pieces
+from megatron_sp.ops import packed_attention, routing, tile_pieces
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 
@@ -229,6 +232,41 @@ CASES = [
 ]  # fmt: skip
 
 
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 160, "moe_router_topk": 2}
+MANY = EXPERTS | {"moe_ffn_hidden_size": 600}  # an expert is the worst moment
+SHARED = EXPERTS | {"moe_shared_expert_intermediate_size": 64}
+SOME = EXPERTS | {"moe_layer_freq": "[1,1,0]"}
+EP = {"expert_model_parallel_size": 2}
+
+EXPERT_CASES = [
+    [Layout(model=EXPERTS), Layout(model=MANY | LLAMA | {"num_query_groups": 2}), Layout(model=SOME, micro_batches=2),
+     Layout(model=SHARED, kernels=FULL)],
+    [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SHARED, zero=EP | {"moe_chunks": 3}),
+     Layout(tp=2, tp_seq=True, model=SHARED, zero=EP)],
+    [Layout(dp=2, model=EXPERTS, zero=EP | zero(3)), Layout(dp=2, model=EXPERTS, zero=zero(1)), pipe("zb1p", model=EXPERTS)],
+    pytest.param([Layout(model=EXPERTS | more) for more in (
+        DROPOUT, PARALLEL, {"norm_placement": "post"}, {"moe_aux_loss_coeff": 0.1}, {"moe_layer_freq": "[0,1,0]"}, {"geglu": True},
+        {"moe_router_topk": 4, "moe_router_pre_softmax": True}, {"moe_router_dtype": "fp64"}, WORDS, DEEP,
+    )], marks=pytest.mark.long),
+    pytest.param([Layout(model=SOME, kernels=kernels) for kernels in (FULL, FULL | {"recompute_num_layers": 2}, SELECTIVE, OFFLOAD,
+                                                                      OFFLOAD | FULL, PIECES)], marks=pytest.mark.long),
+    pytest.param([Layout(model=model, bf16=True) for model in (EXPERTS, MANY)], marks=pytest.mark.long),
+    pytest.param([Layout(dp=2, model=EXPERTS | more, zero=EP | parallel, kernels=kernels) for more in ({}, {"moe_ffn_hidden_size": 600})
+                  for parallel, kernels in (({}, {}), ({"moe_chunks": 4}, {}), ({}, FULL))], marks=pytest.mark.long),
+    pytest.param([Layout(tp=2, model=SHARED), Layout(tp=2, tp_seq=True, model=EXPERTS), Layout(sp=2, model=SHARED, zero=EP),
+                  Layout(cp=2, model=SHARED, zero=EP)], marks=pytest.mark.long),
+    *(pytest.param([Layout(dp=2, model=SHARED | DEEP, zero=parallel | zero(stage, **more), micro_batches=count)
+                    for count in (1, 2) for parallel in ({}, EP) for more in ({}, {"overlap_grad_reduce": False})], marks=pytest.mark.long)
+      for stage in (1, 2, 3)),
+    pytest.param([Layout(dp=4, model=SHARED, zero=EP | zero(stage)) for stage in (1, 3)], marks=pytest.mark.long),
+    *(pytest.param([pipe(kind, model=model, **more) for model, more in (
+        (SHARED, {}), (EXPERTS | {"moe_layer_freq": "[1,0,1,0,1]"}, {}), (EXPERTS | UNTIED, {"kernels": FULL}),
+    )], marks=pytest.mark.long) for kind in ("1f1b", "interleaved", "zb1p", "zbv")),
+    pytest.param([pipe(kind, model=EXPERTS | DEEP, dp=2, zero=parallel) for kind in ("1f1b", "zb1p")
+                  for parallel in (EP, zero(1), EP | zero(2))], marks=pytest.mark.long),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _load_dynamo() -> None:
     """A dispatch mode imports it: once, here, instead of in every child."""
@@ -247,12 +285,34 @@ def compare(cases: list[Layout]) -> None:
         assert not wrong, "\n".join(wrong)
 
 
+def choose_evenly(logits: torch.Tensor, spec: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Let tokens take experts in turn, each of them as far from each other as can be: all ranks and experts get as many."""
+    first, step = torch.arange(len(logits))[:, None], spec.num_experts // spec.top_k
+    return (first + torch.arange(spec.top_k) * step) % spec.num_experts
+
+
+def rows_taken_evenly(workload: Workload) -> Workload:
+    """The workload with the rows that ``choose_evenly`` makes."""
+    ep, top_k = workload.parallel.expert_model_parallel_size, workload.model.moe_router_topk
+    tokens = RankForm(workload).shape.tp_seq_tokens
+    own, choices = tokens * min(ep, top_k) / ep, tokens * top_k
+    routed = RoutedRows(own, own * (ep - 1), own * (ep - 1), choices, choices * ep / (workload.model.num_experts or 1))
+    return replace(workload, routed=routed)
+
+
+def compare_experts(cases: list[Layout]) -> None:
+    """``compare`` with an even load of all experts."""
+    routing.choose = choose_evenly  # type: ignore[assignment]
+    compare(cases)
+
+
 def differences(case: Layout) -> list[str]:
     """What a step holds that the plan does not say, the same on every rank."""
     packed_attention.window_mask.cache_clear()  # what another case has made is not counted
     tile_pieces._whole_band.cache_clear()
     measured = memory.measure(case, SHAPE, BATCH)
-    plans = memory.predict(case, SHAPE, BATCH, what=plans_of_ranks)
+    even = rows_taken_evenly if "num_experts" in case.model else lambda workload: workload
+    plans = memory.predict(case, SHAPE, BATCH, what=lambda workload: plans_of_ranks(even(workload)))
     tolerance = (
         0.1 if case.bf16 else 0.05 if "zero_stage" in case.zero or "model_family" in case.model else 0.02
     )  # bf16: kernels widen block by block
@@ -273,6 +333,12 @@ def differences(case: Layout) -> list[str]:
 def test_the_closed_form_is_what_a_step_holds(tmp_path: Path, cases: list[Layout]) -> None:
     assert len({case.ranks for case in cases}) == 1
     run_ranks(compare, cases[0].ranks, tmp_path, cases)
+
+
+@pytest.mark.parametrize("cases", EXPERT_CASES, ids=lambda cases: "; ".join(map(str, cases)))
+def test_the_closed_form_of_experts_is_what_a_step_holds(tmp_path: Path, cases: list[Layout]) -> None:
+    assert len({case.ranks for case in cases}) == 1
+    run_ranks(compare_experts, cases[0].ranks, tmp_path, cases)
 
 
 def test_storages_are_counted_once_and_forgotten() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from support.ranks import run_ranks
 
 from megatron_sp.comm import collectives
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.estimate.expert_rows import RoutedRows
 from megatron_sp.estimate.traffic import TrafficPlan, plans_of_ranks, traffic_plan, wire_bytes
 from megatron_sp.estimate.workload import Workload
+from megatron_sp.ops import routing
+from megatron_sp.ops.routing import choose
 from megatron_sp.parallel import pipeline
 from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
 
@@ -81,6 +85,27 @@ CASES = [
                   for kind, slices in (("1f1b", 1), ("zb1p", 1), ("zbv", 1), ("slices", 2)) for model in ({}, UNTIED)],
                  marks=pytest.mark.long),
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
+]  # fmt: skip
+
+
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 10, "moe_router_topk": 3}
+SHARED = EXPERTS | {"moe_shared_expert_intermediate_size": 12}
+SOME = EXPERTS | {"moe_layer_freq": "[0,1,1,0]"}
+SEQUENCE = {"moe_aux_loss_coeff": 0.1}
+GLOBAL = SEQUENCE | {"moe_router_load_balancing_type": "global_aux_loss"}
+EP = {"expert_model_parallel_size": 2}
+
+EXPERT_CASES = [
+    [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SOME, zero=EP | {"moe_chunks": 3}, micro_batches=3),
+     Layout(dp=2, model=SHARED | SEQUENCE, zero=EP, kernels=FULL), Layout(dp=2, model=EXPERTS | GLOBAL, zero=EP, micro_batches=2),
+     Layout(dp=2, model=EXPERTS, zero=EP, bf16=True)],
+    [Layout(dp=2, model=SOME | SEQUENCE, zero=zero(stage, **parallel), micro_batches=2) for stage in (0, 1, 2, 3) for parallel in ({}, EP)],
+    [Layout(sp=2, model=EXPERTS | SEQUENCE | LLAMA | {"seq_length": 20, "num_query_groups": 2}, zero=EP),
+     Layout(tp=2, model=SHARED | SEQUENCE), Layout(tp=2, tp_seq=True, model=SHARED | SEQUENCE | {"seq_length": 20}, zero=EP),
+     Layout(tp=2, tp_seq=True, model=EXPERTS | {"seq_length": 20}), Layout(tp=2, model=SOME, kernels=PIECES)],
+    [Layout(dp=4, model=EXPERTS, zero=EP | zero(1)), Layout(dp=4, model=EXPERTS, zero={"expert_model_parallel_size": 4}),
+     Layout(dp=2, tp=2, tp_seq=True, model=SHARED | {"seq_length": 20}, zero=EP | zero(2)), Layout(dp=2, tp=2, model=SHARED, zero=EP)],
+    [Layout(pp=2, dp=2, schedule=kind, model=EXPERTS | more, zero=EP, micro_batches=2) for kind in ("1f1b", "zbv") for more in ({}, SEQUENCE)],
 ]  # fmt: skip
 
 
@@ -153,6 +178,57 @@ def compare(cases: list[Layout]) -> None:
 def test_the_plan_has_every_collective_of_a_step(tmp_path: Path, cases: list[Layout]) -> None:
     assert len({case.ranks for case in cases}) == 1
     run_ranks(compare, cases[0].ranks, tmp_path, cases)
+
+
+class Choices:
+    """What the tokens of this rank choose in the first passes of a step, without the code that sends them."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        routing.choose = self  # type: ignore[assignment]
+
+    def __call__(self, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        chosen = choose(logits, *args)
+        self.found.append(chosen)
+        return chosen
+
+    def rows(self, num_experts: int, ep: Any) -> RoutedRows:
+        """The mean over the passes of the rows between this rank and the others of ``ep``."""
+        sent = torch.zeros(ep.size(), ep.size(), dtype=torch.float64)
+        for chosen in self.found:
+            ranks = chosen // (num_experts // ep.size())
+            sent[ep.rank()] += torch.stack([(ranks == rank).any(1).sum() for rank in range(ep.size())]) / len(self.found)
+        if ep.size() > 1:
+            dist.all_reduce(sent, group=ep)
+        own = float(sent[ep.rank(), ep.rank()])
+        return RoutedRows(own, float(sent[ep.rank()].sum()) - own, float(sent[:, ep.rank()].sum()) - own, 0, 0)
+
+
+def compare_experts(cases: list[Layout]) -> None:
+    """Each rank's collectives against the plan for the rows that its tokens have chosen, and for those of even choices."""
+    for case in cases:
+        chosen = Choices()
+        training = memory.Training(case, SHAPE, BATCH, "cpu", memory.Counter("cpu"))
+        training.step(1)
+        training.train_step.weights.settle()
+        counted = Counted()
+        chosen.found.clear()
+        training.step(2)
+        training.train_step.weights.settle()
+        got = {op: (len(counted.found[op]), sum(counted.found[op])) for op in OPS}
+        rows = chosen.rows(8, training.train_step.model.layout.ep.group)  # type: ignore[union-attr]
+        plans = memory.predict(case, SHAPE, BATCH, what=lambda workload, rows=rows: plans_of_ranks(replace(workload, routed=rows)))
+        plan = plans[dist.get_rank() * len(plans) // case.ranks]
+        assert got == planned(plan), f"{case}, rank {dist.get_rank()}: {got}, planned {planned(plan)}\n{plan.flows}"
+        even = memory.predict(case, SHAPE, BATCH, what=plans_of_ranks)[dist.get_rank() * len(plans) // case.ranks]
+        assert {op: number for op, (number, _) in planned(even).items()} == {op: number for op, (number, _) in got.items()}
+        assert all(0 <= flow.can_hide <= flow.num_bytes for flow in plan.flows)
+
+
+@pytest.mark.parametrize("cases", EXPERT_CASES, ids=lambda cases: "; ".join(map(str, cases)))
+def test_the_plan_of_experts_is_what_their_rows_make(tmp_path: Path, cases: list[Layout]) -> None:
+    assert len({case.ranks for case in cases}) == 1
+    run_ranks(compare_experts, cases[0].ranks, tmp_path, cases)
 
 
 def plan_of(parallel: dict[str, Any], dp: int = 1, micro_batches: int = 1, **kernels: Any) -> TrafficPlan:

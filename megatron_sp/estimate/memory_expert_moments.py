@@ -1,0 +1,110 @@
+"""Moments in a layer with experts, in closed form: what it needs beside what it keeps (``parallel/experts.py``).
+
+Sizes are those of the mean chunk of a rank's tokens, and of the expert that has most choices.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megatron_sp.config.schema_model import ActivationName
+from megatron_sp.estimate.memory_experts import ExpertShape
+from megatron_sp.estimate.memory_mlp import activation_backward
+from megatron_sp.estimate.memory_plan import Line, total
+from megatron_sp.estimate.memory_shape import BLOCK_BYTES, RankShape
+
+_PUT_OFF = "operands of gradients that are put off"
+Moments = list[tuple[str, list[Line]]]
+
+
+def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
+    """Return what the forward pass needs at its worst moment: in the router, in an expert, or as results travel."""
+    rows, form = experts.rows, experts
+    normed = 0 if shape.post else shape.stream
+    weights = form.tokens * form.top_k * form.weight
+    sums = form.tokens * form.h * form.wide if form.wide != form.e else 0
+    result = ceil(rows.received / form.parts) * form.h * form.wide if form.moves else 0
+    back = ceil(rows.sent / form.parts) * form.h * form.e if form.moves else 0  # results that come back
+    rounded = result * form.e // form.wide if form.wide != form.e else 0
+    ahead = ceil(rows.sent / form.parts) * form.row_bytes.there if form.parts > 1 else 0
+    others = back + (rounded or result) if form.parts > 1 else 0
+    most = ceil(rows.most / form.parts) * form.e
+    # the results of the expert before are there until this one's are
+    one = most * max(2 * form.h + form.ffn, 3 * form.h if form.bias else 0) + (most // form.e * form.h * form.wide if sums else 0)
+    ranked = form.tokens * form.num_experts * (form.weight + 8) + (form.tokens * form.h * form.wide if sums else 0)
+    fixed = [Line("norm's output", normed), Line("weights of experts", weights)]
+    y = [Line("block's output", shape.stream), Line("experts' results", sums)]
+    kept_later = [line for line in form.keeps(0) if line.name != "router"]
+    return max(
+        [*fixed, Line("choice of experts", ranked), Line("experts, not there yet", -total(kept_later))],
+        [*fixed, *y, Line("an expert", one), Line("rows' results", result), Line("rows on their way", others + ahead)],
+        [*fixed, *y, Line("rows' results", result), Line("rows on their way", back + rounded)],
+        key=total,
+    )  # fmt: skip
+
+
+def experts_backward(experts: ExpertShape, shape: RankShape, activation: ActivationName, behind: list[Line], put_off: int) -> Moments:
+    """Return the moments of the backward pass, in their order, as (name, what it needs).
+
+    Args:
+        behind: what the norm's backward needs.
+        put_off: operands that stay, where gradients are put off.
+    """
+    form, rows = experts, experts.rows
+    normed = Line("norm's output", 0 if shape.post else shape.stream)
+    weights = Line("weights of experts", form.tokens * form.top_k * form.weight)
+    grad_row, grad_x = form.h * form.e, Line("gradient of the norm's output, of experts", form.tokens * form.h * form.wide)
+    sent, received = (ceil(count / form.parts) if form.moves else 0 for count in (rows.sent, rows.received))
+    arrived = received * grad_row
+    ahead = (sent + received) * grad_row if form.parts > 1 else 0
+    moments = Moments()
+    reduced = 0
+    if form.shared:
+        inner = form.sp_tokens * form.shared * form.e
+        entered = Line("gradient of the stream and norm's output, gathered", shape.gathered)
+        coming = Line("gradients of results, on their way", (sent + received) * grad_row)
+        made = activation_backward(activation, inner, 0 if shape.fused else min(inner, BLOCK_BYTES) if not shape.cuda else inner)
+        wide = form.sp_tokens * form.shared_in * form.e
+        reduced = shape.stream
+        moments.append(("shared expert", [normed, weights, coming, entered, Line("shared expert, inside", made)]))
+        product = Line("gradient of the norm's output", shape.whole_stream + shape.scattering)
+        moments.append(
+            (
+                "shared expert's first layer",
+                [normed, weights, coming, entered, Line("gradient of the shared expert, inside", wide), product],
+            )
+        )
+    fixed = [normed, weights, Line("gradients of weights", weights.num_bytes), grad_x, Line("gradient of the norm's output", reduced)]
+    of_rows = received * form.h * form.wide
+    most = ceil(rows.most / form.parts)
+    inner, wide = most * form.ffn * form.e, most * form.ffn_in * form.e
+    block = 0 if shape.fused else min(inner, BLOCK_BYTES) if not shape.cuda else inner
+    row = most * grad_row
+    of_choices = ceil(rows.choices / form.parts) * form.weight
+    # the gradient inside the expert before is there until this one's is
+    one = max(
+        row + 3 * inner + wide, row + 2 * inner + wide + (row if form.bias else 0),
+        row + inner + activation_backward(activation, inner, block) + wide,
+        2 * row + inner + wide + (inner if wide > inner else 0),
+        wide + row + (row * form.wide // form.e if form.wide != form.e else 0),
+    )  # fmt: skip
+    widened = form.h * form.ffn_in * form.e if shape.is_16_bit and not shape.cuda else 0
+    moving = form.row_bytes.gradient * (sent + received) if form.parts > 1 else 0
+    held = [*fixed, Line("gradients of rows", of_rows), Line("gradients of choices", of_choices), Line(_PUT_OFF, put_off)]
+    inside = [
+        Line("gradients of results", arrived + ahead),
+        Line("an expert", one + widened),
+        Line("gradients of rows, on their way", moving),
+    ]
+    moments.append(("experts", [*held, *inside]))
+    left = [
+        *held, Line("gradients of results", arrived), Line("gradients of rows, on their way", form.row_bytes.gradient * sent),
+        Line("gradients of choices, by row", (received if form.moves else form.tokens) * form.top_k * form.weight),
+    ]  # fmt: skip
+    moments.append(("gradients of rows, on their way", [*left, Line("gradients of rows, sent", form.row_bytes.gradient * received)]))
+    logits = form.tokens * form.num_experts * form.weight
+    through = Line("gradient through the router", form.tokens * form.h * form.weight)
+    moments.append(("router", [*left, Line("gradient of the logits", 3 * logits), through]))
+    own = Line("gradient of the norm's output", 0 if reduced else shape.stream)
+    moments.append(("norm before the experts", [*left, own, *behind]))
+    return moments
