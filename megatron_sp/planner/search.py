@@ -217,7 +217,7 @@ class _Frame:
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
-    """Return the number of a rank's communicators with more than one member: world, tp, sp, cp, dp x cp x sp, five of a pipeline, two of ep."""
+    """Return the number of a rank's communicators with more than one member: those of the axes, five of a pipeline, two of ep."""
     of_stages = 5 * (layout.pp > 1) + 2 * (layout.ep > 1)  # each direction to each neighbour, and all stages
     return of_stages + sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.cp, layout.dp(gpus) * layout.cp * layout.sp))
 

@@ -115,7 +115,7 @@ class Work:
         return [(tokens, shape.ffn_in, shape.h), (tokens, shape.h, shape.ffn)] * pieces
 
     def experts(self) -> list[tuple[int, Product]]:
-        """Return the matrix products of a layer with experts and how many of each: router, experts of as many choices each, a shared one."""
+        """Return the matrix products of a layer with experts and how many of each: router, experts of even loads, a shared one."""
         shape, experts = self.shape, self.shape.experts
         assert experts is not None
         own = experts.num_experts // self.ep
@@ -203,7 +203,9 @@ class Work:
         experts = self.shape.experts
         assert experts is not None
         rows = experts.rows
-        inner = int(rows.choices * (experts.ffn_in + experts.ffn) + self.shape.sp_tokens * (experts.shared_in + experts.shared)) * self.shape.e
+        inner = (
+            int(rows.choices * (experts.ffn_in + experts.ffn) + self.shape.sp_tokens * (experts.shared_in + experts.shared)) * self.shape.e
+        )
         taken = rows.choices * experts.h * (3 * experts.e + 2 * experts.wide)
         travelling = (rows.sent + rows.received) * 2 * experts.row_bytes.there if experts.moves else 0
         ranked = 4 * experts.tokens * experts.num_experts * experts.weight

@@ -105,7 +105,10 @@ EXPERT_CASES = [
      Layout(tp=2, tp_seq=True, model=EXPERTS | {"seq_length": 20}), Layout(tp=2, model=SOME, kernels=PIECES)],
     [Layout(dp=4, model=EXPERTS, zero=EP | zero(1)), Layout(dp=4, model=EXPERTS, zero={"expert_model_parallel_size": 4}),
      Layout(dp=2, tp=2, tp_seq=True, model=SHARED | {"seq_length": 20}, zero=EP | zero(2)), Layout(dp=2, tp=2, model=SHARED, zero=EP)],
-    [Layout(pp=2, dp=2, schedule=kind, model=EXPERTS | more, zero=EP, micro_batches=2) for kind in ("1f1b", "zbv") for more in ({}, SEQUENCE)],
+    [
+        Layout(pp=2, dp=2, schedule=kind, model=EXPERTS | more, zero=EP, micro_batches=2)
+        for kind in ("1f1b", "zbv") for more in ({}, SEQUENCE)
+    ],
 ]  # fmt: skip
 
 
