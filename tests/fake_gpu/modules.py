@@ -115,4 +115,4 @@ def install_large(device: Device) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "draw_normal", None) is drawn:
             module.draw_normal = draw_normal  # type: ignore[attr-defined]
-    Fingerprint.add = lambda *_: None  # type: ignore[method-assign]
+    Fingerprint.add = lambda *_, **__: None  # type: ignore[method-assign]
