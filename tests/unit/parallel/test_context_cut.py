@@ -130,7 +130,7 @@ class Seen:
         """Run the model's forward pass up to its head, without attention or weights."""
         model = tiny.build(config, KernelConfig(), seed=5, dtype=torch.float64, layout=layout)
         model.embedding.forward = self._embed
-        self.monkeypatch.setattr(TransformerBlock, "forward", lambda block, x, ctx: self._block(x, ctx))
+        self.monkeypatch.setattr(TransformerBlock, "forward", lambda block, x, ctx, *_: self._block(x, ctx))
         self.monkeypatch.setattr(ParallelLMHead, "loss", lambda head, x, labels, loss_mask: self._loss(x, labels, loss_mask))
         self.monkeypatch.setattr("megatron_sp.models.bert.gather_positions", lambda x, tp: x)
         if not config.is_bert:
