@@ -152,12 +152,15 @@ def experts_backward(
 def is_grouped(x: Tensor, params: ExpertWeights) -> bool:
     """Return whether the products of all experts are computed as one: on a GPU in bf16, where its kernel takes these shapes."""
     aligned = all(size * x.element_size() % _GROUPED_ALIGN == 0 for size in (x.shape[1], params.w1.shape[1], params.w2.shape[2]))
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and _runs_grouped(x.device)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and runs_grouped(x.device)
 
 
 @cache
-def _runs_grouped(device: torch.device) -> bool:
-    """Return whether a small grouped product, with an expert without rows, gives what single ones do."""
+def runs_grouped(device: torch.device) -> bool:
+    """Return whether a small grouped product on a GPU, with an expert without rows, gives what single ones do.
+
+    The host waits for it: call it once before the first step.
+    """
     try:
         a, b = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((24, 32), (3, 32, 16)))
         found = _products(a, b, [16, 0, 8])

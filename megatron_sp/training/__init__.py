@@ -28,6 +28,7 @@ While it runs:
     save_interval.py    --save-interval auto
     sample_history.py   digests of the last steps' samples
     same_sequences.py   ranks that share sequences have read the same ones
+    routers.py          what routers are told and tell: loads, terms, the passes that count first
     finite.py           non-finite weights and losses
     signals.py          graceful stop
     watchdog.py         end of a rank that makes no progress

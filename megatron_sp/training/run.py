@@ -44,6 +44,7 @@ from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.estimate.pipeline_choice import settle_schedule
+from megatron_sp.ops.expert_mlp import runs_grouped
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import LossScaler
@@ -530,6 +531,8 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
     sharded = build_sharded(context.task.build_model, config, layout.parallel, groups, groups.device)
     sharded.fingerprint.require_equal(groups, layout.parallel.ep.rank)
     fused = use_fused_kernels(config, sharded.model, groups)
+    if config.model.has_experts and groups.device.type == "cuda":
+        runs_grouped(groups.device)
     optimizer = sharded.optimizer(config, groups, "apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch")
     scaler = LossScaler(
         enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,

@@ -374,7 +374,7 @@ LAUNCHES = (
         "ds: residual experts",
         _TOKENS_1B + "--num-experts 32 32 64 64 --mlp-type residual " + _ENGINE,
         8,
-        "--mlp-type residual is not supported",
+        "--num-experts takes one value",
         _json(512, 2, **_TEMPLATE),
     ),
     Launch("ds: curriculum", _TOKENS_1B + "--curriculum-learning-legacy " + _ENGINE, 8, "curricula", _json(512, 2, **_TEMPLATE)),

@@ -374,8 +374,11 @@ def _split_profile_steps(draft: _Draft, setting: Setting) -> None:
 def _ignore_companion(draft: _Draft, setting: Setting) -> None:
     family = _family_of(setting)
     assert family is not None
-    if family not in draft.features:  # otherwise the flag that requests the feature is rejected, with the reason
+    if family not in draft.features:
         draft.ignored[setting.where] = family.reason
+    elif not dialect.REFUSED.keys() & set(family.asks):  # else the flag that requests the feature is rejected, with the reason
+        handle = _reject if _ignored_because(setting) is None else _ignore
+        handle(draft, setting)
 
 
 def _ignore(draft: _Draft, setting: Setting) -> None:
@@ -421,7 +424,7 @@ def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
     """Return the flag families whose feature is requested by one of their flags."""
 
     def asks(setting: Setting) -> bool:
-        harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), "0")
+        harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), *dialect.OFF_VALUES.get(setting.name, ()), "0")
         return not setting.words or not (_is_off(setting.words) or all(word in harmless for word in setting.words))
 
     names = {setting.name for setting in settings if asks(setting)}

@@ -328,12 +328,16 @@ REFUSED_PREFIXES: dict[str, str] = {
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "expert-tensor-parallel-size": ("1",), "expert-interval": ("1",), "mlp-type": ("standard",), "moe-input-jitter-eps": ("0", "0.0"),
-    "vocab-extra-ids": ("0",), "num-experts": ("0", "1"),
+    "vocab-extra-ids": ("0",),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
 }  # fmt: skip
 """Refused flags that are ignored with these values, because they then ask for what happens anyway."""
+
+
+OFF_VALUES: dict[str, tuple[str, ...]] = {"num-experts": ("1",)}
+"""Words with which a flag of ours that asks for a family's feature does not ask for it."""
 
 
 class Family(NamedTuple):

@@ -193,7 +193,7 @@ def report_of_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: l
         ],
         "sent": {"B1:0": 0.4, "B1:1": 0.65}, "received": {"F0:0": [0.15, 0.15], "F0:1": [0.45, 0.0]},
     }  # fmt: skip
-    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock: [0.04] * len(collectives))
+    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock, ep: [0.04] * len(collectives))
     monkeypatch.setattr(overlap, "time_messages", lambda messages, channels, groups, clock: dict.fromkeys(messages, 0.01))
     monkeypatch.setattr(overlap, "broadcast_json", lambda value, group: value)
     monkeypatch.setattr(
@@ -286,7 +286,7 @@ class Groups:
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[OverlapEntry], list[str]]:
     """Of two steps written by hand, without anything to time."""
     lines: list[str] = []
-    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock: [0.04] * len(collectives))
+    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock, ep: [0.04] * len(collectives))
     monkeypatch.setattr(overlap, "gather_json", lambda value, group: [value])
     made = OverlapReport(2, Groups(), tmp_path, lines.append)  # type: ignore[arg-type]
     assert not made.is_due(last=True), "nothing is recorded"

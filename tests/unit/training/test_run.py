@@ -227,9 +227,9 @@ def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given() -> None
 
 
 def test_another_context_parallel_size_is_another_layout() -> None:
-    """Choices that were timed are kept for the same layout alone; checkpoints of before there were cp and pp had one rank of each."""
-    record = {"world_size": 4, "pp": 1, "dp": 1, "cp": 1, "sp": 4, "tp": 1, "tp_seq": False}
-    older = {name: value for name, value in record.items() if name not in ("cp", "pp")}
+    """Choices that were timed are kept for the same layout alone; checkpoints of before there were cp, pp and ep had one rank of each."""
+    record = {"world_size": 4, "pp": 1, "dp": 1, "cp": 1, "sp": 4, "tp": 1, "tp_seq": False, "ep": 1}
+    older = {name: value for name, value in record.items() if name not in ("cp", "pp", "ep")}
     chosen = {"sp_overlap": {"mode": "chunked", "chunks": 2}, "attention": "sdpa"}
     assert parts._is_same_layout({**older, **chosen}, record) and parts._is_same_layout({**record, **chosen}, record)
     assert not parts._is_same_layout({**older, **chosen}, {**record, "cp": 2, "sp": 2})
