@@ -17,7 +17,7 @@ from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
-from megatron_sp.config.rules_experts import expert_violations, settle_experts
+from megatron_sp.config.rules_experts import expert_violations, settle_experts, shared_expert_violations
 from megatron_sp.config.rules_model import variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
@@ -182,6 +182,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from context_violations(config)
     yield from delay_violations(config)
     yield from expert_violations(config, world_size)
+    yield from shared_expert_violations(config)
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:
@@ -207,7 +208,8 @@ def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
 
 def inference_violations(config: Config, world_size: int) -> list[str]:
     """Return the violations of using an existing model in a layout; the rules of training do not apply."""
-    return [*_split_heads(config, world_size, ("tp", "sp")), *_whole_replicas(config, world_size)]
+    of_heads = _split_heads(config, world_size, ("tp", "sp"))
+    return [*of_heads, *shared_expert_violations(config), *_whole_replicas(config, world_size)]
 
 
 def _zero(config: Config) -> Iterator[str]:

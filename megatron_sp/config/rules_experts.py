@@ -82,11 +82,6 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
             f" --ep-size {', '.join(legal)}"
         )
     tp = parallel.tensor_model_parallel_size
-    if model.shared_expert_size % tp:
-        yield (
-            f"moe_shared_expert_intermediate_size ({model.shared_expert_size}) must be a multiple of tensor_model_parallel_size ({tp}): the"
-            " shared expert is split as an MLP is"
-        )
     replica = tp * parallel.pipeline_model_parallel_size
     if world_size > 0 and world_size % parallel.replica_size == 0:
         ranks = world_size // replica * (tp if parallel.sequence_parallel else 1)
@@ -98,6 +93,17 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
                 f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} = {ranks}: use --ep-size"
                 f" {', '.join(legal)}{more}"
             )
+
+
+def shared_expert_violations(config: Config) -> Iterator[str]:
+    """Check that the shared expert can be split over tp, also where a stored model is used."""
+    size, tp = config.model.shared_expert_size, config.parallel.tensor_model_parallel_size
+    if size % tp:
+        legal = [str(n) for n in range(1, min(size, 256) + 1) if size % n == 0]
+        yield (
+            f"moe_shared_expert_intermediate_size ({size}) must be a multiple of tensor_model_parallel_size ({tp}): the shared expert is split"
+            f" as an MLP is; use --tp-size {', '.join(legal)}"
+        )
 
 
 def _choice(config: Config) -> Iterator[str]:

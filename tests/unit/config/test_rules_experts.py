@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.config.rules import normalize, violations
+from megatron_sp.config.rules import inference_violations, normalize, violations
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_experts import layer_pattern
 from megatron_sp.utils.errors import ConfigError
@@ -56,6 +56,13 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
 def test_a_rule(model: dict[str, Any], parallel: dict[str, Any], world: int, text: str) -> None:
     found = violations(config(parallel, **model), world)
     assert any(text in line for line in found), found
+
+
+def test_a_stored_model_is_used_with_a_shared_expert_that_can_be_split() -> None:
+    """A part that is cut off would be silent: its weights would be nobody's."""
+    found = inference_violations(config({"tensor_model_parallel_size": 4}, moe_shared_expert_intermediate_size=6), 4)
+    assert len(found) == 1 and "moe_shared_expert_intermediate_size (6) must be a multiple" in found[0] and "--tp-size 1, 2, 3, 6" in found[0]
+    assert inference_violations(config({"tensor_model_parallel_size": 2}, moe_shared_expert_intermediate_size=6), 2) == []
 
 
 def test_what_fits_is_accepted() -> None:
