@@ -121,7 +121,7 @@ def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: i
 def _experts(
     llama: _Llama, sizes: tuple[int, int, int, int], ffn: int, num_params: int, *, experts: int, top_k: int, aux_coeff: float, **more: Any
 ) -> Preset:  # fmt: skip
-    """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, which is over the global batch.
+    """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, over sequences unless said.
 
     Args:
         sizes: layers, hidden, heads, groups.
@@ -130,7 +130,7 @@ def _experts(
     preset = llama.of(*sizes, ffn, num_params)
     flags = {
         **preset.flags, "num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff,
-        "moe_router_load_balancing_type": "global_aux_loss", **more,
+        **more,
     }  # fmt: skip
     return replace(preset, flags=flags)
 

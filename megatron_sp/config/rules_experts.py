@@ -101,8 +101,8 @@ def shared_expert_violations(config: Config) -> Iterator[str]:
     if size % tp:
         legal = [str(n) for n in range(1, min(size, 256) + 1) if size % n == 0]
         yield (
-            f"moe_shared_expert_intermediate_size ({size}) must be a multiple of tensor_model_parallel_size ({tp}): the shared expert is split"
-            f" as an MLP is; use --tp-size {', '.join(legal)}"
+            f"moe_shared_expert_intermediate_size ({size}) must be a multiple of tensor_model_parallel_size ({tp}): the shared expert is"
+            f" split as an MLP is; use --tp-size {', '.join(legal)}"
         )
 
 

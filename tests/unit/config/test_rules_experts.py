@@ -61,7 +61,9 @@ def test_a_rule(model: dict[str, Any], parallel: dict[str, Any], world: int, tex
 def test_a_stored_model_is_used_with_a_shared_expert_that_can_be_split() -> None:
     """A part that is cut off would be silent: its weights would be nobody's."""
     found = inference_violations(config({"tensor_model_parallel_size": 4}, moe_shared_expert_intermediate_size=6), 4)
-    assert len(found) == 1 and "moe_shared_expert_intermediate_size (6) must be a multiple" in found[0] and "--tp-size 1, 2, 3, 6" in found[0]
+    assert (
+        len(found) == 1 and "moe_shared_expert_intermediate_size (6) must be a multiple" in found[0] and "--tp-size 1, 2, 3, 6" in found[0]
+    )
     assert inference_violations(config({"tensor_model_parallel_size": 2}, moe_shared_expert_intermediate_size=6), 2) == []
 
 
