@@ -23,12 +23,14 @@ class RemadeChunk(NamedTuple):
 
     Attributes:
         heads: q, k and v, with those of the next chunk on their way.
+        staying: what is left of ``heads`` when the gradients are sent.
         d_out, d_coming: gradient of the attention's output, and that of the next chunk on its way.
         d_heads, sent: gradient of q, k and v, and what receives its exchange.
         behind: gradients of the chunks before, which have not been waited for.
     """
 
     heads: int
+    staying: int
     d_out: int
     d_coming: int
     d_heads: int
@@ -230,7 +232,10 @@ class AttentionForm:
             # gradients, to which the kernel's are added
             pair = 2 * len(share.uses) * head if shared or not share.keys else 0
             added = pair * (2 if shared else 1)
-            made.append(RemadeChunk(here + coming + shared, int(self.outs[index] * padded), d_coming, d_here + added, d_sent, behind))
+            staying = coming + (0 if share.keys else here + shared)
+            made.append(
+                RemadeChunk(here + coming + shared, staying, int(self.outs[index] * padded), d_coming, d_here + added, d_sent, behind)
+            )
             behind += d_here + d_sent
             shared = 0 if share.keys else 2 * pair
         return made

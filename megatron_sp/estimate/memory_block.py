@@ -313,16 +313,19 @@ class BlockMoments:
         attention, moments = self.attention, list[Moment]()
         base = [*self._attention_keeps(layer), *self._at_attention(layer)]
         for left, chunk in zip(reversed(range(len(attention.remade))), attention.remade, strict=True):
+            heads = Line("q, k, v", chunk.heads)
             lines = [
-                *base, Line("norm's output, for heads to come", self.shape.whole_stream if left > 1 else 0), Line("q, k, v", chunk.heads),
+                *base, Line("norm's output, for heads to come", self.shape.whole_stream if left > 1 else 0),
                 Line("gradient of the attention's output", chunk.d_out + chunk.d_coming),
                 Line("gradient of q, k, v, as it arrives", chunk.behind), Line("gradient of q, k, v", chunk.d_heads),
             ]  # fmt: skip
             turned = Line("gradient of q, k, v, turned back", (chunk.d_heads if apart else 0) + attention.rotary_makes)
             moments += [
-                self._moment(layer, "attention", *lines, Line("attention kernel's temporaries", kernel)),
-                self._moment(layer, "rotary embedding", *lines, turned),
-                self._moment(layer, "exchange of the gradient of q, k, v", *lines, Line("its exchange", chunk.sent)),
+                self._moment(layer, "attention", *lines, heads, Line("attention kernel's temporaries", kernel)),
+                self._moment(layer, "rotary embedding", *lines, heads, turned),
+                self._moment(
+                    layer, "exchange of the gradient of q, k, v", *lines, Line("q, k, v", chunk.staying), Line("its exchange", chunk.sent)
+                ),
             ]
         return moments
 

@@ -57,14 +57,12 @@ class HeadMoments:
         if shape.fused:  # by the time of the last chunk's logits the gradient of the others is gone
             weighted = max(chunk * shape.h * shape.e, rest - more)
         product = shape.rows * shape.h * shape.e if shape.is_16_bit and not shape.cuda else 0  # a GPU accumulates it in fp32, in place
-        before = shape.head_stream if shape.num_micro_batches > 1 and not shape.share.is_cut else 0
         entering = tokens * shape.h * shape.e if bert else shape.stream
         return [
             *gradient_lines(self.gradients.at_head()), self.params(), *self._kept_by_all(), Line("head's input", entering),
             Line("head's input, gathered", 0 if bert else shape.gathered), Line("gradient of the head's input", tokens * shape.h * shape.e),
             Line(_LOGITS, chunk * shape.rows * shape.wide), Line(_GRADIENT, more), Line(_PRODUCT, product),
             Line("gradient of the table", self._table_gradient()), Line(_WEIGHTED, weighted),
-            Line("the last micro-batch's gradient of the head's input", before),
             Line("labels, masks", shape.sp_tokens * 16 + chunk * 20),
             Line("labels of the masked tokens", tokens * 21 if bert else 0),
         ]  # fmt: skip

@@ -46,7 +46,7 @@ class RankForm:
         ranks = workload.dp * self.shape.cp * self.shape.sp
         self.zero = ZeroForm(
             units, workload.parallel, ranks, self.shape.e, self.shape.wide,
-            accumulates=self.shape.num_micro_batches > 1, tied=is_tied, receives=not self.shape.cuda, is_cut=self.shape.share.is_cut,
+            num_micro_batches=self.shape.num_micro_batches, tied=is_tied, receives=not self.shape.cuda, is_cut=self.shape.share.is_cut,
             table=self._shared_table(), experts=experts,
             expert_ranks=ranks * self.shape.parts // workload.parallel.expert_model_parallel_size,
         )  # fmt: skip

@@ -80,7 +80,7 @@ class ZeroForm:
         parallel: parallel section of the configuration.
         ranks: dp * cp * sp.
         element, wide: bytes of a parameter, and of a gradient.
-        accumulates: True if a step has more than one micro-batch.
+        num_micro_batches: micro-batches of a step.
         tied: True if the embedding is tied to the head, so that its gradient exists from the head on.
         receives: True if a reduce_scatter needs a receive buffer (gloo).
         is_cut: True on a rank of a pipeline, where embedding and head of different micro-batches come in turn.
@@ -94,13 +94,18 @@ class ZeroForm:
     ranks: int
     element: int
     wide: int
-    accumulates: bool
+    num_micro_batches: int
     tied: bool
     receives: bool
     is_cut: bool = False
     table: int = 0
     experts: frozenset[int] = frozenset()
     expert_ranks: int = 1
+
+    @property
+    def accumulates(self) -> bool:
+        """True if a step has more than one micro-batch."""
+        return self.num_micro_batches > 1
 
     @property
     def stage(self) -> int:
@@ -208,9 +213,22 @@ class ZeroForm:
                 total += self.shard(unit) * self.travel_of(unit) if not self.receives or unit == arrived else 0
         return total
 
-    def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None) -> Held:
-        """Return the memory of gradients, given whole units, reduced ones, those being reduced, and the one whose result is taken."""
+    def _held(
+        self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None, before: Iterable[int] = (),
+    ) -> Held:  # fmt: skip
+        """Return the memory of gradients.
+
+        Args:
+            whole: units whose gradients are whole.
+            done: those that are reduced.
+            going: those that are being reduced.
+            arrived: the one whose result is taken.
+            before: those that are being reduced for the micro-batch before; the first one's result becomes the shard.
+        """
         ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
+        if self.num_micro_batches == 2:
+            ranges = set(ranges) - set(before)
+        going = [*going, *before]
         widened = 0 if arrived is None or not self._rounds(arrived) else self.shard(arrived) * 4
         return Held(
             sum(map(self.size, set(whole))) * self.wide, sum(map(self.shard, ranges)) * self.wide,
@@ -243,16 +261,16 @@ class ZeroForm:
             return Held()
         if self.stage < 2:
             return self._held(range(len(self.units)), ())
-        return self._held([0], (), [0])  # the previous micro-batch's gradient of the embedding is being reduced
+        return self._held([0], (), before=[0])  # the previous micro-batch's gradient of the embedding is being reduced
 
     def at_head(self) -> Held:
         """Return the gradients during the head's loss and backward."""
         if self.stage < 2:
             return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
         if self.tied:  # the head starts the next gradient of the embedding's unit, and finishes the previous one only then
-            return self._held([0], (), [0] if self.accumulates else [])
+            return self._held([0], (), before=[0] if self.accumulates else [])
         left = [0] if self.accumulates else []
-        return self._held([self._last, *left], (), left)
+        return self._held([self._last, *left], (), before=left)
 
     def at(self, place: int) -> Held:
         """Return the gradients while backward is in a place other than the head, whose own gradients exist."""
