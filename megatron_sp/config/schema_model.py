@@ -146,6 +146,11 @@ class ModelConfig(ExpertConfig):
         return self.num_query_groups or _required(self.num_attention_heads)
 
     @property
+    def norms_all_heads(self) -> bool:
+        """True if queries and keys are normed over all heads of a token; then all heads are in one chunk."""
+        return self.qk_layernorm and self.qk_layernorm_scope == "all"
+
+    @property
     def head_dim(self) -> int:
         """Width of an attention head."""
         return self.kv_channels or _required(self.hidden_size) // _required(self.num_attention_heads)

@@ -83,7 +83,8 @@ class AttentionForm:
         self.queries_per_group, groups = (r, g // tp) if g % tp == 0 else (n // tp, 1)
         self.qkv_rows = groups * (self.queries_per_group + 2) * d
         self.proj_columns = n // tp * d
-        mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
+        one_chunk = parallel.overlap_mode == "auto" or (parallel.overlap_mode == "chunked" and model.norms_all_heads)
+        mode: OverlapMode = "none" if one_chunk else parallel.overlap_mode  # type: ignore[assignment]
         self.chunks: Sequence[HeadChunk] = plan_heads(
             self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2, pairs=shape.context is not None
         )

@@ -190,7 +190,7 @@ class _Counter:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
         ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks,
                  "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp,
-                 "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world, "ends": 2 * self.ranks}[group]  # fmt: skip
+                 "sp": self.sp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world, "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
@@ -332,9 +332,31 @@ class _Counter:
         return [shape.sp_tokens] if context is None else [shape.sp_positions(length) * shape.micro_batch for length in context.lengths]
 
     def heads_and_rows(self, rank: int, cp_rank: int) -> Iterator[Flow]:
-        """Ulysses' exchanges of heads over sp and those of keys and values over cp, for a rank of sp and of cp."""
+        """Ulysses' exchanges of heads over sp and those of keys and values over cp, and sums of norms, for a rank of sp and of cp."""
         yield from self._ulysses(self._heads[rank], self._tokens[cp_rank])
         yield from self._context(rank, cp_rank)
+        yield from self._norms_over_all_heads()
+
+    def _norms_over_all_heads(self) -> Iterator[Flow]:
+        """Sums of squares of queries and keys over the heads of all ranks, two numbers for each token, whenever heads are made."""
+        model, shape = self.form.workload.model, self.shape
+        if not model.norms_all_heads:
+            return
+        context = shape.context
+        tokens = shape.all_tokens if context is None else max(context.lengths) * shape.micro_batch
+        made = self._forwards_unless(self.form.attention.keeps_results) + self._remade + self.backwards
+        for group in ("tp", "sp"):
+            yield self._flow(f"norms over all heads, {group}", "all_reduce", group, [2 * tokens * shape.wide] * made)
+
+    def _forwards_unless(self, keeps: bool) -> int:
+        """Return the forward passes through blocks in a step that do what a recomputation need not do if it keeps its results."""
+        return self.forwards - (self.recomputed * self.shape.num_micro_batches if keeps else 0)
+
+    @property
+    def _remade(self) -> int:
+        """How often backward makes heads again: with --recompute-qkv, and where a recomputation has kept attention's results."""
+        again = self.recomputed * self.shape.num_micro_batches if self.form.attention.keeps_results else 0
+        return self.backwards if self.kernels.recompute_qkv else again
 
     def _context(self, rank: int, cp_rank: int) -> Iterator[Flow]:
         """Exchanges of keys and values over cp, and of their gradients.
@@ -356,7 +378,7 @@ class _Counter:
         """How often each kind of exchange over cp takes place in a step."""
         blocks = self.backwards
         return {
-            "keys and values, forward": blocks if self.form.attention.keeps_results else self.forwards,
+            "keys and values, forward": self._forwards_unless(self.form.attention.keeps_results),
             "keys and values, backward": 0 if self.parallel.cp_keep_kv else blocks,
             "gradients of keys and values": blocks,
         }  # fmt: skip
@@ -384,11 +406,8 @@ class _Counter:
         if self.sp == 1:
             return _Heads({}, {})
         hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
-        recomputed = self.forwards - blocks
         # a recomputation that has kept attention's results makes the heads again in backward, and may have what came back
-        remade = blocks if self.kernels.recompute_qkv else recomputed if attention.keeps_results else 0
-        there = blocks if attention.keeps_results else self.forwards
-        back = blocks if attention.keeps_received else self.forwards
+        remade, there, back = self._remade, *map(self._forwards_unless, (attention.keeps_results, attention.keeps_received))
         of_forward, of_again, of_back = (sum(len(messages) for messages in each) for each in zip(
             *((chunk.messages, chunk.again, chunk.back) for chunk in attention.chunks), strict=True
         ))  # fmt: skip

@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         init = WeightInit(f"{name}.linear_proj", output_std(std, config.num_layers), seed, dtype)
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, init, bias=config.proj_bias, layout=layout)
         self.qk_layernorm = config.qk_layernorm
-        self.norms_all_heads = config.qk_layernorm and config.qk_layernorm_scope == "all"
+        self.norms_all_heads = config.norms_all_heads
         if config.qk_layernorm:
             queries, keys = (n, config.num_groups) if self.norms_all_heads else (1, 1)
             self.q_layernorm = Norm(config, queries * d, dtype, layout, sees="heads")

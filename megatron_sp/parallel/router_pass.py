@@ -265,5 +265,5 @@ class RouterPass:
         if spec.kind != "none":
             found = (weights.balance * self._factor() * self._counts(layer)).to(dtype)
             if len(found) > 1:
-                found = found.expand(tokens // self.batch, *found.shape).reshape(tokens, -1)
+                found = found.expand(tokens // self.batch, *found.shape).reshape(tokens, found.shape[1])
         return found, weights.z.to(dtype) if spec.z else None

@@ -112,7 +112,9 @@ def _row_bytes(config: Config) -> int:
     assert model.num_attention_heads
     n, g, tp = model.num_attention_heads, model.num_groups, parallel.tensor_model_parallel_size
     queries, groups = (n // g, g // tp) if g % tp == 0 else (n // tp, 1)
-    mode: OverlapMode = "chunked" if parallel.overlap_mode == "chunked" else "none"  # the other modes have one chunk, too
+    mode: OverlapMode = (
+        "chunked" if parallel.overlap_mode == "chunked" and not model.norms_all_heads else "none"
+    )  # the other modes have one chunk, too
     chunks = plan_heads(queries, groups, parallel.sequence_parallel_size, mode, parallel.sp_head_chunks or 2, pairs=True)
     element = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
     return sum(len(chunk.shares[0].uses) for chunk in chunks) * 2 * model.head_dim * element

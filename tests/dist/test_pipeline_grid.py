@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from itertools import combinations
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from support.layouts import Case, _cost, by_axes, run_cases
+from support.layouts import Case, by_axes, run_cases
+from support.pairwise import pairwise
 
 from megatron_sp.parallel.pipeline_stages import deal_layers
 
@@ -65,22 +64,9 @@ def case_of(choice: dict[str, Any]) -> Case | None:
 
 
 @cache
-def grid(seed: int = SEED, draws: int = 1500, tries: int = 60) -> list[Case]:
-    """Cases in which any two values meet that do in any of many random ones: the best of some for its cost, again and again."""
-    random, names = Random(seed), list(AXES)
-    drawn: list[tuple[Case, frozenset[tuple[int, int, int, int]]]] = []
-    while len(drawn) < draws:
-        numbers = [random.randrange(len(AXES[name])) for name in names]
-        if (case := case_of({name: AXES[name][number] for name, number in zip(names, numbers, strict=True)})) is not None:
-            drawn.append((case, frozenset((i, j, numbers[i], numbers[j]) for i, j in combinations(range(len(names)), 2))))
-    missing, cases = set[tuple[int, int, int, int]]().union(*(pairs for _, pairs in drawn)), list[Case]()
-    while missing:
-        some = random.sample(drawn, tries)
-        best, pairs = max(some, key=lambda each: len(each[1] & missing) / _cost(each[0]) ** 0.5)
-        if new := pairs & missing:
-            cases.append(best)
-            missing -= new
-    return cases
+def grid() -> list[Case]:
+    """The cases."""
+    return pairwise(AXES, case_of, SEED)
 
 
 OFTEN = [case for number, case in enumerate(grid()) if case.world <= 4 and number % 4 == 0]

@@ -95,10 +95,21 @@ SEQUENCE = {"moe_aux_loss_coeff": 0.1}
 GLOBAL = SEQUENCE | {"moe_router_load_balancing_type": "global_aux_loss"}
 EP = {"expert_model_parallel_size": 2}
 
+ALL_HEADS = LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "all", "num_query_groups": 2}
+KEPT = {"recompute_qkv": True}
+CASES += [
+    [Layout(sp=2, model=ALL_HEADS, mode=mode, kernels=kernels, micro_batches=2) for mode, kernels in
+     (("none", {}), ("split-qkv", FULL), ("chunked", KEPT))],
+    [Layout(tp=2, model=ALL_HEADS), Layout(tp=2, tp_seq=True, model=ALL_HEADS, kernels=FULL | {"recompute_attention": "full"}),
+     Layout(pp=2, schedule="slices", slices=2, micro_batches=2, model=ALL_HEADS)],
+    [Layout(tp=2, sp=2, model=ALL_HEADS, kernels=BY_TWO), Layout(cp=2, sp=2, model=ALL_HEADS, kernels=FULL),
+     Layout(cp=2, tp=2, model=ALL_HEADS, kernels=SELECTIVE)],
+]  # fmt: skip
 EXPERT_CASES = [
     [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SOME, zero=EP | {"moe_chunks": 3}, micro_batches=3),
      Layout(dp=2, model=SHARED | SEQUENCE, zero=EP, kernels=FULL), Layout(dp=2, model=EXPERTS | GLOBAL, zero=EP, micro_batches=2),
      Layout(dp=2, model=EXPERTS, zero=EP, bf16=True)],
+    [Layout(sp=2, model=EXPERTS | GLOBAL | ALL_HEADS | {"seq_length": 20}, zero=EP, micro_batches=2, kernels=FULL)],
     [Layout(dp=2, model=SOME | SEQUENCE, zero=zero(stage, **parallel), micro_batches=2) for stage in (0, 1, 2, 3) for parallel in ({}, EP)],
     [Layout(sp=2, model=EXPERTS | SEQUENCE | LLAMA | {"seq_length": 20, "num_query_groups": 2}, zero=EP),
      Layout(tp=2, model=SHARED | SEQUENCE), Layout(tp=2, tp_seq=True, model=SHARED | SEQUENCE | {"seq_length": 20}, zero=EP),
