@@ -1,6 +1,7 @@
 """A mixture of experts, forward and backward: beside transformers' on one process, beside a plain exchange and transformers' on two.
 
-    python benchmarks/moe_block.py [--cells one 2:1 2:loopback 4:loopback] [--json docs/benchmarks/moe_block.json]
+    benchmarks/setup_peers.sh experts
+    .venv-peers/bin/python benchmarks/moe_block.py [--cells one 2:1 2:loopback 4:loopback] [--json docs/benchmarks/moe_block.json]
 
 one: a process, 2048 tokens, hidden size 512, 16 experts of width 256, the best 4 of each token (OLMoE's routing), fp32; against
 transformers' OlmoeSparseMoeBlock with its experts in a loop (eager) and in grouped products (grouped_mm). Norm and residual are left out

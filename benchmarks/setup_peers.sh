@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv-peers with the programs that the benchmarks compare with; it never touches .venv.
 #
-#   benchmarks/setup_peers.sh [deepspeed] [megatron] [ring]
+#   benchmarks/setup_peers.sh [deepspeed] [megatron] [ring] [experts]
 #
 # Always: torch (the same version as ours, first, so that nothing pulls another one in) and transformers. On request DeepSpeed
-# (built for CPU), Megatron-core with this package (tests/peers), and ring-flash-attention and USP without what they need of CUDA
-# (benchmarks/flash_attn_cpu.py stands in for it). What is there already is kept. Variables: PYTHON (an
-# interpreter >= 3.11), TORCH_INDEX_URL (where torch comes from; machines without a GPU save gigabytes with PyTorch's CPU index).
+# (built for CPU), Megatron-core with this package (tests/peers), ring-flash-attention and USP without what they need of CUDA
+# (benchmarks/flash_attn_cpu.py stands in for it), and what transformers' expert parallelism needs (moe_block.py). What is there already
+# is kept. Variables: PYTHON (an interpreter >= 3.11), TORCH_INDEX_URL (where torch comes from; machines without a GPU save gigabytes with
+# PyTorch's CPU index).
 set -euo pipefail
 
 TORCH=2.13.0
@@ -15,13 +16,18 @@ DEEPSPEED=0.19.8
 MEGATRON_CORE=0.16.1
 RING_FLASH_ATTN=0.1.8
 YUNCHANG=0.6.4
+ACCELERATE=1.15.0
+PSUTIL=7.2.2
 
 cd "$(dirname "$0")/.."
 say() { printf 'setup_peers: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
 for wanted in "$@"; do
-    case "$wanted" in deepspeed | megatron | ring) ;; *) die "unknown argument '$wanted': expected deepspeed, megatron or ring" ;; esac
+    case "$wanted" in
+    deepspeed | megatron | ring | experts) ;;
+    *) die "unknown argument '$wanted': expected deepspeed, megatron, ring or experts" ;;
+    esac
 done
 
 new_enough() { "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -88,6 +94,11 @@ for wanted in "$@"; do
         pip einops # this package's, which runs beside the two
         add ring-flash-attn "$RING_FLASH_ATTN" --no-deps
         add yunchang "$YUNCHANG" --no-deps
+        ;;
+    experts)
+        pip einops # as above
+        add accelerate "$ACCELERATE" --no-deps
+        add psutil "$PSUTIL"
         ;;
     esac
 done

@@ -190,7 +190,8 @@ class _Counter:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
         ranks = {self.replicas: self.ranks, self.expert_replicas: self.form.zero.expert_ranks,
                  "sequence": self.shape.cp * self.sp * self.shape.parts, "tokens": self.ranks * self.shape.parts, "tp": self.tp,
-                 "sp": self.sp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world, "ends": 2 * self.ranks}[group]  # fmt: skip
+                 "sp": self.sp, "pp": self.pp, "pp x tp": self.pp * self.tp, "world": self.world,
+                 "ends": 2 * self.ranks}[group]  # fmt: skip
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
         sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))

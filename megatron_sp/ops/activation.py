@@ -79,6 +79,23 @@ class Activation:
         assert out is not None
         return grad_u, out
 
+    def weighted_backward_(self, grad: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the backward pass of weights * activation(u), with one weight for each row.
+
+        Args:
+            grad: [n, f], gradient of the product; its memory may be reused.
+            u: [n, width_factor * f].
+            weights: [n, 1].
+        Returns:
+            (gradient of u, the product [n, f], gradient of the weights [n], summed up in their dtype).
+        """
+        if self._is_gated and not is_fused(u):
+            return self._weighted_gated_backward(grad, u, weights)
+        out = self.forward(u)
+        of_weights = (grad * out).sum(1, dtype=weights.dtype)
+        out.mul_(weights)
+        return self.backward_(grad.mul_(weights), u), out, of_weights
+
     def _gated(self, u: Tensor) -> Tensor:
         """Compute a gated activation by blocks of rows, so that intermediate values stay in the cache."""
         width = u.shape[-1] // 2
@@ -98,6 +115,20 @@ class Activation:
             self._gate(gate, grad_up).mul_(grads[block])
             self._gate_backward(grads[block] * up, gate, grad_gate)
         return grad_u
+
+    def _weighted_gated_backward(self, grad: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Do the same with the gate's activation computed once."""
+        width = u.shape[-1] // 2
+        grad_u, out = (empty(x.shape, dtype=u.dtype, device=u.device) for x in (u, grad))
+        of_weights = torch.empty(len(u), dtype=weights.dtype, device=u.device)
+        for block in blocks(len(u), width * u.element_size(), u.device):
+            (gate, up), (grad_gate, grad_up) = u[block].chunk(2, dim=-1), grad_u[block].chunk(2, dim=-1)
+            torch.mul(self._gate(gate, grad_up), up, out=out[block])
+            torch.sum(grad[block] * out[block], 1, dtype=weights.dtype, out=of_weights[block])
+            out[block].mul_(weights[block])
+            grad_up.mul_(grad[block].mul_(weights[block]))
+            self._gate_backward(grad[block] * up, gate, grad_gate)
+        return grad_u, out, of_weights
 
     def _gate(self, gate: Tensor, out: Tensor) -> Tensor:
         """Apply SiLU or GELU to the gate, into ``out``."""

@@ -97,18 +97,18 @@ def experts_forward(
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_forward(x, choices, params, activation, out)
     wide = empty((len(choices.rows), params.w1.shape[1]), dtype=x.dtype, device=x.device)
+    of_x, of_y = _Rows(x, choices), _Rows(x, choices)
     for expert, mine in choices.by_expert():
         rows, u = choices.rows[mine], wide[mine]
-        a = x.index_select(0, rows)
+        a = of_x.take(x, rows)
         if params.b1 is None:
             torch.mm(a, params.w1[expert].t(), out=u)
         else:
             torch.addmm(params.b1[expert], a, params.w1[expert].t(), out=u)
-        del a
         weights = choices.weights[mine, None]
-        y = activation.forward(u).mul_(weights) @ params.w2[expert].t()
+        y = torch.mm(activation.forward(u).mul_(weights), params.w2[expert].t(), out=of_y.empty(len(rows)))
         if params.b2 is not None:
-            y = y + weights.to(y.dtype) * params.b2[expert]
+            y += weights.to(y.dtype) * params.b2[expert]
         out.index_add_(0, rows, y.to(out.dtype))
     return wide
 
@@ -132,21 +132,35 @@ def experts_backward(
     if is_grouped(x, params) if grouped is None else grouped:
         return _grouped_backward(grad, x, wide, choices, params, activation, grads, grad_x)
     grad_weights = torch.empty_like(choices.weights)
+    of_x, of_g = _Rows(x, choices), _Rows(x, choices)
     for expert, mine in choices.by_expert():
         rows, u, weights = choices.rows[mine], wide[mine], choices.weights[mine, None]
-        g = grad.index_select(0, rows)
-        inner = activation.forward(u)
-        grad_inner = g @ params.w2[expert]
-        grad_weights[mine] = (grad_inner * inner).sum(1, dtype=choices.weights.dtype)
+        g = grad.index_select(0, rows) if grads.puts_off else of_g.take(grad, rows)
+        grad_u, inner, grad_weights[mine] = activation.weighted_backward_(g @ params.w2[expert], u, weights)
         if params.b2 is not None:
             grad_weights[mine] += (g * params.b2[expert]).sum(1, dtype=choices.weights.dtype)
-        grads.add_fc2(expert, g, inner.mul_(weights), weights, rows)
-        grad_u = activation.backward_(grad_inner.mul_(weights), u)
-        grads.add_fc1(expert, grad_u, x, rows)
-        del inner, g, grad_inner
+        grads.add_fc2(expert, g, inner, weights)
+        grads.add_fc1(expert, grad_u, x, rows, of_x)
+        del inner, g
         if grad_x is not None:
-            grad_x.index_add_(0, rows, (grad_u @ params.w1[expert]).to(grad_x.dtype))
+            of_rows = torch.mm(grad_u, params.w1[expert], out=of_x.empty(len(rows)))
+            grad_x.index_add_(0, rows, of_rows.to(grad_x.dtype))
     return grad_weights
+
+
+class _Rows:
+    """Memory of one expert's rows [n, h], which the next expert's replace: fresh memory would cost as much as the copies."""
+
+    def __init__(self, x: Tensor, choices: Choices) -> None:
+        self._memory = empty((max(choices.counts, default=0), x.shape[1]), dtype=x.dtype, device=x.device)
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return a copy of some rows of x."""
+        return torch.index_select(x, 0, rows, out=self.empty(len(rows)))
+
+    def empty(self, count: int) -> Tensor:
+        """Return so many rows, uninitialized."""
+        return self._memory[:count]
 
 
 def is_grouped(x: Tensor, params: ExpertWeights) -> bool:
@@ -200,7 +214,7 @@ def _grouped_backward(
     inner.mul_(weights)
     grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
     for expert, mine in choices.by_expert():
-        grads.add_fc2(expert, g[mine], inner[mine], weights[mine], choices.rows[mine])
+        grads.add_fc2(expert, g[mine], inner[mine], weights[mine])
         grads.add_fc1(expert, grad_wide[mine], x, choices.rows[mine])
     if grad_x is not None:
         _add_by_choice(_products(grad_wide, params.w1, counts), choices, grad_x)
@@ -240,14 +254,20 @@ class ExpertGrads:
             _stacked_grad(main_grad, param) if need and param is not None else None for param, need in zip(params, needs, strict=True)
         )
 
-    def add_fc1(self, expert: int, grad: Tensor, x: Tensor, rows: Tensor) -> None:
-        """Add to the gradients of fc1: its output's gradient [n, f], the input's rows of ``x``."""
+    @property
+    def puts_off(self) -> bool:
+        """True if what is handed over is read later."""
+        return any(isinstance(grad, _PutOffStackedGrad) for grad in (self._w1, self._b1, self._w2, self._b2))
+
+    def add_fc1(self, expert: int, grad: Tensor, x: Tensor, rows: Tensor, memory: _Rows | None = None) -> None:
+        """Add to the gradients of fc1: its output's gradient [n, f], the input's rows of ``x``; ``memory``: for a copy of them."""
         if self._w1 is not None:
-            self._w1.add(expert, _Product(grad, x, rows))
+            product = _Product(grad, x, rows) if memory is None or self.puts_off else _Product(grad, memory.take(x, rows))
+            self._w1.add(expert, product)
         if self._b1 is not None:
             self._b1.add(expert, _Sum(grad))
 
-    def add_fc2(self, expert: int, grad: Tensor, inner: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def add_fc2(self, expert: int, grad: Tensor, inner: Tensor, weights: Tensor) -> None:
         """Add to the gradients of fc2: rows of its output's gradient [n, h], its weighted input [n, f], the weights [n, 1]."""
         if self._w2 is not None:
             self._w2.add(expert, _Product(grad, inner))

@@ -12,6 +12,7 @@ TESTS = [
 ]  # fmt: skip
 
 ROUTING, MLP, EXCHANGE, OP = "ops/routing.py", "ops/expert_mlp.py", "parallel/expert_exchange.py", "parallel/experts.py"
+ACTIVATION = "ops/activation.py"
 PASS, GROUP, GROUPS, MODEL = "parallel/router_pass.py", "parallel/expert_parallel.py", "comm/groups.py", "models/experts.py"
 STEP, SHARDING, FLAT, STATE, STACK = (
     "training/step.py", "training/sharding.py", "optim/flat.py", "training/state.py", "models/language_model.py",
@@ -38,11 +39,15 @@ MUTANTS = [
     ("the router gets nothing back", OP, "grad_a += (grad @ self.values.router.to(grad.dtype)).to(grad_a.dtype)\n", "pass\n"),
     ("the router's weight has no gradient", OP, "found = put_weight_grad_now(main_grad, weight, grad, a.to(grad.dtype))", "found = put_weight_grad_now(main_grad, weight, grad * 0, a.to(grad.dtype))"),
     # the experts
-    ("experts: the output is not weighted", MLP, "y = activation.forward(u).mul_(weights) @", "y = activation.forward(u) @"),
-    ("experts: the bias is not weighted", MLP, "y = y + weights.to(y.dtype) * params.b2[expert]", "y = y + params.b2[expert]"),
+    ("experts: the output is not weighted", MLP, "torch.mm(activation.forward(u).mul_(weights), params.w2[expert]", "torch.mm(activation.forward(u), params.w2[expert]"),
+    ("experts: the bias is not weighted", MLP, "y += weights.to(y.dtype) * params.b2[expert]", "y += params.b2[expert]"),
     ("experts: weights have no gradient from the bias", MLP, "            grad_weights[mine] += (g * params.b2[expert])", "            grad_weights[mine] += 0 * (g * params.b2[expert])"),
-    ("experts: the gradient is not weighted", MLP, "activation.backward_(grad_inner.mul_(weights), u)", "activation.backward_(grad_inner, u)"),
-    ("experts: fc2's gradient is not weighted", MLP, "grads.add_fc2(expert, g, inner.mul_(weights), weights, rows)", "grads.add_fc2(expert, g, inner, weights, rows)"),
+    ("experts: the gradient is not weighted", ACTIVATION, "self.backward_(grad.mul_(weights), u), out", "self.backward_(grad, u), out"),
+    ("experts: the gradient of a gated activation is not weighted", ACTIVATION, "grad_up.mul_(grad[block].mul_(weights[block]))", "grad_up.mul_(grad[block])"),
+    ("experts: fc2's gradient is not weighted", ACTIVATION, "        out.mul_(weights)\n", ""),
+    ("experts: fc2's gradient of a gated activation is not weighted", ACTIVATION, "            out[block].mul_(weights[block])\n", ""),
+    ("experts: one's rows are overwritten before what is put off reads them", MLP, "grad.index_select(0, rows) if grads.puts_off else of_g.take(grad, rows)", "of_g.take(grad, rows)"),
+    ("experts: one's inputs are overwritten before what is put off reads them", MLP, "if memory is None or self.puts_off else", "if memory is None else"),
     ("experts: the bias's gradient is not weighted", MLP, "_Sum(grad * weights)", "_Sum(grad)"),
     ("experts: one without tokens keeps what was there", MLP, "                self._view[expert].zero_()\n", "                pass\n"),
     ("experts: each chunk overwrites the gradient", MLP, "        self._fresh[expert] = False\n", ""),

@@ -28,6 +28,16 @@ def test_values_and_gradients_are_the_formula(name: ActivationName, dtype: torch
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
+def test_the_backward_pass_of_weighted_rows(name: ActivationName, dtype: torch.dtype, tolerance: float) -> None:
+    activation = Activation(name)
+    u, grad, weights = randn(24, 5 * activation.width_factor, dtype=dtype) * 2, randn(24, 5, seed=1, dtype=dtype), randn(24, 1, dtype=dtype)
+    want = gradients(lambda i: i["weights"] * reference.activation(name, i["u"]), leaves(u=u, weights=weights), grad)
+    grad_u, out, of_weights = activation.weighted_backward_(grad.clone(), u, weights)
+    assert_law({"out": out, "u": grad_u, "weights": of_weights[:, None]}, want, tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_inputs_are_left_as_they_were(name: ActivationName) -> None:
     activation = Activation(name)
     u, grad = randn(4, 6 * activation.width_factor), randn(4, 6, seed=1)
