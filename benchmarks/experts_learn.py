@@ -29,7 +29,7 @@ MODEL = [
     "--untie-embeddings-and-output-weights", "--qk-layernorm", "--qk-layernorm-scope", "all", "--hidden-dropout", "0",
     "--attention-dropout", "0", "--split", "96,3,1", "--micro-batch-size", "4", "--global-batch-size", "8",
     "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.05",
-    "--eval-iters", "20", "--log-interval", "10", "--num-threads", "1", "--device", "cpu", "--no-progress-bar",
+    "--log-interval", "10", "--num-threads", "1", "--device", "cpu", "--no-progress-bar",
 ]  # fmt: skip
 # at first each of the chosen experts has 1/16 of the softmax: times 4 they have 1 together, as a dense MLP has
 EXPERTS = [
@@ -97,11 +97,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     runs: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = prepare(Path(folder), options.bytes)
-        pace = ["--train-iters", str(options.steps), "--eval-interval", str(max(1, options.steps // 8))]
-        for name, flags in RUNS.items():
-            runs[name] = train([*flags, *pace, *data], Path(folder) / name)
-            print(f"{name}: {curve(runs[name], 'valid')[1]}", flush=True)
+        try:
+            data = prepare(Path(folder), options.bytes)
+            every = max(1, options.steps // 8)
+            pace = ["--train-iters", str(options.steps), "--eval-interval", str(every), "--eval-iters", str(min(20, every))]
+            for name, flags in RUNS.items():
+                runs[name] = train([*flags, *pace, *data], Path(folder) / name)
+                print(f"{name}: {curve(runs[name], 'valid')[1]}", flush=True)
+        except subprocess.CalledProcessError as error:  # it has said why
+            return 2 if error.returncode == 1 else error.returncode
     draw(runs, Path(options.out))
     found: dict[str, Any] = {"steps": options.steps}
     for name, records in runs.items():

@@ -510,3 +510,25 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     loopback = json.loads((tmp_path / "s.json").read_text())["results"]["links"]["loopback"]
     assert loopback["scheduled / ours"]["median"] > 0 and loopback["alone scheduled / alone"]["median"] > 0
+
+
+@pytest.mark.long
+def test_the_benchmark_of_experts_sends_what_the_routing_says(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--cells", "one", "2:loopback", "--rounds", "1", "--warmup", "0"]
+    done = run("moe_block.py", *arguments, "--json", str(tmp_path / "e.json"))
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "e.json").read_text())["results"]["cells"]
+    assert {"ours", "transformers, eager"} <= set(cells["one"]["contenders"])
+    ours, plain = (cells["2:loopback"]["contenders"][name] for name in ("ours", "plain"))
+    assert 0 < ours["bytes"] == ours["expected"] < plain["bytes"]
+
+
+@pytest.mark.long
+def test_experts_and_a_dense_model_learn_from_the_same_text(tmp_path: Path) -> None:
+    picture, record = tmp_path / "e.png", tmp_path / "e.json"
+    done = run("experts_learn.py", "--steps", "20", "--bytes", "1000000", "--out", str(picture), "--json", str(record))
+    assert done.returncode in (0, 1), done.stderr  # twenty steps say nothing about which is ahead
+    found = json.loads(record.read_text())["results"]
+    assert set(found["dense"]["validation"]) == set(found["experts"]["validation"]) and picture.stat().st_size > 0
+    assert found["experts"]["largest_load_first"] >= 1
+    assert run("experts_learn.py", "--bytes", "1", "--out", str(picture)).returncode == 2, "less text than make_corpus.py makes"
