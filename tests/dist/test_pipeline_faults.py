@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.training import KILLED, NO_DROPOUT, records, saved_steps, status, time_is_over, train
+from support.training import KILLED, MOCK, NO_DROPOUT, TINY, records, saved_steps, status, time_is_over, train
 from support.waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.comm import peers
+from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.estimate.stages import layer_costs
 from megatron_sp.parallel import pipeline
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action
@@ -23,7 +25,9 @@ from megatron_sp.utils import faults
 
 STEP = 2  # of the fault
 PP2 = ("--num-layers", 4, "--pp-size", 2, "--micro-batch-size", 1, "--global-batch-size", 3, "--train-iters", 3, *NO_DROPOUT)
-PLANS = {kind: plan_pipeline(kind, 2, v, 3) for kind, v in (("1f1b", 1), ("zbv", 2))}  # type: ignore[arg-type]
+SHAPE = parse_config([str(word) for word in (*TINY, *MOCK, *PP2[:2], *NO_DROPOUT, "--train-iters", 3)], prog="pretrain_gpt.py")
+COSTS = layer_costs(SHAPE.model, SHAPE.kernels)
+PLANS = {kind: plan_pipeline(kind, 2, v, 3, costs=COSTS) for kind, v in (("1f1b", 1), ("zbv", 2))}  # type: ignore[arg-type]
 EVERYWHERE = [(kind, rank, action) for kind, plan in PLANS.items() for rank, actions in enumerate(plan.actions) for action in actions]
 
 
