@@ -340,15 +340,16 @@ class BlockMoments:
             *kept, *self._at_attention(layer, delayed=False),
             Line("gradient of q, k, v, as it arrives", sum(attention.sent)),
             Line("gradient of q, k, v, by token", heads * shape.d * shape.sp_tokens * shape.e if shape.sp > 1 else 0),
-            Line("norm's output, for all", shape.gathered if shape.post else shape.whole_stream),
             Line("gradient of the norm's output", shape.whole_stream),
         ]  # fmt: skip
+        normed = Line("norm's output, for all", shape.gathered if shape.post else shape.whole_stream)
+        left = [normed] if shape.share.puts_off else []  # an operand of the weight's gradient, which is put off
         norm_output = Line("norm's output", shape.stream if shape.parts > 1 else 0)
         scattering = Line("gradient of the norm's output, scattered", shape.scattering)
         scattered = Line("gradient of the norm's output, scattered", shape.stream if shape.parts > 1 else 0)
         return [
-            self._moment(layer, "QKV projection", *product, norm_output, scattering),
-            self._moment(layer, "norm before QKV", *product, scattered, *self._behind_product()),
+            self._moment(layer, "QKV projection", *product, normed, norm_output, scattering),
+            self._moment(layer, "norm before QKV", *product, *left, scattered, *self._behind_product()),
         ]
 
     def _largest_piece(self) -> PieceForm:
