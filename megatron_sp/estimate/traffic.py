@@ -475,9 +475,10 @@ class _Counter:
         passes = self._passes_of_experts
         group = "ep" if shape.parts == shape.tp else "ep within dp x cp x sp"
         has_shared, later = model.shared_expert_size > 0, (parts - 1) / parts
-        numbers = passes * (self.ep - 1) * parts * (model.num_experts // self.ep + 1) * 8
+        first_passes = layers * (count + self.counting)  # a recomputation knows them
+        numbers = first_passes * (self.ep - 1) * parts * (model.num_experts // self.ep + 1) * 8
         under = "a shared expert" if has_shared else ""
-        yield Flow("numbers of rows", "all_to_all", group, self.ep, passes, numbers, numbers * has_shared, under)
+        yield Flow("numbers of rows", "all_to_all", group, self.ep, first_passes, numbers, numbers * has_shared, under)
         first = 1.0 if has_shared else later
         for kind, times, sent, size, covered in (
             ("rows to experts", passes, rows.to_others, each.there, first),

@@ -89,18 +89,29 @@ class Journey:
         return sum(self.receive_counts)
 
 
+Numbers = list[list[list[list[int]]]]  # [sent or received][rank][chunk][choices of each of the receiver's experts, rows]
+
+
 class Counts:
-    """Numbers of rows that travel, exchanged over the ep ranks: ``start`` before anything else, then ``read``.
+    """Numbers of rows that travel, exchanged over the ep ranks: this starts before anything else, ``read`` waits for it.
 
     Args:
         ep: the ranks.
         chosen: int64 [tokens, k].
         num_experts: of all ranks.
         chunks: parts of the tokens.
+        numbers: of the first pass, if this is a recomputation, in which nothing is exchanged then.
+
+    Attributes:
+        numbers: what ``read`` has read.
     """
 
-    def __init__(self, ep: ExpertParallel, chosen: Tensor, num_experts: int, chunks: list[slice]) -> None:
-        self._ep, self._chosen, self._chunks, self._own = ep, chosen, chunks, num_experts // ep.size
+    def __init__(
+        self, ep: ExpertParallel, chosen: Tensor, num_experts: int, chunks: list[slice], numbers: Numbers | None = None
+    ) -> None:  # fmt: skip
+        self._ep, self._chosen, self._chunks, self._own, self.numbers = ep, chosen, chunks, num_experts // ep.size, numbers
+        if numbers is not None:
+            return
         per_chunk = [self._of(chosen[chunk]) for chunk in chunks]
         self._send = torch.stack(per_chunk, 1)  # [ep, chunks, own experts + 1]
         each = [self._send[0].numel()] * ep.size
@@ -116,11 +127,12 @@ class Counts:
 
     def read(self) -> tuple[list[Journey], list[list[int]]]:
         """Wait for the counts of the others; return each chunk's journey, and the choices of each own expert in it."""
-        assert self._coming is not None, "the counts are read once"
-        received = self._coming.wait().view_as(self._send)
-        self._coming = None
-        # the host waits here, once
-        sends, receives = torch.stack([self._send, received]).tolist()
+        if self.numbers is None:
+            assert self._coming is not None, "the counts are read once"
+            received = self._coming.wait().view_as(self._send)
+            self._coming = None
+            self.numbers = torch.stack([self._send, received]).tolist()  # the host waits here, once
+        sends, receives = self.numbers
         journeys, of_experts = [], []
         for index, chunk in enumerate(self._chunks):
             send, receive = [by_chunk[index] for by_chunk in sends], [by_chunk[index] for by_chunk in receives]

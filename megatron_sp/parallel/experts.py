@@ -36,7 +36,7 @@ from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, norm_in_front, normed_by, rows_of
-from megatron_sp.parallel.router_pass import RouterPass
+from megatron_sp.parallel.router_pass import FirstPass, RouterPass
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
@@ -97,11 +97,14 @@ def expert_mlp(
     Returns:
         (the result [s/parts, b, h], x for its other consumers, whose gradient is added inside this op).
     """
-    chosen = None if told is None else told.earlier(plan.place)
+    is_training = torch.is_grad_enabled()  # inside the op it never is
+    first = told.earlier(plan.place) if told is not None and is_training else None
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     of_shared = (None, None, None, None) if shared is None else shared
     params = _Params(*norm_params, router.weight, *experts, *of_shared)
-    options = _Options(None if norm is None else norm.spec, plan, router.bias, add_input and residual is None, main_grad, told, chosen)
+    options = _Options(
+        None if norm is None else norm.spec, plan, router.bias, add_input and residual is None, main_grad, told, first, not is_training
+    )
     return _ExpertMLP.apply(options, x, residual, *params)
 
 
@@ -109,7 +112,8 @@ class _Options(NamedTuple):
     """Arguments of the op that have no gradient.
 
     Attributes:
-        chosen: the choice of the first pass, if this is a recomputation.
+        first: the first pass, if this is a recomputation.
+        comes_again: this may be the first of two.
     """
 
     norm_spec: NormSpec | None
@@ -118,7 +122,8 @@ class _Options(NamedTuple):
     add_input: bool
     main_grad: MainGrad | None
     told: RouterPass | None
-    chosen: Tensor | None
+    first: FirstPass | None
+    comes_again: bool
 
 
 class _Params(NamedTuple):
@@ -217,16 +222,18 @@ class _Forward:
         entered = plan.tp.enter_async(normed) if params.shared_w1 is not None else None
         a = rows_of(normed)[: plan.rows]
         self.logits = _logits(a, params.router, plan.router_dtype)
-        chosen = self.options.chosen
-        if chosen is None and told is not None:
-            chosen = told.given(plan.layer)
+        first = self.options.first
+        chosen = first.chosen if first is not None else told.given(plan.layer) if told is not None else None
         self.routed = route(self.logits, plan.routing, self.options.router_bias, chosen)
         own = len(params.w1)
-        counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep))
-        if told is not None and self.options.chosen is None:
-            told.observe(plan.place, plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
+        counts = Counts(plan.ep, self.routed.chosen, plan.routing.num_experts, _chunks(len(a), plan.ep), first and first.numbers)
+        if told is not None and first is None:
+            told.observe(plan.layer, self.logits, self.routed.chosen, self.options.router_bias)
         inner = None if entered is None else self._shared_fc1(entered)
         journeys, of_experts = counts.read()
+        if told is not None and self.options.comes_again:
+            assert counts.numbers is not None, "they have been read"
+            told.keep(plan.place, FirstPass(self.routed.chosen, counts.numbers))
         exchange = RowExchange(plan.ep, _format(a, self.logits, plan), own)
         coming = [exchange.send_rows(a, self.routed, journeys[0])]
         y = self._begin(inner)

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.ops.routing import RoutingSpec, balance_scores, count_chosen, margins
+from megatron_sp.parallel.expert_exchange import Numbers
 from megatron_sp.parallel.expert_parallel import ExpertParallel
 
 BalanceKind = Literal["none", "sequence", "global"]
@@ -156,6 +157,18 @@ class Watched:
         return [torch.stack([made.seen[layer] for layer in sorted(made.seen)]) for made in self.passes]
 
 
+class FirstPass(NamedTuple):
+    """What a recomputed layer takes from its first pass, so that no rounding of a kernel can send a token elsewhere.
+
+    Attributes:
+        chosen: int64 [tokens, k].
+        numbers: of rows that travel.
+    """
+
+    chosen: Tensor
+    numbers: Numbers
+
+
 @dataclass
 class RouterPass:
     """The routers' part of a micro-batch.
@@ -167,7 +180,7 @@ class RouterPass:
         replayed: choices to be made, of the whole sequences, [layers, s, b, k].
         rows: positions of this rank's rows, [positions], while choices are replayed.
         seen: choices of each layer, [s, b, k], if they are watched.
-        choices: of layers that are computed again, by layer and slice.
+        first: first passes of layers that are computed again, by layer and slice.
         counts: [b, E] of each layer, over the ranks of the sequence.
         scores: [b, E] of each layer, sums over this rank's tokens.
     """
@@ -178,13 +191,18 @@ class RouterPass:
     replayed: Tensor | None = None
     rows: Tensor | None = None
     seen: dict[int, Tensor] = field(default_factory=dict)
-    choices: dict[Key, Tensor] = field(default_factory=dict)
+    first: dict[Key, FirstPass] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, Tensor] = field(default_factory=dict)
 
-    def earlier(self, key: Key) -> Tensor | None:
-        """Return the choice of a layer's first pass, if this is its second."""
-        return self.choices.pop(key, None) if torch.is_grad_enabled() else None
+    def earlier(self, key: Key) -> FirstPass | None:
+        """Return a layer's first pass, if this one is with gradients and its second."""
+        return self.first.pop(key, None)
+
+    def keep(self, key: Key, first: FirstPass) -> None:
+        """Keep a pass without gradients, in case that it comes again."""
+        if not self.step.is_counting:
+            self.first[key] = first
 
     def given(self, layer: int) -> Tensor | None:
         """Return the choice that a layer is to make, if choices are replayed, int64 [tokens, k]."""
@@ -193,19 +211,16 @@ class RouterPass:
         assert self.rows is not None, "the model says which rows these are"
         return self.replayed[layer][self.rows].flatten(0, 1)
 
-    def observe(self, key: Key, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
+    def observe(self, layer: int, logits: Tensor, chosen: Tensor, bias: Tensor | None = None) -> None:
         """Count the choices of a layer's first pass. Collective over the ranks of the sequence with a balance term of sequences.
 
         Args:
-            key: number of the layer in the model, and slice.
-            layer: its number among those with experts.
+            layer: number of the layer among those with experts.
             logits: [tokens, E], of rows [positions, b].
             chosen: int64 [tokens, k].
             bias: what was added for the choice.
         """
         step, spec = self.step, self.step.spec
-        if not torch.is_grad_enabled() and not step.is_counting:
-            self.choices[key] = chosen
         counts_again = step.known is not None and not step.is_counting
         by_sequence = spec.kind == "sequence"
         counts = count_chosen(chosen, step.routing.num_experts, self._sequences(len(chosen), chosen), self.batch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fake_gpu.grid import DOCUMENTS, EXPERTS, FULL, JOBS, PP, PROGRAMS
+from fake_gpu.grid import DOCUMENTS, EXPERTS, JOBS, PP, PROGRAMS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank
 
 IN_EVERY_RUN = (
@@ -44,7 +44,7 @@ def test_a_rank(name: str) -> None:
 
     So it waits for nothing in a micro-batch: a step has two. Between the steps it waits once for a validation's sums, and
     once to see that what is saved is finite; a measurement of collectives synchronizes as it likes. With experts it waits for the
-    counts of rows, once in a layer and pass.
+    counts of rows, once in a layer and micro-batch.
     """
     job = JOBS[name]
     outcome = run_rank(job, rank=job.world_size - 1 if "uneven" in name else 0)
@@ -54,9 +54,9 @@ def test_a_rank(name: str) -> None:
     num_units = 5  # embedding, three layers, the last norm
     for number, step in enumerate(outcome["steps"]):
         of_units = {"event.synchronize at optim/offload.py": num_units} if job.offloads_optimizer and not job.skips(number) else {}
-        if EXPERTS in job.flags:  # the counts of each layer and micro-batch, in a recomputation again
+        if EXPERTS in job.flags:  # the counts of each layer and micro-batch, which a recomputation knows
             layers = 2 if PP in job.flags else 3
-            of_units["tolist at parallel/expert_exchange.py"] = layers * (job.micro_batches or 2) * (2 if FULL in job.flags else 1)
+            of_units["tolist at parallel/expert_exchange.py"] = layers * (job.micro_batches or 2)
         between = {place: 1 for flag, place in BETWEEN.items() if flag in job.flags and number > 0}
         found = {place: count for place, count in waits(step).items() if place != "synchronize at comm/recorder.py"}
         assert found == {**expected, **of_units, **between}, step["host_waits"]

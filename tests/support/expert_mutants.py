@@ -96,7 +96,7 @@ MUTANTS = [
     ("z: without the loss scale", PASS, "self.spec.z * scale / tokens", "self.spec.z / tokens"),
     ("balance: sequences of a batch are mixed up", PASS, "torch.arange(tokens, device=like.device) % self.batch", "torch.arange(tokens, device=like.device) // max(1, tokens // self.batch)"),
     ("slices: a sequence is its last slice", PASS, "self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts", "self.counts[layer] = counts"),
-    ("recomputed layers count twice", OP, "if told is not None and self.options.chosen is None:", "if told is not None:"),
+    ("recomputed layers count twice", OP, "if told is not None and first is None:", "if told is not None:"),
     ("loads are counted in both passes", PASS, "        if not counts_again:\n", "        if True:\n"),
     ("loads: tp ranks with the same tokens count each", PASS, "return told if self.ep.counts else torch.zeros_like(told)", "return told"),
     ("bias: towards the load", MODEL, "torch.sign(load.mean() - load)", "torch.sign(load - load.mean())"),
