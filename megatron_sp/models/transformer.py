@@ -251,7 +251,7 @@ class AttentionCore:
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
         """Repeat keys or values [s, (b g), 1, d] to [s, (b queries), 1, d]: one head for each query."""
         places = key_of_each_query(share, self.r)
-        by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
+        by_group = x.view(x.shape[0], x.shape[1] // len(share.uses), len(share.uses), self.d)
         # not an index: it would have to travel to the GPU each time, and the host to wait for it
         runs = [by_group[:, :, key : key + 1].expand(-1, -1, places.count(key), -1) for key in range(len(share.uses))]
         return torch.cat(runs, dim=2).flatten(1, 2)[:, :, None]

@@ -88,7 +88,7 @@ def grid() -> list[Case]:
     return pairwise(AXES, case_of, SEED)
 
 
-OFTEN = [case for number, case in enumerate(grid()) if case.world <= 4 and number % 8 == 0]
+OFTEN = [case for number, case in enumerate(grid()) if case.world <= 4 and number % 24 == 0]
 
 
 @pytest.mark.parametrize("cases", by_axes(OFTEN))

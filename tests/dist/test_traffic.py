@@ -102,8 +102,8 @@ CASES += [
      (("none", {}), ("split-qkv", FULL), ("chunked", KEPT))],
     [Layout(tp=2, model=ALL_HEADS), Layout(tp=2, tp_seq=True, model=ALL_HEADS, kernels=FULL | {"recompute_attention": "full"}),
      Layout(pp=2, schedule="slices", slices=2, micro_batches=2, model=ALL_HEADS)],
-    [Layout(tp=2, sp=2, model=ALL_HEADS, kernels=BY_TWO), Layout(cp=2, sp=2, model=ALL_HEADS, kernels=FULL),
-     Layout(cp=2, tp=2, model=ALL_HEADS, kernels=SELECTIVE)],
+    pytest.param([Layout(tp=2, sp=2, model=ALL_HEADS, kernels=BY_TWO), Layout(cp=2, sp=2, model=ALL_HEADS, kernels=FULL),
+                  Layout(cp=2, tp=2, model=ALL_HEADS, kernels=SELECTIVE)], marks=pytest.mark.long),
 ]  # fmt: skip
 EXPERT_CASES = [
     [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SOME, zero=EP | {"moe_chunks": 3}, micro_batches=3),
