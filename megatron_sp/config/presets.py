@@ -128,11 +128,8 @@ def _experts(
         more: further flags.
     """
     preset = llama.of(*sizes, ffn, num_params)
-    flags = {
-        **preset.flags, "num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff,
-        **more,
-    }  # fmt: skip
-    return replace(preset, flags=flags)
+    chosen = {"num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff}
+    return replace(preset, flags=preset.flags | chosen | more)
 
 
 _MIXTRAL = _Llama("Jiang et al. 2024, arXiv:2401.04088, table 1, released weights", 32768, 32000, 1e6)
@@ -187,6 +184,7 @@ PRESETS: dict[str, Preset] = {
         experts=128,
         top_k=8,
         aux_coeff=0.001,
+        moe_router_load_balancing_type="global_aux_loss",
         moe_ffn_hidden_size=768,
         kv_channels=128,
         qk_layernorm=True,
