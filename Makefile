@@ -51,4 +51,6 @@ mutants: env
 	$(PYTHON) tests/support/mutants.py --suite bert --write
 	$(PYTHON) tests/support/mutants.py --suite context --write
 	$(PYTHON) tests/support/mutants.py --suite cut --write
+	$(PYTHON) tests/support/mutants.py --suite pipelines --write
+	$(PYTHON) tests/support/mutants.py --suite experts --write
 	$(PYTHON) tests/support/mutants.py --suite schedules --write

@@ -18,6 +18,7 @@ SHAPE = ("--fp64", *NO_DROPOUT, "--num-layers", 3, "--seq-length", 31, "--vocab-
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "alone": (1, ("--micro-batch-size", 6)),
     "ep2": (2, ("--ep-size", 2, "--micro-batch-size", 2)),
+    "ep1": (2, ("--micro-batch-size", 3)),
     "ep1, stage 2": (2, ("--micro-batch-size", 3, "--zero-stage", 2)),
     "ep3, chunks, stage 1": (3, ("--ep-size", 3, "--moe-chunks", 2, "--micro-batch-size", 2, "--zero-stage", 1)),
     "ep2 of 4, stage 3": (4, ("--ep-size", 2, "--micro-batch-size", 1, "--zero-stage", 3, "--recompute-granularity", "full")),
@@ -28,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "ep2 pp2, zb1p": (4, ("--ep-size", 2, "--pp-size", 2, "--pipeline-schedule", "zb1p", "--micro-batch-size", 1)),
 }  # fmt: skip
 NAMES = [name for name in LAYOUTS if name != "alone"]
-OFTEN = ("ep2", "ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1", "ep2 pp2, zb1p")
+OFTEN = ("ep1", "ep2", "ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1", "ep2 pp2, zb1p")
 CHECKED = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in NAMES]
 PAIRS = [
     ("alone", "ep2"), ("ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1"), ("ep2 pp2, zb1p", "alone"),

@@ -7,7 +7,8 @@ has, experts without tokens that keep an old gradient, a gradient scaled by dp, 
 from __future__ import annotations
 
 TESTS = [
-    "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/inference/test_generation.py",
+    "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/models/test_model_experts.py",
+    "tests/unit/inference/test_generation.py",
     "tests/dist/test_expert_layouts.py", "tests/dist/test_train_experts.py",
 ]  # fmt: skip
 
