@@ -19,6 +19,7 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "alone": (1, ("--micro-batch-size", 6)),
     "ep2": (2, ("--ep-size", 2, "--micro-batch-size", 2)),
     "ep1": (2, ("--micro-batch-size", 3)),
+    "tp2": (2, ("--tp-size", 2, "--micro-batch-size", 6)),
     "ep1, stage 2": (2, ("--micro-batch-size", 3, "--zero-stage", 2)),
     "ep3, chunks, stage 1": (3, ("--ep-size", 3, "--moe-chunks", 2, "--micro-batch-size", 2, "--zero-stage", 1)),
     "ep2 of 4, stage 3": (4, ("--ep-size", 2, "--micro-batch-size", 1, "--zero-stage", 3, "--recompute-granularity", "full")),
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "ep2 pp2, zb1p": (4, ("--ep-size", 2, "--pp-size", 2, "--pipeline-schedule", "zb1p", "--micro-batch-size", 1)),
 }  # fmt: skip
 NAMES = [name for name in LAYOUTS if name != "alone"]
-OFTEN = ("ep1", "ep2", "ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1", "ep2 pp2, zb1p")
+OFTEN = ("ep1", "tp2", "ep2", "ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1", "ep2 pp2, zb1p")
 CHECKED = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in NAMES]
 PAIRS = [
     ("alone", "ep2"), ("ep3, chunks, stage 1", "ep2 tp2, tp_seq, stage 1"), ("ep2 pp2, zb1p", "alone"),
@@ -88,6 +89,17 @@ def test_resumed_to_the_last_bit(tmp_path: Path, precision: str) -> None:
     assert_same_run(parts, whole)
     if precision == "fp16":
         assert 0 < state(whole)["num_updates"] < 6, "some steps were meant to overflow"
+
+
+@pytest.mark.parametrize("term", ["--moe-aux-loss-coeff", "--moe-z-loss-coeff"])
+def test_the_loss_scale_changes_no_term(tmp_path: Path, term: str) -> None:
+    norms = []
+    for power in (3, 9):
+        run = tmp_path / str(power)
+        flags = (*EXPERTS[:6], term, 1.0, "--fp16", "--initial-loss-scale", 2.0**power, "--train-iters", 2, "--lr", 0.0, "--min-lr", 0.0)
+        train(tmp_path, *flags, "--save", run).expect(0)
+        norms.append([r["grad_norm"] for r in records(run)])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2), "sums in fp16 round differently with another scale"
 
 
 def test_dropout_is_that_of_one_process(tmp_path: Path) -> None:
