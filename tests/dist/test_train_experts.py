@@ -91,12 +91,12 @@ def test_resumed_to_the_last_bit(tmp_path: Path, precision: str) -> None:
         assert 0 < state(whole)["num_updates"] < 6, "some steps were meant to overflow"
 
 
-@pytest.mark.parametrize("term", ["--moe-aux-loss-coeff", "--moe-z-loss-coeff"])
-def test_the_loss_scale_changes_no_term(tmp_path: Path, term: str) -> None:
+@pytest.mark.parametrize("term", [("--moe-aux-loss-coeff", 100.0), ("--moe-z-loss-coeff", 1.0)])
+def test_the_loss_scale_changes_no_term(tmp_path: Path, term: tuple[object, ...]) -> None:
     norms = []
     for power in (3, 9):
         run = tmp_path / str(power)
-        flags = (*EXPERTS[:6], term, 1.0, "--fp16", "--initial-loss-scale", 2.0**power, "--train-iters", 2, "--lr", 0.0, "--min-lr", 0.0)
+        flags = (*EXPERTS[:6], *term, "--fp16", "--initial-loss-scale", 2.0**power, "--train-iters", 2, "--lr", 0.0, "--min-lr", 0.0)
         train(tmp_path, *flags, "--save", run).expect(0)
         norms.append([r["grad_norm"] for r in records(run)])
     assert norms[0] == pytest.approx(norms[1], rel=1e-2), "sums in fp16 round differently with another scale"
