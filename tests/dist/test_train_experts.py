@@ -9,6 +9,9 @@ import pytest
 import torch
 from support.training import KILLED, NO_DROPOUT, assert_same_run, records, run_once, state, tensors, trace, train
 
+from megatron_sp.parallel.router_pass import RouterStep
+from megatron_sp.training import verify
+
 EXPERTS = ("--num-experts", 6, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 24, "--moe-aux-loss-coeff", 0.1, "--moe-z-loss-coeff", 0.01)
 BIASED = (
     *EXPERTS, "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-router-load-balancing-type",
@@ -145,6 +148,26 @@ def test_verification_replays_routing_where_experts_tie(tmp_path: Path) -> None:
     """With weights of zero all experts tie, and what decides is the number; the choices of one process are made in any case."""
     flags = (*EXPERTS, "--ep-size", 2, "--init-method-std", 0, "--verify-parallelism")
     train(tmp_path, *flags, ranks=2).expect(0, "the layout makes the choices of the one process", "the layout equals one process")
+
+
+def test_verification_replays_each_micro_batch(tmp_path: Path) -> None:
+    flags = (*EXPERTS, "--ep-size", 2, "--micro-batch-size", 1, "--global-batch-size", 4, "--verify-parallelism")
+
+    def setup(_: int) -> None:
+        verify._SMALL_MARGIN = 10.0
+
+    train(tmp_path, *flags, ranks=2, setup=setup).expect(
+        0, "the layout makes the choices of the one process", "the layout equals one process"
+    )
+
+
+def test_verification_compares_loads(tmp_path: Path) -> None:
+    def setup(_: int) -> None:
+        loads_in = RouterStep.loads_in
+        RouterStep.loads_in = lambda self, told: loads_in(self, told) + (self.watched is None)  # type: ignore[method-assign]
+
+    ended = train(tmp_path, *EXPERTS, "--ep-size", 2, "--verify-parallelism", ranks=2, setup=setup).expect(5, "FAILED")
+    assert [line.split()[:3] for line in ended.text.splitlines() if line.endswith("<- differs")] == [["loads", "of", "experts"]]
 
 
 def test_the_log_line_tells_the_balance(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support import tiny
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.experts import StackedLinear
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.optim.flat import FlatUnit, is_decayed
+from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.parallel.expert_parallel import NO_EP
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import shard_specs
@@ -37,15 +37,16 @@ def test_experts_are_units_of_their_own() -> None:
     assert model.unit_order(backward=True) == [0, 1, 2, 3, 4, 5, 6, 0, 4, 5, 3, 1, 2]
 
 
-def test_matrices_of_experts_have_weight_decay_and_their_biases_have_none() -> None:
-    model = build()
-    specs, found = shard_specs(model), dict[str, bool]()
-    for name, param in model.decoder.layers[0].mlp.named_parameters():
-        found[name] = is_decayed(param, specs[f"decoder.layers.0.mlp.{name}"])
-    assert {name for name in found if name.startswith("experts")} == {
-        f"experts.linear_{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")
-    }
-    assert all(decayed == name.endswith("weight") for name, decayed in found.items()), found
+def test_biases_move_towards_an_even_load() -> None:
+    model = build(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    router, load = model.decoder.layers[0].mlp.router, torch.tensor([5.0, 0.0, 1.0, 2.0])
+    for skip, moved in (
+        (torch.tensor(True), [0.0, 0.0, 0.0, 0.0]),
+        (None, [-0.5, 0.5, 0.5, 0.0]),
+        (torch.tensor(False), [-1.0, 1.0, 1.0, 0.0]),
+    ):
+        router.update_bias(load, 0.5, skip)
+        assert router.expert_bias.tolist() == moved
 
 
 @pytest.mark.parametrize("parallel", [False, True])
