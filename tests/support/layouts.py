@@ -599,7 +599,10 @@ def check(case: Case, device: torch.device = CPU) -> None:
             sharded.step()
         optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
         if sharded.routers is not None:
-            sharded.model.update_expert_biases(sharded.routers.loads_in(all_reduce(sharded.routers.told(), sharded.groups.world)))
+            loads = sharded.routers.loads_in(all_reduce(sharded.routers.told(), sharded.groups.world))
+            choices = case.dp * case.micro_batches * case.batch * case.seq * sharded.routers.routing.top_k
+            assert loads.sum(1).eq(choices).all(), f"loads {loads.tolist()} of {choices} choices"
+            sharded.model.update_expert_biases(loads)
         sharded.weights.forget()
     if case.steps:
         for name, buffer in sharded.model.named_buffers():
