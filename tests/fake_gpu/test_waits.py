@@ -23,7 +23,6 @@ EXPLAINED = {
     "event.synchronize in checkpoint/host_copy.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
     f"{COPY}optim/offload.py:send": "nothing is queued since the host has read the losses; the same line is needed by fetch",
     "Work.wait in comm/recorder.py:when_done < comm/recorder.py:watch": "only the recorded time depends on it",
-    f"{WAIT}training/step.py:finish": "a rank of a pipeline without the head does not read the total",
     f"{WAIT}training/overlap.py:_time_once": "a collective that is timed: nobody reads its result",
 }
 # the jobs in which the places are looked for
