@@ -158,7 +158,7 @@ class Watched:
 
 
 class FirstPass(NamedTuple):
-    """What a recomputed layer takes from its first pass, so that no rounding of a kernel can send a token elsewhere.
+    """Choices and counts of a layer's first pass for its second: no rounding of a kernel can send a token elsewhere.
 
     Attributes:
         chosen: int64 [tokens, k].
