@@ -61,6 +61,7 @@ def run_cases(tmp_path: Path, ranks: int, cases: list[tuple[str, Mode]]) -> None
     run_ranks(equal, ranks, tmp_path, cases)
 
 
+@pytest.mark.long
 def test_presets_change_nothing(tmp_path: Path) -> None:
     cases = [(name, MODES["recompute"]) for name in FAMILIES] + [(name, MODES["tp"]) for name in list(FAMILIES)[::3]]
     cases += [("t5-decoder", MODES["recompute"])]

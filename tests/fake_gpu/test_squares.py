@@ -22,7 +22,7 @@ JOBS = {
 }  # fmt: skip
 
 
-IN_EVERY_RUN = ("fp32, grouped, heads of 6", "fp32, nearly no window", "bf16, grouped, heads of 264", "fp32, grouped, documents")
+IN_EVERY_RUN = ("fp32, grouped, heads of 6", "fp32, nearly no window", "bf16, grouped, heads of 264")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS])

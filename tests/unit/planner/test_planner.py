@@ -185,6 +185,7 @@ def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:
     assert all(each.needs == 0 for each in refused.rejected)
 
 
+@pytest.mark.long
 def test_the_base_is_not_changed_by_a_search() -> None:
     base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --sp-overlap-comm --sp-size 2 --micro-batch-size 1".split(), 4, False)
     before = copy.deepcopy(base)
