@@ -6,6 +6,7 @@ so that a number can be measured again. Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -143,6 +144,14 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         Console(width=None if sys.stdout.isatty() else 150).print(table)
     for note in notes:
         print(note)
+
+
+def trained(ranks: int, flags: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """Train a GPT once with the real program and launcher, and return the records of its metrics.jsonl; CalledProcessError if it fails."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, str(REPOSITORY / "pretrain_gpt.py"), *flags, "--save", str(folder)]
+    subprocess.run(command, check=True, env=child_environment(1), stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_json(path: str | None, benchmark: str, results: dict[str, Any], versions: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ validation loss with experts ends above that of the dense model.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import REPOSITORY, child_environment, print_table, write_json
+from common import REPOSITORY, child_environment, print_table, trained, write_json
 
 MODEL = [
     "--num-layers", "4", "--hidden-size", "192", "--num-attention-heads", "4", "--seq-length", "256",
@@ -53,14 +52,6 @@ def prepare(folder: Path, num_bytes: str | None) -> list[str]:
     ):
         subprocess.run([sys.executable, str(tools / script), *flags], check=True, env=child_environment(1), stdout=subprocess.DEVNULL)
     return ["--data-path", f"{prefix}_text_document", *tokenizer]
-
-
-def train(flags: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Train once; return the records of the run. Raises CalledProcessError if it fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *flags, "--save", str(folder)]
-    subprocess.run(command, check=True, env=child_environment(1), stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(records: list[dict[str, Any]], kind: str, name: str = "loss") -> tuple[list[int], list[float]]:
@@ -104,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
             every = max(1, options.steps // 8)
             pace = ["--train-iters", str(options.steps), "--eval-interval", str(every), "--eval-iters", str(min(20, every))]
             for name, flags in RUNS.items():
-                runs[name] = train([*flags, *pace, *data], Path(folder) / name)
+                runs[name] = trained(2, [*MODEL, *flags, *pace, *data], Path(folder) / name)
                 print(f"{name}: {curve(runs[name], 'valid')[1]}", flush=True)
         except subprocess.CalledProcessError as error:  # it has said why
             return 2 if error.returncode == 1 else error.returncode

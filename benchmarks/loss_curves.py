@@ -9,15 +9,13 @@ all curves, and below them how far each is from the one-process run. Exits with 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import REPOSITORY, child_environment
+from common import REPOSITORY, trained
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "1 process": (1, []),
@@ -44,11 +42,7 @@ TOLERANCE = 1e-5
 
 def losses(ranks: int, flags: list[str], folder: Path) -> list[float]:
     """Train once; raises CalledProcessError if that fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launcher, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *flags, "--save", str(folder)]
-    subprocess.run(command, check=True, env=child_environment(1), stdout=subprocess.DEVNULL)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [float.fromhex(r["loss_hex"]) for r in records if r["kind"] == "train"]
+    return [float.fromhex(r["loss_hex"]) for r in trained(ranks, [*MODEL, *flags], folder) if r["kind"] == "train"]
 
 
 def draw(curves: dict[str, list[float]], out: Path) -> None:
