@@ -80,6 +80,7 @@ JOBS = {
     "experts, pp, zb1p, biases": Job(
         f"--bf16 {EXPERTS} {BIASED} {PP} --ep-size 2 --num-layers 4 --pipeline-schedule zb1p", 4, micro_batches=3
     ),
+    "experts, sp, norms over all heads": Job(f"{LLAMA} {EXPERTS} {SP} --ep-size 2 --qk-layernorm --qk-layernorm-scope all {FULL}", 2),
     "experts, report": Job(f"--bf16 {EXPERTS} --ep-size 2 --report-overlap 1", 2),
     "validation, stage 3": Job("--bf16 --zero-stage 3 --eval-iters 1 --eval-interval 1", 4),
     "overlap report": Job(f"--bf16 {SP} {CHUNKED} --report-overlap 1", 2),
