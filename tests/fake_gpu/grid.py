@@ -74,7 +74,7 @@ JOBS = {
     "pp, sp, zbv, report": Job(
         f"--bf16 {PP} {SP} {CHUNKED} --num-layers 5 --pipeline-schedule zbv --report-overlap 1", 4, micro_batches=3, rehearsals=2
     ),
-    "experts": Job(f"--bf16 {EXPERTS}"),
+    "experts": Job(f"--bf16 {EXPERTS}"), "experts, fp16, one by one": Job(f"--fp16 {EXPERTS} --ep-size 2", 2),
     "experts, ep, chunks, stage 2": Job(f"{LLAMA} {EXPERTS} --ep-size 2 --moe-chunks 2 --zero-stage 2", 4),
     "experts, ep, tp_seq, stage 3": Job(f"{LLAMA} {EXPERTS} {TP_SEQ} --ep-size 2 --zero-stage 3 {FULL}", 4),
     "experts, pp, zb1p, biases": Job(
