@@ -129,10 +129,12 @@ def check(case: Case, tolerance: float = FP64) -> None:
     mine = positions(plan, cp.rank)
     with Wire(cp.size) as wire:
         found, _ = computed(case, tensors)
+    largest = max(x.abs().max().item() for x in want.values())
     for name, x in found.items():
-        # against the whole: a rank's own part may be all zeros, or nothing
+        # against the whole: a rank's own part may be all zeros, or nothing. Where a query sees one key alone, the gradients of both are
+        # differences of equal sums, zero or what some processors leave of them
         error = (x - want[name][mine]).abs().max().item() if x.numel() else 0.0
-        assert error <= tolerance * max(want[name].abs().max().item(), 1e-300), (case, cp.rank, name, error)
+        assert error <= tolerance * max(want[name].abs().max().item(), 1e-3 * largest), (case, cp.rank, name, error)
     of_kv, of_gradients = sent_rows(plan, cp.rank, case.b)
     element = tensors[1].element_size() * case.groups * 2 * D
     times = 1 if cp.keep_kv else 2
