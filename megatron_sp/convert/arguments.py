@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-pipeline-parallel-size", type=integer(2**16), default=1, metavar="N", help="stages to write files for (default: 1)"
     )
     written.add_argument(
+        "--target-expert-parallel-size", type=integer(2**16), default=1, metavar="N",
+        help="shares of the experts to write files for, of megatron (default: 1)",
+    )  # fmt: skip
+    written.add_argument(
         "--megatron-names", choices=("core", "core-local", "legacy"), default="core",
         help="of parameters for megatron: those of core with Transformer Engine (the default), of core's local layers, or of before 2024",
     )  # fmt: skip

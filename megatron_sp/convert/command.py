@@ -104,7 +104,8 @@ def describe(model: Model) -> str:
 
 def _options(args: argparse.Namespace) -> Options:
     for flag, value in (("--vocab-size", args.vocab_size), ("--target-tensor-parallel-size", args.target_tensor_parallel_size),
-                        ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size)):  # fmt: skip
+                        ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size),
+                        ("--target-expert-parallel-size", args.target_expert_parallel_size)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigError(f"{flag} ({value}) must be at least 1")
     if args.max_metadata_mb is not None and not 1 <= args.max_metadata_mb <= _MAX_METADATA_MB:
@@ -114,9 +115,9 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
-        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Overrides.parse(args.set),
-        megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
-        max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
+        pp=args.target_pipeline_parallel_size, ep=args.target_expert_parallel_size, max_shard_bytes=parse_size(args.max_shard_size),
+        given=Overrides.parse(args.set), megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout,
+        deepspeed_qkv_layout=args.deepspeed_qkv_layout, max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
     )  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
     written = {
         "--target-tensor-parallel-size": (args.target_tensor_parallel_size > 1, _RANKS),
         "--target-pipeline-parallel-size": (args.target_pipeline_parallel_size > 1, _RANKS),
+        "--target-expert-parallel-size": (args.target_expert_parallel_size > 1, ("megatron",)),
         "--megatron-names": (args.megatron_names != "core", ("megatron",)),
         "--deepspeed-layout": (args.deepspeed_layout is not None, ("megatron-deepspeed",)),
         "--deepspeed-qkv-layout": (args.deepspeed_qkv_layout != "flat", ("megatron-deepspeed",)),

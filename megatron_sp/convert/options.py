@@ -28,6 +28,7 @@ class Options:
         deepspeed_layout: layout to write for megatron-deepspeed; None: zero1 with the optimizer's state, else module.
         deepspeed_qkv_layout: row order of the fused projections to write for megatron-deepspeed.
         tp, pp: tensor and pipeline parallel sizes to write for, if the format has one file per rank.
+        ep: number of ranks to write shares of the experts for, likewise.
         max_metadata_mb: largest .metadata of megatron-dist to read, in MiB.
         max_shard_bytes: approximate maximum size of a safetensors file.
         output: the final output folder.
@@ -45,6 +46,7 @@ class Options:
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     max_metadata_mb: int = MAX_METADATA_BYTES >> 20
     max_shard_bytes: int = 5 << 30
     output: Path | None = None

@@ -246,7 +246,9 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
     return next((what for what, is_so in problems.items() if is_so), None)
 
 
-def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0) -> Namespace:
+def namespace(
+    model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0, ep: int = 1
+) -> Namespace:  # fmt: skip
     """Return the arguments that Megatron's --use-checkpoint-args, its check on --load, and our own reader need."""
     c, openai = model.config, legacy and needs_openai_gelu(model.config)
     name = str(params_dtype).removeprefix("torch.")
@@ -269,12 +271,13 @@ def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy:
         "hidden_dropout": c.hidden_dropout, "init_method_std": c.init_method_std,
         "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by, "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
         "window_size": None if c.window_size is None else (c.window_size - 1, 0), "bert_binary_head": not c.bert_no_binary_head,
-        "apply_query_key_layer_scaling": False, **expert_arguments(c), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
-        "virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None, "use_mcore_models": not legacy,
+        "apply_query_key_layer_scaling": False, **expert_arguments(c, ep), "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": None,
+        "num_layers_per_virtual_pipeline_stage": None, "use_mcore_models": not legacy,
         "use_legacy_models": legacy, "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
         "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step, "consumed_train_samples": model.consumed_samples,
         "consumed_valid_samples": 0, "skipped_train_samples": 0, "use_distributed_optimizer": False, "ckpt_format": "torch",
-        "data_parallel_random_init": False, "world_size": tp * pp, "rank": rank, "data_parallel_size": 1,
+        "data_parallel_random_init": False, "world_size": tp * pp * ep, "rank": rank, "data_parallel_size": ep,
     }  # fmt: skip
     return Namespace(**values)
 

@@ -90,8 +90,8 @@ def _layers(settings: Settings, num_layers: int) -> str:
     return "+".join(f"[{has}]*{len(list(run))}" for has, run in itertools.groupby(int(one) for one in freq))
 
 
-def expert_arguments(c: ModelConfig) -> dict[str, Any]:
-    """Return the arguments about experts."""
+def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
+    """Return the arguments about experts, which ``ep`` ranks share."""
     if not c.has_experts:
         return {"num_experts": None}
     assert c.num_layers
@@ -105,7 +105,7 @@ def expert_arguments(c: ModelConfig) -> dict[str, Any]:
         "moe_router_group_topk": c.moe_router_group_topk, "moe_router_enable_expert_bias": c.moe_router_enable_expert_bias,
         "moe_router_bias_update_rate": c.moe_router_bias_update_rate, "moe_router_dtype": c.moe_router_dtype,
         "moe_router_load_balancing_type": balance if c.moe_aux_loss_coeff else "none", "moe_aux_loss_coeff": c.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True, "expert_model_parallel_size": 1,
+        "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True, "expert_model_parallel_size": ep,
     }  # fmt: skip
 
 

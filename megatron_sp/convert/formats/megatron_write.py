@@ -65,12 +65,12 @@ def write(model: Model, plan: Plan, path: Path, options: Options, progress: Prog
     fsync_dir(path)
 
 
-def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: int = 1) -> Plan:
+def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: int | None = None) -> Plan:
     """Plan the files of all ranks.
 
     Args:
         padded: padded rows of the vocabulary, if they are not determined by ``options.tp``.
-        ep: as ``Cut.ep``.
+        ep: as ``Cut.ep``, if not that of the options.
     Raises:
         CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
     """
@@ -79,7 +79,7 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
     require_layout(model, options)
     assert config.vocab_size
     rows = padded or padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
-    cut = Cut(config, options.tp, "interleaved", rows, ep)
+    cut = Cut(config, options.tp, "interleaved", rows, options.ep if ep is None else ep)
     places = _places(model, options)
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
     heads = {place.prefix for place in places if is_tied and place.is_last and not place.is_first}
@@ -145,14 +145,21 @@ def require_layout(model: Model, options: Options) -> None:
         raise ConfigError(
             f"num_layers ({c.num_layers}) must be a multiple of --target-pipeline-parallel-size ({options.pp}): use a divisor"
         )
+    if options.ep > 1 and not c.has_experts:
+        raise ConfigError(f"--target-expert-parallel-size ({options.ep}) is for models with experts, and this one has none: leave it out")
+    if (c.num_experts or 0) % options.ep:
+        raise ConfigError(
+            f"num_experts ({c.num_experts}) must be a multiple of --target-expert-parallel-size ({options.ep}): use a divisor"
+        )
 
 
 def _places(model: Model, options: Options) -> list[Shard]:
     assert model.config.num_layers
     each = model.config.num_layers // options.pp
     return [
-        Shard(f"{rank_name(t, p, options.pp)}/", t, p * each, each, p == 0, p == options.pp - 1)
+        Shard(f"{rank_name(t, p, options.pp, e, options.ep)}/", t, p * each, each, p == 0, p == options.pp - 1, e)
         for p in range(options.pp)
+        for e in range(options.ep)
         for t in range(options.tp)
     ]
 
@@ -164,7 +171,7 @@ def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Pr
     ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
     flat = {_written(name, place, plan, names): lazy(plan.weights, name, progress) for name in ordered}
     args = namespace(
-        model, tp=options.tp, pp=options.pp, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
+        model, tp=options.tp, pp=options.pp, ep=options.ep, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
         params_dtype=next(iter(mine.values())).dtype, rank=plan.places.index(place),
     )  # fmt: skip
     tree: dict[str, Any] = {

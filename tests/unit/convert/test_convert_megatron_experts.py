@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import megatron_files as theirs
-from support.convert_models import MIXTRAL, QWEN3, Tensors, assert_equal, contents, stored, write_run
+from support.convert_models import MIXTRAL, QWEN3, Tensors, assert_equal, contents, random_model, stored, write_run
 from support.megatron_files import Kind, Tree
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -129,22 +129,41 @@ def test_folders_of_all_shares_are_read(tmp_path: Path, shape: str, kind: Kind, 
     assert_equal(stored(tmp_path / "run"), contents(model))
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("names", ["core", "core-local"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "every-second"])
-def test_what_is_written_is_what_megatron_writes(tmp_path: Path, shape: str, names: str) -> None:
+def test_what_is_written_is_what_megatron_writes(tmp_path: Path, shape: str, names: str, ep: int) -> None:
     model = model_of(shape)
     source = write_run(model, tmp_path / "run")
-    sizes = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2]
+    pp = 1 if ep == 4 else 2  # without stages a folder's second number is that of the share
+    sizes = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", pp, "--target-expert-parallel-size", ep]
     assert run("--input", source, "--to", "megatron", "--output", tmp_path / "theirs", "--megatron-names", names, *sizes, "--verify") == 0
-    expected = trees_of(model.config, contents(model), Kind(names, tp=2, pp=2), 1, grouped=names == "core")
+    expected = trees_of(model.config, contents(model), Kind(names, tp=2, pp=pp), ep, grouped=names == "core")
     found = theirs.load(tmp_path / "theirs")
     assert found.keys() == expected.keys()
     for rank, tree in expected.items():
         assert_equal(theirs.flat(found[rank]["model"]), theirs.flat(tree["model"]))
-        for name, value in arguments(model.config).items():
+        for name, value in arguments(model.config, expert_model_parallel_size=ep, rank=tree["args"].rank).items():
             assert getattr(found[rank]["args"], name) == value, name
     assert run("--input", tmp_path / "theirs", "--to", "megatron_sp", "--output", tmp_path / "again") == 0
     assert_equal(stored(tmp_path / "again"), contents(model))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "expected"),
+    [
+        (None, ["--to", "megatron"], "--target-expert-parallel-size (3) is for models with experts, and this one has none"),
+        ("mixtral", ["--to", "megatron"], "num_experts (4) must be a multiple of --target-expert-parallel-size (3): use a divisor"),
+        ("mixtral", ["--to", "megatron-dist"], "--target-expert-parallel-size would change nothing for --to megatron-dist"),
+    ],
+)
+def test_shares_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str | None, words: list[str], expected: str
+) -> None:
+    source = write_run(model_of(shape) if shape else random_model("llama"), tmp_path / "run")
+    assert run("--input", source, *words, "--output", tmp_path / "theirs", "--target-expert-parallel-size", 3) == EXIT_CONFIG
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "theirs").exists()
 
 
 def whole_tensors(c: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -169,6 +188,24 @@ def whole_tensors(c: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tenso
     return {n: t for n, t in found.items() if not n.startswith("decoder.layers.")} | stacked
 
 
+def eight_bit_states(c: ModelConfig) -> list[str]:
+    """Keys that Megatron's default strictness asks for with Transformer Engine: each expert's, and the norm's, which is no part of one."""
+    with_experts, n, e = c.expert_layers(c.num_layers or 0), c.num_layers, c.num_experts or 0
+    found = []
+    for i in with_experts:
+        alike = c.moe_layer_freq == "1"
+        layer, at, of = ("decoder.layers", f"{i}", f"{n}") if alike else (f"decoder.layers.{i}", "", "")
+        found.append(f"{layer}.pre_mlp_layernorm._extra_state/shard_{at or 0}_{of or 1}")
+        found += [
+            f"{layer}.mlp.experts.experts.{m}._extra_state/shard_{f'{at}.' if alike else ''}{j}_{f'{of}.' if alike else ''}{e}"
+            for m in ("linear_fc1", "linear_fc2")
+            for j in range(e)
+        ]
+        if c.moe_shared_expert_intermediate_size:
+            found += [f"{layer}.mlp.shared_experts.{m}._extra_state/shard_{at or 0}_{of or 1}" for m in ("linear_fc1", "linear_fc2")]
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distributed_checkpoints(tmp_path: Path, shape: str) -> None:
     """Read from torch's own writer; written so that torch's own reader finds the same."""
@@ -191,9 +228,10 @@ def test_distributed_checkpoints(tmp_path: Path, shape: str) -> None:
         n: torch.zeros(rows, *t.shape[1:]) if "word_embeddings" in n or n.startswith("output") else torch.zeros_like(t)
         for n, t in expected.items()
     }
+    empty = dict.fromkeys(eight_bit_states(c), "what is not there is an error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(there, checkpoint_id=back, no_dist=True)
+        dcp.load(there | empty, checkpoint_id=back, no_dist=True)
     for name, tensor in expected.items():
         assert torch.equal(there[name][: len(tensor)], tensor), name
 
