@@ -84,21 +84,35 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 
 
 def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield the keys of the FP8 state of Transformer Engine's modules but for experts, and the rank that would write each.
+    """Yield the keys of the FP8 state of Transformer Engine's modules, each expert's too, and the rank that would write each.
 
     Without them Megatron refuses to load with its default strictness; keys that its version does not look for are
     ignored.
     """
-    names = [bare for name in store.tensors() if ".mlp.experts." not in (bare := name.partition("/")[2])]
+    names = [name.partition("/")[2] for name in store.tensors()]
     layers, differ = config.num_layers or 0, _differs(config)
     prefix = next(name for name in names if _LAYER.fullmatch(name)).partition("layers.")[0]
     for number in range(layers):
         mine = [name for name in names if (layer := _LAYER.fullmatch(name)) and int(layer[2]) == number]
         norms = [name.replace(".weight", "._extra_state") for name in mine if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
+        if number in config.expert_layers(layers):
+            norms.append(f"{prefix}layers.{number}.pre_mlp_layernorm._extra_state")  # elsewhere a part of linear_fc1
         for key in [*extra_states(mine), *norms, f"{prefix}layers.{number}.self_attention.core_attention._extra_state"]:
-            shared = key.replace(f".layers.{number}.", ".layers.", 1)
-            yield f"{key}/shard_0_1" if differ else f"{shared}/shard_{number}_{layers}", number // layers_per_stage * tp
+            shared = key if differ else key.replace(f".layers.{number}.", ".layers.", 1)
+            place = [] if differ else [(number, layers)]
+            rank = number // layers_per_stage * tp
+            if ".mlp.experts." not in key:
+                yield _object_key(shared, place), rank
+                continue
+            for i in range(config.num_experts or 0):
+                yield _object_key(shared.replace(".mlp.experts.", ".mlp.experts.experts."), [*place, (i, config.num_experts or 0)]), rank
     yield f"{prefix}final_layernorm._extra_state/shard_0_1", (layers // layers_per_stage - 1) * tp
+
+
+def _object_key(key: str, positions: list[tuple[int, int]]) -> str:
+    """Return the key of an object that is one of so many along each dim: ``positions`` has (which, of how many)."""
+    which, of_how_many = zip(*positions or [(0, 1)], strict=True)
+    return f"{key}/shard_{'.'.join(map(str, which))}_{'.'.join(map(str, of_how_many))}"
 
 
 def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
