@@ -88,6 +88,7 @@ for wanted in "$@"; do
         ;;
     megatron)
         add megatron-core "$MEGATRON_CORE"
+        add psutil "$PSUTIL" # which its distributed checkpoints need and it does not ask for
         pip --constraint "$constraint" --editable . # tests/peers train with both
         ;;
     ring)
