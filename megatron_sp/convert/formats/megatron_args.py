@@ -230,6 +230,7 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
         "experts": legacy and c.has_experts,
         "experts with a weight of 1 each": c.has_experts and c.moe_router_topk == 1 and c.moe_router_score_function == "softmax"
         and not c.moe_router_pre_softmax,
+        "experts with biases and a router without one": c.has_experts and c.mlp_bias,
         "norms of queries and keys over all heads": c.qk_layernorm_scope == "all",
         "norms after attention and MLP": c.norm_placement != "pre",
         "parallel residuals": c.use_parallel_residual,
