@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,14 +55,30 @@ class ShardedModel:
         """Return the optimizer of the model; without groups for this process alone."""
         if groups is None:
             return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel)
-        elsewhere, whole = set() if self.table is None or groups.pp_rank == 0 else {self.table}, groups.pp_tp
-        if self.experts:  # no axis has each of them once: all ranks add up what the first of each kind has
-            whole = groups.world
-            elsewhere |= {index for index in range(len(self.units)) if self.own_groups.get(index, groups.dp_cp_sp).rank() > 0}
+        whole, elsewhere = counted_by(
+            groups, len(self.units), self.own_groups, () if self.table is None else (self.table,), has_experts=config.model.has_experts
+        )
         return FlatOptimizer(
             self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=whole,
             counted_elsewhere=elsewhere,
         )  # fmt: skip
+
+
+def counted_by(
+    groups: ParallelGroups, num_units: int, own_groups: Mapping[int, Group], tables: Collection[int], *, has_experts: bool
+) -> tuple[Group, set[int]]:
+    """Return ranks that together count each parameter once in the gradients' norm, and which of this rank's units others of them count.
+
+    Args:
+        groups: process groups of the run.
+        num_units: number of this rank's units.
+        own_groups, tables: as of ``ShardedModel``.
+        has_experts: of the whole model, for all must sum over the same ranks: also those of a stage without experts.
+    """
+    if not has_experts:
+        return groups.pp_tp, set(tables if groups.pp_rank else ())
+    # no axis has each of them once: all ranks add up what the first of each kind has
+    return groups.world, {index for index in range(num_units) if own_groups.get(index, groups.dp_cp_sp).rank() > 0}
 
 
 def build_sharded(

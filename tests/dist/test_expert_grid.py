@@ -35,7 +35,7 @@ AXES: dict[str, list[Any]] = {
     "groups": [{}, {"moe_router_num_groups": 3, "moe_router_group_topk": 2}, {"moe_router_num_groups": 4, "moe_router_group_topk": 1}],
     "terms": [{}, AUX, GLOBAL, Z, AUX | Z, GLOBAL | Z],
     "shared": [{}, {"moe_shared_expert_intermediate_size": 4}],
-    "frequency": ["1", "2", "[0,1,1,0]"],
+    "frequency": ["1", "2", "[0,1,1,0]", "[0,0,1,1]"],
     "micro_batches": [1, 2, 3],
     "zero": [0, 1, 2, 3],
     "family": ["gpt", "llama", "one scale", "all heads", "parallel residual"],

@@ -51,6 +51,8 @@ CASES = [
     ),
     case(2, pp=2, dp=2, schedule="zb1p", micro_batches=2, model=GLOBAL | {"num_layers": 4}, kernels=FULL),
     case(pp=2, schedule="slices", slices=2, micro_batches=2, model=SEQUENCE),
+    # a stage without experts
+    *(case(2, pp=2, dp=2, model=GLOBAL | {"num_layers": 2, "moe_layer_freq": has}) for has in ("[1,0]", "[0,1]")),
     case(model=OLMOE), case(tp=2, sp=2, model=TWO_KEYS, mode="chunked", chunks=2), case(tp=4, model=ONE_KEY), case(sp=4, model=ONE_KEY),
     case(tp=2, tp_seq=True, sp=2, model=ONE_KEY, mode="split-qkv", kernels=FULL), case(2, dp=2, zero=3, model=TWO_KEYS, steps=2),
     case(2, cp=2, sp=2, model=TWO_KEYS | {"apply_layernorm_1p": True}), case(sp=3, model=ONE_KEY, seq=7, kernels={"recompute_qkv": True}),

@@ -77,6 +77,17 @@ def test_a_checkpoint_goes_on_over_any_other_ep(writer: str, reader: str, runs: 
     assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
 
 
+@pytest.mark.parametrize("has", ["[1]+[0]", "[0]+[1]"])
+def test_a_stage_without_experts(tmp_path: Path, has: str) -> None:
+    flags = (*SHAPE, "--num-layers", 2, "--moe-layer-freq", has, "--zero-stage", 0)
+    found = []
+    for ranks, more in ((1, ("--micro-batch-size", 6)), (4, ("--pp-size", 2, "--ep-size", 2, "--micro-batch-size", 2))):
+        run = tmp_path / str(ranks)
+        train(tmp_path, *flags, *more, "--save", run, ranks=ranks).expect(0)
+        found.append([*losses(run), *(r["grad_norm"] for r in records(run))])
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
 EP2 = (*EXPERTS, "--ep-size", 2, "--micro-batch-size", 1)
 
 

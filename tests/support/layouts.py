@@ -42,7 +42,7 @@ from megatron_sp.parallel.pipeline_stages import deal_layers
 from megatron_sp.parallel.router_pass import RouterStep
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
 from megatron_sp.training.routers import count_first, with_routers
-from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model, units_together
+from megatron_sp.training.sharding import TABLE_STAGE, counted_by, pools_of_model, units_together
 from support import plain_experts, reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
@@ -439,10 +439,8 @@ class Sharded:
 
     def optimizer(self, config: OptimizerConfig) -> FlatOptimizer:
         """Of these units."""
-        elsewhere, whole = set(self.tables if self.groups.pp_rank else ()), self.groups.pp_tp
-        if self.routers is not None:
-            whole = self.groups.world
-            elsewhere |= {i for i in range(len(self.units)) if self.own_groups.get(i, self.groups.dp_cp_sp).rank()}
+        has_experts = self.model.config.has_experts
+        whole, elsewhere = counted_by(self.groups, len(self.units), self.own_groups, self.tables, has_experts=has_experts)
         return FlatOptimizer(self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere)
 
     def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
