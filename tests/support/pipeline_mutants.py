@@ -62,8 +62,8 @@ MUTANTS = [
     ("all stages have the first one's parameters first", MODEL, 'layers = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]\n        head =', 'layers = [self._units_of_layer[layer + self.stages[0].start - stage.start] for layer in range(stage.start, stage.stop)]\n        head ='),
     # the tied table
     ("table: each end has gradients of its own", SHARDING, "            own_groups[len(units)] = groups.ends\n", "            pass\n"),
-    ("table: counted on both ends", SHARDING, "elsewhere, whole = set() if self.table is None or groups.pp_rank == 0 else {self.table}, groups.pp_tp", "elsewhere, whole = set(), groups.pp_tp"),
-    ("table: counted on neither end", SHARDING, "or groups.pp_rank == 0 else {self.table}", "else {self.table}"),
+    ("table: counted on both ends", SHARDING, "set(tables if groups.pp_rank else ())", "set()"),
+    ("table: counted on neither end", SHARDING, "set(tables if groups.pp_rank else ())", "set(tables)"),
     ("table: the ends of all tp ranks share", GROUPS, "members = ranks[[0, -1]][..., tp_rank].flatten().tolist()", "members = ranks[[0, -1]].flatten().tolist()"),
     ("norm: of one's own stages", OPTIMIZER, "self.holders = everybody if is_sharded else whole or tp", "self.holders = everybody if is_sharded else tp"),
     # gradients that are put off
