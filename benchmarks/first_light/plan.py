@@ -40,6 +40,7 @@ PARTS = (
     Part("doctor", "The machine", "doctor:run", 90),
     Part("steps", "A training step of each family and mode, against the CPU", "steps:run", 300, 20),
     Part("kernels", "Kernels: what they compute, and how fast with a cold L2 cache", "kernels:run", 240, 20),
+    Part("experts", "Experts: products one after another, and as one", "experts:run", 120, 20),
     Part("speed", "A step's MFU against the planner's prediction", "speed:run_small", 180, 30),
     Part("replay-1b-64k", "One rank of sp 8: 1B parameters, 64K tokens", "replay:run_1b_64k", 240, 40),
     Part("memory", "Memory of a step against the closed form", "memory_peak:run", 150, 20),

@@ -18,7 +18,7 @@ from support.paths import ROOT
 from fake_gpu.build import build
 
 PROFILER = "AssertionError: Legacy CUDA profiling requires use_cpu=True"  # what torch's profiler says in a build for the CPU
-IN_EVERY_RUN = ("kernels:run", "timeline:run")
+IN_EVERY_RUN = ("kernels:run", "experts:run", "timeline:run")
 OTHERS = (
     "doctor:run", "steps:run", "speed:run_small", "replay:run_1b_64k", "memory_peak:run", "attention:run", "collectives:run",
     "kernels:run_others",
@@ -26,7 +26,8 @@ OTHERS = (
 LEAST_RECORDS = {
     "kernels:run": 78,
     "timeline:run": 4,
-    "steps:run": 17,
+    "experts:run": 8,
+    "steps:run": 19,
     "replay:run_1b_64k": 5,
     "memory_peak:run": 2,
     "kernels:run_others": 111,

@@ -16,7 +16,14 @@ from first_light.steps_of import Steps, cosine, law_error, take_steps
 
 LLAMA = """--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
            --num-query-groups 2"""
-FAMILIES: dict[str, tuple[Literal["gpt", "bert"], str]] = {"GPT": ("gpt", ""), "Llama": ("gpt", LLAMA), "BERT": ("bert", "")}
+# each token chooses all four experts: a choice that rounding changes would not be an error
+EXPERTS = f"""{LLAMA} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 32
+              --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"""
+FAMILIES: dict[str, tuple[Literal["gpt", "bert"], str]] = {
+    "GPT": ("gpt", ""), "Llama": ("gpt", LLAMA), "experts": ("gpt", EXPERTS), "BERT": ("bert", ""),
+}  # fmt: skip
+_GPTS = ("GPT", "Llama", "experts")
+_DENSE = ("GPT", "Llama", "BERT")
 _TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 60 --micro-batch-size 2 --global-batch-size 4"
 _FULL = (
     "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 4"
@@ -47,12 +54,14 @@ MODES = {
     "fp32, kernels of torch": Mode(how="--fused-kernels torch"), "bf16, kernels of torch": Mode(how="--bf16 --fused-kernels torch"),
     "hidden dropout": Mode("--attention-dropout 0 --hidden-dropout 0.1"),
     "recompute selective": Mode(how="--bf16 --recompute-granularity selective"), "recompute full": Mode(how=f"--bf16 {_FULLY}"),
-    "MLP in chunks": Mode(how="--bf16 --mlp-chunks 4"),
+    "MLP in chunks": Mode(how="--bf16 --mlp-chunks 4", families=_DENSE),
+    "experts in chunks": Mode(how="--bf16 --moe-chunks 2", families=("experts",)),
+    "two of four experts, fp32": Mode(f"{_NO_DROPOUT} --moe-router-topk 2", families=("experts",)),
     "activations on the host": Mode(how="--bf16 --offload-activations"),
     "optimizer on the host": Mode(how="--bf16 --offload-optimizer"),
-    "window": Mode(f"{_NO_DROPOUT} --window-size 8", "--bf16", ("GPT", "Llama")),
+    "window": Mode(f"{_NO_DROPOUT} --window-size 8", "--bf16", _GPTS),
     "window, fp32": Mode(f"{_NO_DROPOUT} --window-size 8", "", ("GPT",)),
-    "documents": Mode(f"{_NO_DROPOUT} --reset-attention-mask --reset-position-ids", "--bf16", ("GPT", "Llama")),
+    "documents": Mode(f"{_NO_DROPOUT} --reset-attention-mask --reset-position-ids", "--bf16", _GPTS),
     "ZeRO 1": Mode(how="--bf16 --zero-stage 1"), "ZeRO 2": Mode(how="--bf16 --zero-stage 2"), "ZeRO 3": Mode(how="--bf16 --zero-stage 3"),
     "ZeRO 3, fp32": Mode(how="--zero-stage 3", families=("GPT",)),
     "attention not fused": Mode(how="--bf16 --attention-backend unfused"),

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 from first_light import prediction, steps_of  # noqa: E402
 from first_light.measure import Stopwatch, error_of  # noqa: E402
-from first_light.parts import attention, collectives, gpu_tests, kernel_forms, kernels, memory_peak, steps, timeline  # noqa: E402
+from first_light.parts import attention, collectives, experts, gpu_tests, kernel_forms, kernels, memory_peak, steps, timeline  # noqa: E402
 from first_light.plan import parts_for  # noqa: E402
 from first_light.records import Context, NotThereError, Record  # noqa: E402
 from first_light.report import read_report  # noqa: E402
@@ -156,6 +156,36 @@ def test_each_form_is_held_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_adamw_by_hand_is_torchs() -> None:
     found = of(record(kernels.adamw), "AdamW")
     assert found["1,024 elements: torch"].verdict == "ok" and found["1,024 elements: apex"].verdict == "absent"
+
+
+# --------------------------------------------------------------------------------------------------------- experts
+
+
+def test_experts_are_held_against_fp64_and_both_forms_are_timed() -> None:
+    found = record(experts.run)
+    checked, timed = of(found, "what they compute"), [r for r in found if r.table.startswith("how fast")]
+    assert {row: r.verdict for row, r in checked.items()} == {
+        "bfloat16: one after another": "ok", "bfloat16: as one": "ok", "float32: one after another": "ok", "float32: as one": "absent",
+    }  # fmt: skip
+    assert [(r.table, r.row, r.message) for r in timed] == [
+        (f"how fast: {way}", f"tiny: {form}", choice)
+        for way in ("forward", "backward")
+        for form, choice in (("one after another", "a run's choice"), ("as one", ""))
+    ]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_experts_that_are_wrong_are_called_so(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    """The results, and the gradients of x, the choices' weights and both parameters."""
+    original = experts.Layer.results
+
+    def broken(self: experts.Layer, grouped: bool) -> list[Tensor | None]:
+        found = original(self, grouped)
+        return [t * 1.2 if i == which and t is not None and t.dtype != torch.float64 else t for i, t in enumerate(found)]
+
+    monkeypatch.setattr(experts.Layer, "results", broken)
+    for grouped in experts.FORMS.values():
+        assert experts.check(CPU, torch.bfloat16, grouped, 0.03)["verdict"] == "wrong"
 
 
 # ----------------------------------------------------------------------------------------------------------- steps
