@@ -184,9 +184,10 @@ CASES = [
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
     [pipe(), pipe(kernels=FULL | {"recompute_num_layers": 2}, model=POST)],
     [pipe("interleaved"), pipe("zbv", model=WORDS), pipe("zb1p", kernels=PIECES, model=DROPOUT)],
-    [pipe("zbv", kernels=FULL), pipe("zb1p", kernels=FULL | PIECES | {"recompute_num_layers": 2})],
+    pytest.param([pipe("zbv", kernels=FULL), pipe("zb1p", kernels=FULL | PIECES | {"recompute_num_layers": 2})], marks=pytest.mark.long),
     [pipe("1f1b", dp=2, zero=zero(2), model=DEEP), pipe("zb1p", dp=2, zero=zero(3), model=DEEP)],
-    [pipe("slices", slices=3), pipe("slices", slices=2, kernels=FULL | OFFLOAD, model=WORDS)],
+    [pipe("slices", slices=2, kernels=FULL | OFFLOAD, model=WORDS)],
+    pytest.param([pipe("slices", slices=3)], marks=pytest.mark.long),
     pytest.param([pipe("slices", slices=2, model=model) for model in (
         WIDE, NARROW, UNTIED, DROPOUT, PARALLEL, ROTARY, BROAD, LLAMA | {"num_query_groups": 2, "window_size": 64},
         {"attention_dropout": 0.1},

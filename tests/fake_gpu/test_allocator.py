@@ -69,7 +69,7 @@ CASES |= {
     f"{name}, without Triton": replace(CASES[name], flags=f"{CASES[name].flags} --fused-kernels torch")
     for name in ("7B", "7B, stage 3", "64K", "GPT", "attention", "attention, full", "attention, sp", "MLP", "MLP, tp_seq", "MLP, GPT")
 }
-IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host", "attention, groups")
+IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CASES])

@@ -57,7 +57,11 @@ def is_noticed(job: Job, site: str) -> bool:
         ("pp", f"{WAIT}parallel/pipeline.py:take"),
         ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
-        ("activations on the host, sp, stage 3", "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in"),
+        pytest.param(
+            "activations on the host, sp, stage 3",
+            "wait_stream in parallel/offload.py:_copy < parallel/offload.py:start_in",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_without_it(name: str, site: str) -> None:

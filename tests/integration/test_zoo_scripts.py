@@ -51,8 +51,11 @@ def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-# of the two that measure which overlap mode is fastest, which takes longest, one in every run
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "pretrain_gpt_7b_16k" else n for n in SCRIPTS])
+# of those alike in what a smoke test makes of them, one in every run: measured overlap modes, ZeRO 3 of a Llama, experts
+ALIKE = ("pretrain_gpt_7b_16k", "pretrain_llama_8b_1m", "pretrain_mixtral_8x7b")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in ALIKE else n for n in SCRIPTS])
 def test_smoke(tmp_path: Path, name: str) -> None:
     """Through the real launcher; variables of several hosts, which a job's shell may have, do not reach it."""
     code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=16 if "175b" in name else 2, NODE_RANK=1)
@@ -119,6 +122,7 @@ def test_a_pipeline_of_two_hosts(name: str) -> None:
     assert "of 2 hosts: tp " in out and ", pp 2 (zb1p), dp " in out and "pp 2 (zb1p, layers " in out, out
 
 
+@pytest.mark.long
 def test_the_layout_and_the_batches_of_gpt_3() -> None:
     code, out, err = run("pretrain_gpt_175b", DRY_RUN=1)
     assert code == 0, out + err
@@ -129,7 +133,8 @@ def test_the_layout_and_the_batches_of_gpt_3() -> None:
 
 
 @pytest.mark.parametrize("words, variables", [
-    (r"a GPU holds (\d+) GiB", {}), (r"PP_SCHEDULE=1f1b takes (\d+) GiB", {"PP_SCHEDULE": "1f1b"}),
+    pytest.param(r"a GPU holds (\d+) GiB", {}, marks=pytest.mark.long),
+    pytest.param(r"PP_SCHEDULE=1f1b takes (\d+) GiB", {"PP_SCHEDULE": "1f1b"}, marks=pytest.mark.long),
     (r"RECOMPUTE=full takes (\d+) GiB", {"RECOMPUTE": "full"}),
 ])  # fmt: skip
 def test_the_memory_that_gpt_3_says_it_takes(words: str, variables: dict[str, object]) -> None:
