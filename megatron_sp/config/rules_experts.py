@@ -41,6 +41,9 @@ def settle_experts(config: Config) -> list[str]:
                 "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss,"
                 " the same where a micro-batch is one sequence)"
             )
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        model.moe_router_pre_softmax = False
+        lines.append("--moe-router-pre-softmax (scores that are sigmoids have no softmax, in Megatron-LM either)")
     if parallel.moe_chunks > 1 and parallel.expert_model_parallel_size == 1:
         parallel.moe_chunks = 1
         lines.append("--moe-chunks (with expert_model_parallel_size 1 nothing travels)")
@@ -133,8 +136,8 @@ def _choice(config: Config) -> Iterator[str]:
             "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add --moe-router-score-function sigmoid,"
             " or use --moe-aux-loss-coeff"
         )
-    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
-        yield "--moe-router-pre-softmax is for --moe-router-score-function softmax: leave one of them out"
+    if model.moe_router_topk_scaling_factor == 0:
+        yield "moe_router_topk_scaling_factor (0) must be above 0: it multiplies the weights of the chosen experts; leave it out for 1"
     if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
         yield (
             f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict each other: leave one"

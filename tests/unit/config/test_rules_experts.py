@@ -32,7 +32,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, {}, 1, "moe_router_group_topk (5) must be at most"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 3}, {}, 1, "the experts of 1 groups (1 * 2 = 2)"),
     ({"moe_router_enable_expert_bias": True}, {}, 1, "add --moe-router-score-function sigmoid"),
-    ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, {}, 1, "--moe-router-pre-softmax is for"),
+    ({"moe_router_topk_scaling_factor": 0.0}, {}, 1, "moe_router_topk_scaling_factor (0) must be above 0"),
     ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, {}, 1, "contradict each other"),
     ({"moe_layer_freq": "[1,0]"}, {}, 1, "is a pattern of 2 layers, and num_layers is 4"),
     ({"moe_layer_freq": "two"}, {}, 1, "is neither a number of layers nor a pattern"),
@@ -108,6 +108,25 @@ def test_megatrons_spelling() -> None:
     assert (model.num_experts, model.moe_router_topk, model.moe_aux_loss_coeff, model.moe_z_loss_coeff) == (8, 4, 1e-2, 1e-3)
     assert model.balance_kind == "sequence" and model.expert_layers(4) == (1, 2, 3)
     assert any("aux_loss (over a rank's micro-batch it would depend on the layout" in note for note in made.ignored_flags)
+
+
+def test_a_softmax_of_sigmoids_is_nothing() -> None:
+    """Recipes of DeepSeek-V3 for Megatron-LM have both flags; there sigmoids are not looked at by the first."""
+    made = parse("--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax")
+    assert not made.model.moe_router_pre_softmax and any("--moe-router-pre-softmax (scores that are" in note for note in made.ignored_flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--moe-apply-probs-on-input", "a factor of its result, not of its input"),
+        ("--moe-shared-expert-gate", "without a gate"),
+        ("--moe-input-jitter-eps 0.1", "by their router's scores alone"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(flag: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse(f"--num-experts 8 {flag}")
 
 
 def test_deepspeeds_spelling() -> None:
