@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 
 from megatron_sp.estimate.memory_attention import AttentionForm
 from megatron_sp.estimate.memory_experts import WHO
 from megatron_sp.estimate.memory_plan import Line, merged, total
 from megatron_sp.estimate.memory_shape import RankShape
 from megatron_sp.models.unit_order import recompute_plan
+from megatron_sp.utils.remembered import remembered
 
 FOR_LATER = "keys and values for later slices"
 Stage = tuple[int, int, bool]  # (first block, last + 1, recomputed)
@@ -32,7 +33,7 @@ class ActivationForm:
         """Return whether a block makes q, k and v again in backward; ``again``: the block is a recomputed one, in its second pass."""
         return self.kernels.recompute_qkv or (again and self.attention.keeps_results)
 
-    @cache  # noqa: B019 - a form lives as long as what it is asked for
+    @remembered
     def attention_keeps(self, *, again: bool) -> list[Line]:
         """Return the activations that the attention of a block saves; ``again`` as in ``remakes_heads``."""
         shape, attention = self.shape, self.attention
@@ -48,6 +49,7 @@ class ActivationForm:
             Line("dropout keys", keys), Line(FOR_LATER, attention.kept_keys),
         ]  # fmt: skip
 
+    @remembered
     def mlp_keeps(self, layer: int) -> list[Line]:
         """Return the activations that the MLP of a block saves, or its experts; of both the stream comes first."""
         shape, experts = self.shape, self.shape.experts_of(layer)
@@ -66,7 +68,7 @@ class ActivationForm:
         """Return the activations that a block saves; ``again`` as in ``remakes_heads``."""
         return [*self.attention_keeps(again=again), self.norm_behind, *self.mlp_keeps(layer), self.norm_behind]
 
-    @cache  # noqa: B019 - as above
+    @remembered
     def _all_of(self, *, experts: bool, again: bool) -> int:
         """Return the bytes that a block saves, with or without experts."""
         has = self.shape.share.experts
@@ -83,6 +85,7 @@ class ActivationForm:
 
     # of all blocks
 
+    @remembered
     def kept_by_blocks(self) -> list[Line]:
         """Return the activations of all blocks at the end of the forward pass."""
         recomputed: Sequence[int] = [layer for layer in range(self.shape.layers) if self._is_again(layer)]
@@ -111,8 +114,9 @@ class ActivationForm:
         return [layers for layers in kinds if layers] or [[0]]
 
     def _is_again(self, layer: int) -> bool:
-        return any(first <= layer < last for first, last in self.shape.recomputed)
+        return layer in self.shape.made_again
 
+    @remembered
     def kept_below(self, layer: int) -> list[Line]:
         """Return the activations of all blocks below one while backward is in that block."""
         if self.offloads:

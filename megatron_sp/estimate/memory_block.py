@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from megatron_sp.estimate.memory_activations import FOR_LATER
 from megatron_sp.estimate.memory_expert_moments import experts_backward, experts_forward
 from megatron_sp.estimate.memory_mlp import PieceForm, activation_backward
@@ -12,6 +10,7 @@ from megatron_sp.estimate.memory_put_off import PutOffForm
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_shape import BLOCK_BYTES
 from megatron_sp.estimate.memory_zero import gradient_lines
+from megatron_sp.utils.remembered import remembered
 
 _GATHERED = "gradient of the stream, gathered"
 _PUT_OFF = "operands of gradients that are put off"
@@ -37,7 +36,6 @@ class BlockMoments:
         self._put_off = {
             has: PutOffForm(self.model, self.shape, self.attention, self.shape.experts if has else None) for has in (False, True)
         }
-        self._around = cache(self._held_throughout)
         self.piece = self._largest_piece()
 
     def forward(self) -> list[Moment]:
@@ -62,7 +60,7 @@ class BlockMoments:
         """Return the operands of a block that are put off."""
         return self._put_off[self.shape.experts_of(layer) is not None]
 
-    @cache  # noqa: B019 - a form lives as long as what it is asked for
+    @remembered
     def put_off_from(self, first: int) -> int:
         """Return the bytes of the operands of all blocks from one on."""
         return sum(self.put_off_of(layer).block for layer in range(first, self.shape.layers))
@@ -142,15 +140,16 @@ class BlockMoments:
 
     def _is_again(self, layer: int) -> bool:
         """Return whether a block is a recomputed one."""
-        return any(first <= layer < last for first, last in self.shape.recomputed)
+        return layer in self.shape.made_again
 
     def _attention_keeps(self, layer: int) -> list[Line]:
         return self.activations.attention_keeps(again=self._is_again(layer))
 
     def _moment(self, layer: int, name: str, *lines: Line) -> Moment:
         place = place_of(layer, self.shape.layers)
-        return Moment("backward", f"{place} block, {name}", (*self._around(layer), *lines))
+        return Moment("backward", f"{place} block, {name}", (*self._held_throughout(layer), *lines))
 
+    @remembered
     def _held_throughout(self, layer: int) -> tuple[Line, ...]:
         """Return the memory held throughout a block's backward: gradients, and the activations of the blocks below."""
         put_off = self.put_off_from(layer + 1)

@@ -131,3 +131,8 @@ class RankShape:
     def recomputed(self) -> list[tuple[int, int]]:
         """Chunks of recomputed blocks, (first, last + 1), which save only their input."""
         return [(first, last) for first, last, again in recompute_plan(self.kernels, self.layers) if again]
+
+    @cached_property
+    def made_again(self) -> frozenset[int]:
+        """All recomputed blocks."""
+        return frozenset(layer for first, last in self.recomputed for layer in range(first, last))

@@ -140,11 +140,15 @@ class ZeroForm:
 
     def shard(self, unit: int) -> int:
         """Return the number of elements of a shard of a unit."""
-        return self.size(unit) // self.parts_of(unit)
+        return self._shard_sizes[unit]
+
+    @cached_property
+    def _shard_sizes(self) -> list[int]:
+        return [size // self.parts_of(unit) for unit, size in enumerate(self._sizes)]
 
     @cached_property
     def _shards(self) -> int:
-        return sum(map(self.shard, range(len(self.units))))
+        return sum(self._shard_sizes)
 
     @property
     def table_parts(self) -> int:

@@ -155,22 +155,23 @@ class _Frame:
     def __init__(self, frame: ParallelPlan, base: Config, given: Given, machine: Machine) -> None:
         self.frame, self.base, self.given, self.machine = frame, base, given, machine
         self.dp = frame.dp(machine.gpus)
+        self._known = dict[tuple[Saving, int], _Tried | None]()
 
     def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
         """Add the candidates that fit; yield (bytes, layout) of those tried for least memory."""
         tries = savings(self.base, self.given, self.dp * self.frame.cp * self.frame.sp)
-        ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
+        ways, sizes = most_saving(tries), list[int]()
         for size in micro_batches(self.base, self.given, self.dp, self.frame.cp * self.frame.sp):
             smallest = self._smallest(ways, size, found, all_of_them=not sizes)
             yield from ((one.needs, one.layout) for one in smallest)
             if not any(self._fits(one) for one in smallest):
                 break
-            sizes.append({(one.layout.zero, one.layout.recompute): one for one in smallest})
+            sizes.append(size)
             least = min(smallest, key=lambda one: one.needs).layout
             ways.sort(key=lambda way: way != (least.zero, least.recompute))
         taken: Counter[Saving] = Counter()
-        for known in reversed(sizes):
-            self._add(tries, next(iter(known.values())).layout.micro_batch, found, known, taken)
+        for size in reversed(sizes):
+            self._add(tries, size, found, taken, sizes[0])
 
     def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[_Tried]:
         """Return the memory of the layouts in ``ways``; unless ``all_of_them``, stop at the first that fits."""
@@ -182,7 +183,8 @@ class _Frame:
                 break
         return tried
 
-    def _add(self, tries: list[Saving], size: int, found: Findings, known: dict[Saving, _Tried], taken: Counter[Saving]) -> None:
+    def _add(self, tries: list[Saving], size: int, found: Findings, taken: Counter[Saving], smallest: int) -> None:
+        """Add the candidates of a micro-batch size; what does not fit with the smallest one is not tried with others."""
         fits: list[Saving] = []
         for saving in tries:
             if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
@@ -190,14 +192,20 @@ class _Frame:
             if taken[saving] == _SIZES:  # it fits, since larger ones did
                 fits.append(saving)
                 continue
-            tried = known.get(saving) or self._try(saving, size, found)
+            least = self._try(saving, smallest, found)
+            tried = least if least is None or not self._fits(least) else self._try(saving, size, found)
             if tried is not None and self._fits(tried):
                 fits.append(saving)
                 taken[saving] += 1
                 found.candidates.append(self._candidate(tried))
 
     def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
-        """Compute the memory of one layout; None if it breaks a rule."""
+        """Compute the memory of one layout, once; None if it breaks a rule."""
+        if (saving, size) not in self._known:
+            self._known[saving, size] = self._compute(saving, size, found)
+        return self._known[saving, size]
+
+    def _compute(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
         layout = ParallelPlan(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
         config = layout.apply(self.base)
         if violations(config, self.machine.gpus):

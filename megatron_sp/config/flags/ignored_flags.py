@@ -139,9 +139,9 @@ _IGNORED_SWITCHES = {
     _GARBAGE: "manual-gc no-manual-gc-eval",
     _EXPERTS: """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap
-        moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-enable-deepep moe-layer-recompute overlap-moe-expert-parallel-comm
-        create-moe-param-group disable-moe-token-dropping moe-top2-2nd-expert-sampling moe-extended-tp ep-overlap-early-attn-memory-release
-        moe-pad-experts-for-cuda-graph-inference""",
+        moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-enable-deepep moe-layer-recompute
+        overlap-moe-expert-parallel-comm create-moe-param-group disable-moe-token-dropping moe-top2-2nd-expert-sampling moe-extended-tp
+        ep-overlap-early-attn-memory-release moe-pad-experts-for-cuda-graph-inference""",
     "the load of the experts is in the log line and in metrics.jsonl": "moe-per-layer-logging",
     _ENGINE: """
         deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel sync-tp-duplicated-parameters
