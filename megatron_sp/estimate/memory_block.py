@@ -204,7 +204,12 @@ class BlockMoments:
         kept = [*self._attention_keeps(layer), self.activations.norm_behind, *self.activations.mlp_keeps(layer)]
         held = [*kept, *self.stream_gradients(), self._from_outside(layer)]
         moments = experts_backward(experts, self.shape, self.model.activation, self._behind_product(), self.put_off_of(layer).mlp)
-        return [self._moment(layer, name, *held, *lines) for name, lines in moments]
+        # the block's own parameters are written from the router on, but for a shared expert and a norm behind the MLP
+        late = 0 if experts.shared or self.shape.post else self.gradients.not_begun(layer + 1)
+        absent, before = Line("gradients of the block, not there yet", -late), [name for name, _ in moments].index("router")
+        return [
+            self._moment(layer, name, *held, *lines, *([absent] if index < before else ())) for index, (name, lines) in enumerate(moments)
+        ]
 
     def _mlp_backward(self, layer: int) -> Moment:
         """Return the moment in the MLP's second linear layer: activation recomputed, and its gradient. Chunked: in the whole MLP."""

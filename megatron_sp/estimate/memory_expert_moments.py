@@ -1,6 +1,7 @@
 """Moments in a layer with experts, in closed form: what it needs beside what it keeps (``parallel/experts.py``).
 
-Sizes are those of the mean chunk of a rank's tokens, and of the expert that has most choices.
+Sizes are those of the mean chunk of a rank's tokens, and of the expert that has most choices, or where the products of all experts
+are one, of all choices.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ def experts_forward(experts: ExpertShape, shape: RankShape) -> list[Line]:
     most = ceil(rows.most / form.parts) * form.e
     # the results of the expert before are there until this one's are
     one = most * max(2 * form.h + form.ffn, 3 * form.h if form.bias else 0) + (most // form.e * form.h * form.wide if sums else 0)
+    if form.grouped:
+        one = _grouped_forward(form)
     ranked = form.tokens * form.num_experts * (form.weight + 8) + (form.tokens * form.h * form.wide if sums else 0)
     fixed = [Line("norm's output", normed), Line("weights of experts", weights)]
     y = [Line("block's output", shape.stream), Line("experts' results", sums)]
     kept_later = [line for line in form.keeps(0) if line.name != "router"]
     return max(
         [*fixed, Line("choice of experts", ranked), Line("experts, not there yet", -total(kept_later))],
-        [*fixed, *y, Line("an expert", one), Line("rows' results", result), Line("rows on their way", others + ahead)],
+        [*fixed, *y, Line("an expert", one), Line("rows' results", result), Line("rows on their way", _under_way(form, ahead, others))],
         [*fixed, *y, Line("rows' results", result), Line("rows on their way", back + rounded)],
         key=total,
     )  # fmt: skip
@@ -88,13 +91,15 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
         2 * row + inner + wide + (inner if wide > inner else 0),
         wide + row + (row * form.wide // form.e if form.wide != form.e else 0),
     )  # fmt: skip
+    if form.grouped:
+        one = _grouped_backward(form, activation, block=0 if shape.fused else 1)
     widened = form.h * form.ffn_in * form.e if shape.is_16_bit and not shape.cuda else 0
     moving = form.row_bytes.gradient * (sent + received) if form.parts > 1 else 0
     held = [*fixed, Line("gradients of rows", of_rows), Line("gradients of choices", of_choices), Line(_PUT_OFF, put_off)]
     inside = [
-        Line("gradients of results", arrived + ahead),
+        Line("gradients of results", arrived),
         Line("an expert", one + widened),
-        Line("gradients of rows, on their way", moving),
+        Line("gradients on their way", _under_way(form, ahead, moving)),
     ]
     moments.append(("experts", [*held, *inside]))
     left = [
@@ -108,3 +113,40 @@ def experts_backward(experts: ExpertShape, shape: RankShape, activation: Activat
     own = Line("gradient of the norm's output", 0 if reduced else shape.stream)
     moments.append(("norm before the experts", [*left, own, *behind]))
     return moments
+
+
+def _under_way(form: ExpertShape, ahead: int, behind: int) -> int:
+    """Return the bytes of what travels while a chunk is computed: of the chunk after it, and of the one before it, of two never both."""
+    return max(ahead, behind) if form.parts == 2 else ahead + behind
+
+
+def _choices(form: ExpertShape) -> int:
+    """Return the choices of a chunk, of all experts of the rank."""
+    return ceil(form.rows.choices / form.parts)
+
+
+def _added(form: ExpertShape) -> int:
+    """Return the bytes of the rows of a chunk to which the results of one choice of each are added."""
+    return (ceil(form.rows.received / form.parts) if form.moves else form.tokens) * form.h * form.e
+
+
+def _grouped_forward(form: ExpertShape) -> int:
+    """Return what the products of all experts need in the forward pass, beside the inputs of the activation (``_grouped_forward``)."""
+    count = _choices(form)
+    row, inner = count * form.h * form.e, count * form.ffn * form.e
+    bias = max(count * form.ffn_in * form.e, row) if form.bias else 0
+    return row + max(inner, _added(form), bias)
+
+
+def _grouped_backward(form: ExpertShape, activation: ActivationName, block: int) -> int:
+    """Return what they need in the backward pass (``_grouped_backward``); ``block``: copies of the gradient inside that a gate needs."""
+    count = _choices(form)
+    row, inner, wide = count * form.h * form.e, count * form.ffn * form.e, count * form.ffn_in * form.e
+    made = wide if form.ffn_in > form.ffn or activation == "squared_relu" else 0
+    copies = block * inner if form.ffn_in > form.ffn else 0
+    return max(
+        row + 2 * inner + max(inner, 2 * row if form.bias else 0),  # gradients of the weights
+        inner + made + copies,
+        wide + ceil(form.rows.most / form.parts) * form.h * form.e,  # gradients of fc1
+        wide + row + _added(form),
+    )

@@ -14,6 +14,7 @@ from megatron_sp.estimate.memory_plan import Line
 from megatron_sp.estimate.workload import Workload, rows_of_experts
 
 WHO = "who has chosen whom"
+_GROUPED_ALIGN = 16  # as in ops/expert_mlp.py
 
 
 class ExpertShape:
@@ -30,6 +31,7 @@ class ExpertShape:
         wide: bytes of an element of sums of results.
         moves: rows go to other ranks.
         parts: chunks of a rank's tokens.
+        grouped: the products of all experts are one (``ops/expert_mlp.py :: is_grouped``).
     """
 
     def __init__(self, workload: Workload, tokens: int, sp_tokens: int, element: int) -> None:
@@ -47,6 +49,8 @@ class ExpertShape:
         self.moves = parallel.expert_model_parallel_size > 1
         self.parts = parallel.moe_chunks if self.moves else 1
         self.bias = model.mlp_bias
+        aligned = all(size * element % _GROUPED_ALIGN == 0 for size in (self.h, self.ffn, self.ffn_in))
+        self.grouped = workload.device == "cuda" and workload.precision.bf16 and aligned
 
     # kept for backward
 

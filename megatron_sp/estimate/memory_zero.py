@@ -66,6 +66,9 @@ class PassGradients(Protocol):
     def at(self, place: int) -> Held:
         """Return the gradients while backward is in a place other than the head, whose own gradients exist."""
 
+    def not_begun(self, place: int) -> int:
+        """Return the bytes of those in ``at`` that the experts of a block do not write, if that is the first they are there for."""
+
     def reducing(self, place: int) -> list[Held]:
         """Return the gradients at each moment when backward leaves a place; for place 0 until all reductions after backward are done."""
 
@@ -290,6 +293,10 @@ class ZeroForm:
             return self._held([*here, *above[:1], *self._begun_early], above[1:], above[:1])
         left = [0] if self.accumulates and not self.tied and place > 0 else []
         return self._held([*here, *above, *self._begun_early, *left], (), left)
+
+    def not_begun(self, place: int) -> int:
+        """See ``PassGradients``."""
+        return 0 if self.accumulates and self.stage < 2 else self.size(self.places[place][0]) * self.wide
 
     def reducing(self, place: int) -> list[Held]:
         """Return the gradients at each moment when backward leaves a place; for place 0 until all reductions after backward are done."""

@@ -79,6 +79,10 @@ class StageGradients:
         """See ``PassGradients``."""
         return self._held(self._above(place), self._at(place))
 
+    def not_begun(self, place: int) -> int:
+        """See ``PassGradients``; other micro-batches may have begun them."""
+        return 0
+
     def reducing(self, place: int) -> list[Held]:
         """See ``PassGradients``."""
         above, current = self._above(place), self._at(place)[::-1]

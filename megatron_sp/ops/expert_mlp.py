@@ -196,7 +196,7 @@ def _grouped_forward(x: Tensor, choices: Choices, params: ExpertWeights, activat
         wide += _of_each(params.b1, counts)
     y = _products(activation.forward(wide).mul_(weights), params.w2.transpose(1, 2), counts)
     if params.b2 is not None:
-        y += weights.to(y.dtype) * _of_each(params.b2, counts)
+        y.addcmul_(weights.to(y.dtype), _of_each(params.b2, counts))
     _add_by_choice(y, choices, out)
     return wide
 
@@ -212,9 +212,12 @@ def _grouped_backward(
     if params.b2 is not None:
         grad_weights += (g * _of_each(params.b2, counts)).sum(1, dtype=dtype)
     inner.mul_(weights)
-    grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
     for expert, mine in choices.by_expert():
         grads.add_fc2(expert, g[mine], inner[mine], weights[mine])
+    del g, inner  # as wide as all choices: what is not needed any more would be the peak of a step
+    grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
+    del grad_inner
+    for expert, mine in choices.by_expert():
         grads.add_fc1(expert, grad_wide[mine], x, choices.rows[mine])
     if grad_x is not None:
         _add_by_choice(_products(grad_wide, params.w1, counts), choices, grad_x)
@@ -230,11 +233,15 @@ def _of_each(bias: Tensor, counts: list[int]) -> Tensor:
 def _add_by_choice(rows: Tensor, choices: Choices, total: Tensor) -> None:
     """Add [n, h] to the rows that have chosen, first choices first: no two additions meet, so the bits are the same in every run."""
     n, k = len(rows), choices.per_row
-    place = torch.full((len(total) * k,), n, dtype=torch.int64, device=rows.device)
+    if n == 0:
+        return
+    place = torch.full((len(total) * k,), -1, dtype=torch.int64, device=rows.device)
     place[choices.places] = torch.arange(n, device=rows.device)
-    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     for of_choice in place.view(len(total), k).unbind(1):
-        total += padded.index_select(0, of_choice)
+        if n == len(place):
+            total += rows.index_select(0, of_choice)
+        else:  # some choices are of experts of other ranks
+            total += rows.index_select(0, of_choice.clamp_min(0)).masked_fill_(of_choice[:, None] < 0, 0)
 
 
 class ExpertGrads:

@@ -37,6 +37,7 @@ class Job:
         square_from: size from which on square tensors are noted (``program.Case``).
         program: pretrain, or one of ``programs.PROGRAMS``.
         large: the model is large (``program.Case``); ``flags`` are then all of them.
+        counts: of a model with experts (``program.Case``).
         error: how the program ends.
         rehearsals: how often all ranks run beforehand, for programs in which what they gather must fit each other: each run
             has what all have given in the one before, which may end early, where its first part did not fit.
@@ -51,6 +52,7 @@ class Job:
     square_from: int = 0
     program: str = "pretrain"
     large: bool = False
+    counts: tuple[int, ...] = ()
     error: str = ""
     rehearsals: int = 0
 
@@ -68,7 +70,7 @@ class Job:
         words = self.flags.split()
         case = {"world_size": self.world_size, "rank": rank, "program": self.program, "drop": self.drop, "square_from": self.square_from}
         if self.program != "pretrain" or self.large:
-            return {**case, "flags": words, "large": self.large}
+            return {**case, "flags": words, "large": self.large, "counts": self.counts}
         axes = (
             "--tensor-model-parallel-size", "--sequence-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size",
         )  # fmt: skip

@@ -45,6 +45,7 @@ class Case:
         skips_first: the norm of the first step's gradients is NaN, so it is skipped.
         large: the model is large: initial weights are not drawn, and the host gets no contents of large tensors.
         drop: one of ``Outcome.sites``, which this run leaves out.
+        counts: choices of each expert, and rows, that each rank with experts sends to each other; empty: one.
         square_from: ``Outcome.squares`` has tensors with so many rows and columns; 0: none.
     """
 
@@ -59,6 +60,7 @@ class Case:
     large: bool = False
     drop: str = ""
     square_from: int = 0
+    counts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -175,6 +177,8 @@ def _values_of(case: Case, outcome: Outcome) -> Callable[[Tensor], Tensor]:
         if place(1).startswith("ops/fused_kernels.py"):  # examples: what two kernels differ by
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+        if case.counts and place(1).startswith("parallel/expert_exchange.py"):  # Counts: [..., own experts + 1]
+            ones[..., :-1], ones[..., -1] = case.counts[0], case.counts[1]
         if tensor.dtype == torch.float64 and tensor.dim() == 1 and place(1).startswith("training/step.py"):
             # TrainStep.run: [norm of the gradients, sum of each term, count of each term, ranks that want to stop,
             # digests of samples]

@@ -8,6 +8,7 @@ allocate.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil, comb
 
 import pytest
 
@@ -64,12 +65,51 @@ CASES = {
     "MLP": large(f"{ONE} --seq-length 32768 {MLP}", 8, 8), "MLP, tp_seq": large(f"{ONE} --seq-length 32768 {TP_SEQ} {MLP}", 8, 4),
     "MLP, GPT": large(f"{GPT} --seq-length 32768 {MLP}", 8, 8),
 }  # fmt: skip
+OLMOE = f"{ONE} --seq-length 4096 --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024"
+MIXTRAL = (
+    f"{TRAINING} {LLAMA} --num-layers 2 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --seq-length 4096"
+    " --num-experts 8 --moe-router-topk 2"
+)
+
+
+def experts(flags: str, world_size: int = 1, ep: int = 1, chunks: int = 1, tokens: int = 4096) -> Job:
+    """A job of a model with experts whose load is even: what each rank sends to each other is the mean."""
+    words = flags.split()
+    num, k = (int(words[words.index(name) + 1]) for name in ("--num-experts", "--moe-router-topk"))
+    share = 1 - comb(num - num // ep, k) / comb(num, k)
+    counts = (tokens * k // num // chunks, ceil(tokens * share / chunks))
+    return replace(large(f"{flags} --ep-size {ep} --moe-chunks {chunks}", world_size, world_size), counts=counts)
+
+
+CASES |= {
+    "OLMoE": experts(OLMOE), "OLMoE, full": experts(f"{OLMOE} {FULL}"), "OLMoE, ep": experts(f"{OLMOE} --zero-stage 1", 8, 4),
+    "OLMoE, ep, chunks": experts(f"{OLMOE} --zero-stage 1 {FULL}", 8, 8, 2),
+    "OLMoE, ep, 4 chunks": experts(f"{OLMOE} --zero-stage 1", 8, 8, 4),
+    "OLMoE, ep, stage 3": experts(f"{OLMOE} --zero-stage 3", 8, 4), "OLMoE, fp16": experts(OLMOE.replace("--bf16", "--fp16"), 8, 8),
+    "experts with biases": experts(f"{GPT} --seq-length 16384 --num-experts 8 --moe-router-topk 4 {MLP}", 8, 2, tokens=16384),
+    "Mixtral": experts(MIXTRAL), "Mixtral, 16K": experts(f"{MIXTRAL} --seq-length 16384 {MLP}", 8, 8, tokens=16384),
+    "Mixtral, ep, shared": experts(f"{MIXTRAL} --moe-shared-expert-intermediate-size 4096 --zero-stage 1 {FULL}", 8, 8),
+}  # fmt: skip
 # the form knows both: Triton's kernels have no temporaries
 CASES |= {
     f"{name}, without Triton": replace(CASES[name], flags=f"{CASES[name].flags} --fused-kernels torch")
-    for name in ("7B", "7B, stage 3", "64K", "GPT", "attention", "attention, full", "attention, sp", "MLP", "MLP, tp_seq", "MLP, GPT")
+    for name in (
+        "7B",
+        "7B, stage 3",
+        "64K",
+        "GPT",
+        "attention",
+        "attention, full",
+        "attention, sp",
+        "MLP",
+        "MLP, tp_seq",
+        "MLP, GPT",
+        "OLMoE, ep, chunks",
+        "Mixtral, 16K",
+        "experts with biases",
+    )
 }
-IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host")
+IN_EVERY_RUN = ("7B, tp_seq 8", "7B, stage 3, full", "optimizer on the host", "OLMoE, ep, chunks")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CASES])
