@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.torch_version import NEWEST_TESTED_TORCH, OLDEST_TORCH, numbers
 
 GIB = 1024**3
@@ -250,7 +251,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _processors() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else 0
     set_to = os.environ.get("OMP_NUM_THREADS")

@@ -78,12 +78,7 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
         yield "--num-experts is for GPT: BERT's blocks have dense MLPs; leave it out"
     if model.use_parallel_residual and model.norm_placement == "post":
         yield "--use-parallel-residual is for blocks with their norms in front"
-    if model.num_experts % ep:
-        legal = [str(n) for n in range(1, min(model.num_experts, 256) + 1) if model.num_experts % n == 0]
-        yield (
-            f"num_experts ({model.num_experts}) must be a multiple of expert_model_parallel_size ({ep}): each rank has as many; use"
-            f" --ep-size {', '.join(legal)}"
-        )
+    yield from share_violations(config)
     tp = parallel.tensor_model_parallel_size
     replica = tp * parallel.pipeline_model_parallel_size
     if world_size > 0 and world_size % parallel.replica_size == 0:
@@ -96,6 +91,17 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
                 f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} = {ranks}: use --ep-size"
                 f" {', '.join(legal)}{more}"
             )
+
+
+def share_violations(config: Config) -> Iterator[str]:
+    """Check that each ep rank has as many experts, whatever the number of ranks."""
+    experts, ep = config.model.num_experts or 0, config.parallel.expert_model_parallel_size
+    if ep > 0 and experts % ep:
+        legal = [str(n) for n in range(1, min(experts, 256) + 1) if experts % n == 0]
+        yield (
+            f"num_experts ({experts}) must be a multiple of expert_model_parallel_size ({ep}): each rank has as many; use"
+            f" --ep-size {', '.join(legal)}"
+        )
 
 
 def shared_expert_violations(config: Config) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +31,7 @@ from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import leave
 
 _TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
@@ -178,7 +178,7 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
     """
     device = choose_device(options.device, launch)
     if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread per process leaves the other cores idle
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = num_cores()
         torch.set_num_threads(options.num_threads or max(1, cores // launch.local_world_size))
     if launch.world_size == 1:
         return Team(launch, device, None)

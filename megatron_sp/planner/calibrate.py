@@ -31,6 +31,7 @@ from megatron_sp.ops.norm import NormSpec, norm
 from megatron_sp.planner.machine import Machine
 from megatron_sp.training.memory_estimate import host_memory_bytes
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.processes import num_cores
 
 ROUNDS = 5
 _TOKENS = 1024  # tokens of a measured product
@@ -48,7 +49,7 @@ def measure_machine(processes: int, base: Config, reserve_gib: float | None = No
     Raises:
         ConfigError: there are more than four processes per core.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if processes > 4 * cores:
         raise ConfigError(f"--gpus ({processes}) must be at most four times the cores of this machine ({cores}) with --gpu {CPU}")
     times = _measure(processes, max(1, cores // processes), base, rounds)

@@ -11,6 +11,7 @@ import math
 from megatron_sp.config.flags.arguments import draft_config
 from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.rules_context import can_delay
+from megatron_sp.config.rules_experts import share_violations
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
 from megatron_sp.planner import report
@@ -23,6 +24,7 @@ from megatron_sp.planner.parallel_plans import Given, default_batch
 from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
+from megatron_sp.utils.processes import num_cores
 
 MOST_GPUS = 1 << 20
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
 
         check_picture(args.picture, base.parallel.context_parallel_size > 1)
     machine = read_machine(args, base)
-    found = search(base, given, machine)
+    found = search(base, given, machine, num_cores())
     if not found.candidates:
         raise ConfigError(_nothing_fits(base, given, machine, [f"{each.who}: {each.why}" for each in found.rejected]))
     best = found.best_of_each()[: args.top]
@@ -133,10 +135,12 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
         extra.append("--bf16")
     config.kernels.device = "cpu" if cpu else config.kernels.device
     _fill(config)
-    tp_seq = config.parallel.sequence_parallel  # normalize would drop it while tp is 1; the search chooses tp later
-    normalize(config)
+    tp_seq, chunks = config.parallel.sequence_parallel, config.parallel.moe_chunks
+    normalize(config)  # this drops them while tp and ep are 1, which the search chooses later
     if ("parallel", "tensor_model_parallel_size") not in given:
         config.parallel.sequence_parallel = tp_seq
+    if ("parallel", "expert_model_parallel_size") not in given:
+        config.parallel.moe_chunks = chunks if config.model.has_experts else 1
     if ("batch", "micro_batch_size") not in given:
         config.batch.micro_batch_size = 1
     if config.batch.global_batch_size is None and config.model.seq_length:
@@ -146,7 +150,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
     one = config.parallel.replica_size
-    raise_all(violations(_on_trial(config, given), one))
+    raise_all([*violations(_on_trial(config, given), one), *share_violations(config)])
     complete(config, one)
     return config, frozenset(given), extra
 
@@ -155,6 +159,8 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
     """Return a copy of the configuration without settings that depend on tp, sp or cp sizes that the planner has yet to choose."""
     config = copy.deepcopy(config)
     parallel = config.parallel
+    if config.model.has_experts and parallel.expert_model_parallel_size > 0:
+        parallel.expert_model_parallel_size = 1  # among how many ranks they are shared, depends on dp
     if ("parallel", "sequence_parallel_size") not in given:
         parallel.sp_overlap_mode, parallel.sp_head_chunks = None, None
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False

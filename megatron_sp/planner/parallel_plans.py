@@ -8,7 +8,8 @@ Fields given on the command line are fixed. The others are varied:
     cp                    divisors of gpus / (tp * sp), as long as a rank has 1,024 positions of a sequence, up to 128; with
                           --cp-comm-type auto that with sp is --context-parallel-size
     pp                    divisors of the number of nodes, up to 16 and the layers; with the simplest schedule and the shortest
-    ep                    divisors of the number of experts that divide the ranks that have different tokens
+    ep                    divisors of the number of experts that divide the ranks that have different tokens; of the best layouts
+                          with tokens in two chunks, too
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
     ZeRO stage and recomputation, cheapest in time first
@@ -50,6 +51,7 @@ class ParallelPlan:
         chunks: number of chunks with "chunked"; else 0.
         schedule: of the pipeline; "" without one.
         ep: ranks that share the experts of a layer.
+        moe_chunks: parts of a rank's tokens that are sent to them one after another.
     """
 
     tp: int = 1
@@ -64,6 +66,7 @@ class ParallelPlan:
     pp: int = 1
     schedule: str = ""
     ep: int = 1
+    moe_chunks: int = 1
 
     @property
     def axes(self) -> Axes:
@@ -84,7 +87,7 @@ class ParallelPlan:
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"pp {self.pp} {self.schedule}"] if self.pp > 1 else []
         parts += [f"dp {dp}"] if dp > 1 or not parts else []
-        parts += [f"ep {self.ep}"] if self.ep > 1 else []
+        parts += [f"ep {self.ep}" + (f" in {self.moe_chunks} chunks" if self.moe_chunks > 1 else "")] if self.ep > 1 else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += [f"recompute {self.recompute}"] if self.recompute else []
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
@@ -96,7 +99,7 @@ class ParallelPlan:
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
         made += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
         made += [f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"] * (self.pp > 1)
-        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1)
+        made += [f"--expert-model-parallel-size {self.ep}"] * (self.ep > 1) + [f"--moe-chunks {self.moe_chunks}"] * (self.moe_chunks > 1)
         made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
         made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
         made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
@@ -112,8 +115,7 @@ class ParallelPlan:
         parallel.sp_overlap_comm = parallel.split_qkv_linear = False
         parallel.cp_comm_type = None
         parallel.expert_model_parallel_size = self.ep
-        if self.ep == 1:
-            parallel.moe_chunks = 1
+        parallel.moe_chunks = self.moe_chunks
         parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = self.pp, self.schedule or None  # type: ignore[assignment]
         parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
         parallel.sp_head_chunks = self.chunks or None
@@ -196,7 +198,9 @@ def _without_stages(base: Config, given: Given, gpus: int, per_node: int) -> Ite
                 for tp_seq in _tp_seqs(base, given, tp):
                     for mode, chunks in _modes(base, given, tp, sp):
                         for ep in _eps(base, given, gpus // tp * (tp if tp_seq else 1)):
-                            yield ParallelPlan(tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep)
+                            yield ParallelPlan(
+                                tp, tp_seq, sp, mode, chunks, cp=cp, ep=ep, moe_chunks=base.parallel.moe_chunks if ep > 1 else 1
+                            )  # fmt: skip
 
 
 def _eps(base: Config, given: Given, ranks: int) -> list[int]:

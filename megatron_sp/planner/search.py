@@ -8,9 +8,14 @@ the largest few micro-batches that fit are timed.
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_sp.config.rules import violations
@@ -24,6 +29,9 @@ from megatron_sp.planner.parallel_plans import Axes, Given, ParallelPlan, Saving
 from megatron_sp.planner.timing import StepTime, step_time
 
 TIGHT = 0.95  # share of the memory above which a layout counts as tight
+ENOUGH_FRAMES = 1000  # of layouts for more than one process: a process takes as long to start as a hundred of them take
+_CHUNK = 32  # frames that a process searches at a time
+_PROCESSES = 16  # at most: each is a Python of its own
 _SIZES = 3  # micro-batch sizes of a layout that are timed: the largest, a half and a quarter of it
 
 
@@ -106,29 +114,94 @@ class Findings:
         return list(found.values())
 
 
-def search(base: Config, given: Given, machine: Machine) -> Findings:
+class _Part(NamedTuple):
+    """Results of a search among some frames.
+
+    Attributes:
+        found: candidates, in no order, and how many layouts were tried.
+        least: for each choice of axes the layout that needs least memory, with its bytes.
+        refused: frames that break a rule, by its text.
+    """
+
+    found: Findings
+    least: dict[Axes, tuple[int, ParallelPlan]]
+    refused: dict[str, list[ParallelPlan]]
+
+
+def search(base: Config, given: Given, machine: Machine, processes: int = 1) -> Findings:
     """Search all layouts.
 
     Args:
         base: model, batch and precision, with ``vocab_size`` and ``global_batch_size`` set.
         given: fixed fields.
         machine: machine of the run.
+        processes: share the work where there are many layouts; what is found does not depend on them.
     """
-    found, least = Findings(), dict[Axes, tuple[int, ParallelPlan]]()
-    refused: dict[str, list[ParallelPlan]] = {}
-    for frame in frames(base, given, machine.gpus, machine.per_node):
-        broken = _broken(frame, base, machine.gpus)
-        if broken:
-            refused.setdefault(broken, []).append(frame)
-            continue
-        for needs, layout in _Frame(frame, base, given, machine).fill(found):
-            axes = layout.axes
-            least[axes] = min(least.get(axes, (needs, layout)), (needs, layout), key=lambda each: each[0])
-    found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
+    tried = list(frames(base, given, machine.gpus, machine.per_node))
+    work = partial(_search, base=base, given=given, machine=machine)
+    parts = [work(tried)] if processes < 2 or len(tried) < ENOUGH_FRAMES else _shared(work, tried, processes)
+    found, least, refused = Findings(), dict[Axes, tuple[int, ParallelPlan]](), dict[str, list[ParallelPlan]]()
+    for part in parts:
+        found.candidates += part.found.candidates
+        found.tried += part.found.tried
+        for axes, each in part.least.items():
+            least[axes] = min(least.get(axes, each), each, key=lambda one: one[0])
+        for text, layouts in part.refused.items():
+            refused.setdefault(text, []).extend(layouts)
+    _sort(found.candidates)
+    found.candidates += _in_chunks(found, base, given, machine)
+    _sort(found.candidates)
     fitting = {c.layout.axes for c in found.candidates}
     found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
     found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
     return found
+
+
+def _sort(candidates: list[Candidate]) -> None:
+    candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
+
+
+def _in_chunks(found: Findings, base: Config, given: Given, machine: Machine) -> list[Candidate]:
+    """Return the fastest layout of each choice of axes with tokens sent to experts in two chunks, where that is faster, and fits."""
+    if ("parallel", "moe_chunks") in given:
+        return []
+    made = []
+    for best in found.best_of_each():
+        layout = best.layout
+        if layout.ep > 1:
+            frame = _Frame(replace(layout, moe_chunks=2), base, given, machine)
+            other = frame.candidate((layout.zero, layout.recompute), layout.micro_batch, found)
+            made += [other] if other is not None and other.time.seconds < best.time.seconds else []
+    return made
+
+
+def _shared(work: partial[_Part], tried: list[ParallelPlan], processes: int) -> list[_Part]:
+    """Return what several processes find, in the order of the frames; where they cannot be had, this one searches."""
+    chunks = [tried[start : start + _CHUNK] for start in range(0, len(tried), _CHUNK)]
+    context = multiprocessing.get_context("spawn")  # this process may have threads
+    try:
+        with ProcessPoolExecutor(min(processes, _PROCESSES, len(chunks)), context, initializer=_leave_interrupts) as pool:
+            return list(pool.map(work, chunks))
+    except (BrokenProcessPool, OSError, NotImplementedError):
+        return [work(tried)]
+
+
+def _leave_interrupts() -> None:
+    """Leave Ctrl-C to the process that has asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _search(tried: Sequence[ParallelPlan], base: Config, given: Given, machine: Machine) -> _Part:
+    part = _Part(Findings(), {}, {})
+    for frame in tried:
+        broken = _broken(frame, base, machine.gpus)
+        if broken:
+            part.refused.setdefault(broken, []).append(frame)
+            continue
+        for needs, layout in _Frame(frame, base, given, machine).fill(part.found):
+            axes = layout.axes
+            part.least[axes] = min(part.least.get(axes, (needs, layout)), (needs, layout), key=lambda each: each[0])
+    return part
 
 
 def _broken(frame: ParallelPlan, base: Config, gpus: int) -> str:
@@ -212,7 +285,13 @@ class _Frame:
             return None
         found.tried += 1
         memory = plan_of(config, self.machine.gpus, "cpu" if self.machine.is_cpu else "cuda")
+        memory = replace(memory, moments=(memory.worst,))  # a search has thousands of plans
         return _Tried(layout, config, memory, reserve(self.machine, memory.peak, num_groups(layout, self.machine.gpus)))
+
+    def candidate(self, saving: Saving, size: int, found: Findings) -> Candidate | None:
+        """Return one layout of the frame; None if it does not fit or breaks a rule."""
+        tried = self._try(saving, size, found)
+        return self._candidate(tried) if tried is not None and self._fits(tried) else None
 
     def _fits(self, tried: _Tried) -> bool:
         return tried.needs <= self.machine.memory_bytes

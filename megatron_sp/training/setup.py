@@ -40,6 +40,7 @@ from megatron_sp.utils.errors import (
     ReportedError,
 )
 from megatron_sp.utils.files import atomic_write_json, held_folder
+from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 from megatron_sp.utils.run_log import read_status, saved_step
 
@@ -175,7 +176,7 @@ def set_threads(config: Config, launch: Launch) -> int:
     ``OMP_NUM_THREADS`` counts only for a process that is alone on its host. With several it is ignored, since torchrun
     sets it to 1 for them, which would leave cores idle.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0
     threads = config.kernels.num_threads or asked or max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)

@@ -18,6 +18,11 @@ def machine() -> str:
         return socket.gethostname()
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; False if /proc is unavailable."""
     return _state(pid) in ("T", "t")

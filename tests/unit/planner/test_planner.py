@@ -176,6 +176,23 @@ def test_short_sequences_do_not_try_every_micro_batch(memory_gib: float, monkeyp
     assert max(sizes.values()) == 3
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_several_processes_find_the_same(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they cannot be started, and this one has to search."""
+    monkeypatch.setattr(planner_search, "ENOUGH_FRAMES", 1)
+    monkeypatch.setattr(planner_search, "_CHUNK", 8)
+    if broken:
+        monkeypatch.setattr(planner_search, "ProcessPoolExecutor", Unstartable)
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --num-experts 4 --zero-stage 3".split(), 4, False)
+    one, two = (search(base, given, machine(4, 5.0), processes) for processes in (1, 2))
+    assert len(one.candidates) > 5 and one.rejected and one == two
+
+
+class Unstartable:
+    def __init__(self, *_: object, **__: object) -> None:
+        raise OSError("no semaphores here")
+
+
 def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:
     said = {each.who: each.why for each in narrow.rejected}
     assert re.fullmatch(r"needs \d+\.\d GiB of 3\.6 at least \(.*ZeRO 3, recompute full, micro-batch 1\)", said["tp 1, sp 1"])
