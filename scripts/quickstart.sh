@@ -61,6 +61,8 @@ else
 fi
 [ -f "$data.idx" ] ||
     "$python" tools/preprocess_data.py --input "$out/corpus.jsonl" --output-prefix "$out/corpus" "${tokenizer[@]}" "${preprocess[@]}" --workers 2
+split=96,3,1
+[ "$(wc -l <"$out/corpus.jsonl")" -ge 200 ] || split=80,10,10 # of few documents one in a hundred may be none
 
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -gt 0 ]; then
@@ -79,7 +81,7 @@ layout=()
 [ "$sp" -eq 1 ] || layout=(--sequence-parallel-size "$sp" --sp-overlap-comm)
 train=("pretrain_$family.py"
     "${model[@]}" --num-attention-heads "$heads"
-    --attention-dropout 0 --hidden-dropout 0 --data-path "$data" --split 96,3,1 "${tokenizer[@]}"
+    --attention-dropout 0 --hidden-dropout 0 --data-path "$data" --split "$split" "${tokenizer[@]}"
     --micro-batch-size $((sequences * sp)) --global-batch-size $((sequences * nproc)) --train-iters "$steps"
     "${pace[@]}" --lr-decay-style cosine
     --eval-interval "$every" --eval-iters "$evaluated" --log-interval "$log"

@@ -47,6 +47,9 @@ def _module(name: str, **members: Any) -> Any:
 
 
 class ZeroStageEnum(int, enum.Enum):
+    def __reduce_ex__(self, _: object) -> tuple[type, tuple[int]]:
+        return self.__class__, (int(self),)  # by value, in each version of Python; some of 3.11 store the name
+
     optimizer_states = 1
     gradients = 2
     weights = 3
