@@ -8,7 +8,7 @@ from __future__ import annotations
 
 TESTS = [
     "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/models/test_model_experts.py",
-    "tests/unit/inference/test_generation.py",
+    "tests/unit/ops/test_expert_mlp.py", "tests/unit/inference/test_generation.py",
     "tests/dist/test_expert_layouts.py", "tests/dist/test_train_experts.py",
 ]  # fmt: skip
 
@@ -54,6 +54,16 @@ MUTANTS = [
     ("experts: each chunk overwrites the gradient", MLP, "        self._fresh[expert] = False\n", ""),
     ("experts: one expert is fresh if another was written", MLP, "self._fresh = [fresh] * len(param)", "self._fresh = [True] * len(param)"),
     ("put off: parts of the first chunk alone", MLP, "        for expert, part in self.parts:\n", "        for expert, part in self.parts[:1]:\n"),
+    # the products of all experts as one
+    ("as one: the output is not weighted", MLP, "_products(activation.forward(wide).mul_(weights), ", "_products(activation.forward(wide), "),
+    ("as one: the bias of fc1 is lost", MLP, "        wide += _of_each(params.b1, counts)\n", "        pass\n"),
+    ("as one: the bias is not weighted", MLP, "y.addcmul_(weights.to(y.dtype), _of_each(params.b2, counts))", "y.add_(_of_each(params.b2, counts))"),
+    ("as one: weights have no gradient from the bias", MLP, "        grad_weights += (g * _of_each(params.b2, counts)).sum(1, dtype=dtype)\n", "        pass\n"),
+    ("as one: fc2's gradient is not weighted", MLP, "    inner.mul_(weights)\n", ""),
+    ("as one: the gradient is not weighted", MLP, "activation.backward_(grad_inner.mul_(weights), wide)", "activation.backward_(grad_inner, wide)"),
+    ("as one: choices of other ranks' experts count", MLP, ".masked_fill_(of_choice[:, None] < 0, 0)", ""),
+    ("as one: the first choice alone is added", MLP, "    for of_choice in place.view(len(total), k).unbind(1):", "    for of_choice in place.view(len(total), k).unbind(1)[:1]:"),
+    ("as one: an expert's products begin where another's do", MLP, "list(accumulate(counts))", "list(accumulate(sorted(counts)))"),
     # exchanges
     ("rows: used before they arrive", OP, "arrived = coming.pop().wait()\n", "arrived = coming.pop()._result\n"),
     ("results: used before they arrive", OP, "        exchange.add_results(under_way[0].wait(), under_way[1], total)\n        if wide", "        exchange.add_results(under_way[0]._result, under_way[1], total)\n        if wide"),
