@@ -3,7 +3,8 @@
 Memory is the closed form of ``estimate/memory.py`` plus a reserve, time is that of ``timing.py``. A layout that only
 saves more memory than a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and recomputation
 are tried from the cheapest on until one fits, larger micro-batches as long as one fits, and for each combination only
-the largest few micro-batches that fit are timed.
+the largest few micro-batches that fit are timed. What does not fit with the smallest micro-batch is not tried with
+larger ones.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from gpu_step import CUDA, Found, gpu_step, moved
 from support import tiny
 from support.errors import FP32, assert_law, law_error
 from support.expert_rows import made, run
-from torch import Tensor
 
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.expert_mlp import is_grouped, runs_grouped
@@ -18,7 +17,6 @@ from megatron_sp.ops.routing import RoutingSpec, choose
 from megatron_sp.parallel.forward_context import ForwardContext
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 LLAMA = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
 TWO_OF_FOUR = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 4}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -64,29 +62,10 @@ def test_ties_are_the_cpus(spec: RoutingSpec) -> None:
     assert torch.equal(choose(logits.to(CUDA), spec).cpu(), choose(logits, spec))
 
 
-def step(model: Any, batches: list[tiny.Batch]) -> tuple[dict[str, Tensor | None], int]:
+def step(model: Any, batches: list[tiny.Batch]) -> tuple[Found, int]:
     """Loss and every gradient of a step on the GPU, and how often the host waited for it."""
-    gradients = tiny.flatten(model)
-    moved = [{name: t.to(CUDA) for name, t in batch.items()} for batch in batches]
-    total = torch.zeros((), dtype=torch.float64, device=CUDA)
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            gradients.start_step()
-            for i, batch in enumerate(moved):
-                inputs = (batch["tokens"], batch["labels"], batch["loss_mask"])
-                loss, _ = model(*inputs, ForwardContext(AttentionMask(), kernel="sdpa"), tiny.Announce(gradients.unit_done))
-                if i == len(moved) - 1:
-                    gradients.last_micro_batch()
-                loss.backward()
-                total += loss.detach()
-            gradients.finish_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in said if "synchroniz" in str(warning.message)]
-    return {"loss": total.cpu(), **{name: g.cpu() for name, g in tiny.flat_grads(gradients).items()}}, len(waits)
+    contexts = [ForwardContext(AttentionMask(), kernel="sdpa") for _ in batches]
+    return gpu_step(model, tiny.flatten(model), moved(batches), contexts, "warn")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

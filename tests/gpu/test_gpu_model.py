@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_step import CUDA, Found, moved
+from gpu_step import gpu_step as run_gpu_step
 from support import tiny
 from support.errors import FP32, assert_law, law_error
 from torch import Tensor
@@ -22,7 +24,6 @@ from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 ROPE, GROUPED = {"position_embedding_type": "rope"}, {"group_query_attention": True, "num_query_groups": 2}
 LLAMA = {**ROPE, **GROUPED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,26 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def gpu_step(model: GPTModel, gradients: FlatGradients, batches: list[tiny.Batch]) -> dict[str, Tensor | None]:
-    """As ``tiny.run_step``, on the GPU, without anything that makes the host wait between first op and last."""
-    moved = [{name: t.to(CUDA) for name, t in batch.items()} for batch in batches]
-    contexts = [context(model, batch) for batch in moved]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients.start_step()
-        total = torch.zeros((), dtype=torch.float64, device=CUDA)
-        for i, (batch, ctx) in enumerate(zip(moved, contexts, strict=True)):
-            loss, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, tiny.Announce(gradients.unit_done))
-            if i == len(moved) - 1:
-                gradients.last_micro_batch()
-            loss.backward()
-            total += loss.detach()
-        gradients.finish_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(p.grad is None for p in model.parameters())
-    return {"loss": total.cpu(), **{name: g.cpu() for name, g in tiny.flat_grads(gradients).items()}}
+def gpu_step(model: GPTModel, gradients: FlatGradients, batches: list[tiny.Batch]) -> Found:
+    """A step without anything that makes the host wait."""
+    there = moved(batches)
+    return run_gpu_step(model, gradients, there, [context(model, batch) for batch in there])[0]
 
 
 def context(model: GPTModel, batch: tiny.Batch) -> ForwardContext:
