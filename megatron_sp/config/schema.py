@@ -21,6 +21,9 @@ from megatron_sp.config.schema_run import CheckpointConfig, LoggingConfig
 from megatron_sp.config.schema_training import BatchConfig, OptimizerConfig, PrecisionConfig
 from megatron_sp.utils.errors import ConfigError
 
+Given = dict[tuple[str, str], str]
+"""Where fields were set, in the user's own spelling, by (group, name)."""
+
 
 @dataclass
 class Config:
@@ -42,6 +45,8 @@ class Config:
     """Name of the preset that the model's defaults came from."""
     preset_fields: frozenset[str] = field(default=frozenset(), compare=False)
     """Fields of ``model`` that have the preset's values, because nothing else was said of them."""
+    given: Given = field(default_factory=dict, compare=False)
+    """Fields that the command line, --config or DeepSpeed's JSON set, and where each was set."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""

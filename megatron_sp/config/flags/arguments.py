@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import Setting, canonical, read_config_file
-from megatron_sp.config.flags.deepspeed_config import Given, settle
+from megatron_sp.config.flags.deepspeed_config import settle
 from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
 from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize, validate
@@ -110,14 +110,8 @@ def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
     for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
         if present:
             line.problems.append(f"{name} is for a run's own program: leave it out")
-    settings = _settings(line)
-    config = _apply(settings, line.problems, 1)
-    names = [name for setting in settings for name in ([setting.name] if setting.name in targets() else _rewritten(setting.name))]
-    return config, {targets()[name][:2] for name in names}
-
-
-def _rewritten(name: str) -> list[str]:
-    return [flag for flag, _ in dialect.REWRITTEN[name].to] if name in dialect.REWRITTEN else []
+    config = _apply(_settings(line), line.problems, 1)
+    return config, set(config.given)
 
 
 def config_as_yaml(config: Config) -> str:
@@ -293,7 +287,6 @@ class _Draft:
         config: the configuration so far.
         problems: everything that is wrong so far; one error lists it all.
         features: families of refused flags whose feature one of the settings requests.
-        given: where each field was set, by (group, name).
         weak: settings that yield to an explicit one of the same field, also to a later one.
         tokens: lengths in tokens; their conversion needs the batch size and the sequence length.
         ignored: reasons why flags have no meaning here, by the flag as it was spelled.
@@ -303,7 +296,6 @@ class _Draft:
     config: Config
     problems: list[str]
     features: list[dialect.Family]
-    given: Given = field(default_factory=dict)
     weak: list[Setting] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -321,20 +313,20 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
         except ValueError as error:
             draft.problems.append(f"{setting.where}: {error}{_known_elsewhere(setting)}")
     for setting in draft.weak:
-        if targets()[setting.name][:2] not in draft.given:
+        if targets()[setting.name][:2] not in config.given:
             _assign(draft, setting)
     overruled = _settle_deepspeed(draft, world_size)
     if not draft.problems:
         draft.problems += _count_tokens(config, draft.tokens)
     raise_all(draft.problems)
-    _settle_preset(config, draft.given)
+    _settle_preset(config)
     config.ignored_flags = (*(f"{where} ({reason})" for where, reason in draft.ignored.items()), *overruled)
     return config
 
 
 def _assign(draft: _Draft, setting: Setting) -> None:
     target = targets()[setting.name]
-    draft.given[target.group, target.name] = setting.where
+    draft.config.given[target.group, target.name] = setting.where
     setattr(getattr(draft.config, target.group), target.name, _value(setting, target))
 
 
@@ -412,7 +404,7 @@ def _settle_deepspeed(draft: _Draft, world_size: int) -> list[str]:
     if draft.deepspeed_file is None:
         return []
     found = read_deepspeed_config(draft.deepspeed_file)
-    draft.problems += settle(found, draft.config, draft.given, world_size)
+    draft.problems += settle(found, draft.config, world_size)
     return [*found.overruled, *filter(None, [found.note()])]
 
 
@@ -448,10 +440,10 @@ def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
     return []
 
 
-def _settle_preset(config: Config, given: Given) -> None:
+def _settle_preset(config: Config) -> None:
     """Record which fields still have the preset's values; a tokenizer replaces its vocabulary, a longer sequence its table length."""
     model, data = config.model, config.data
-    own = {name for name in config.preset_fields if ("model", name) not in given}
+    own = {name for name in config.preset_fields if ("model", name) not in config.given}
     if "vocab_size" in own and (
         data.tokenizer_model or data.vocab_file or data.merge_file or data.tokenizer_type not in (None, "NullTokenizer")
     ):

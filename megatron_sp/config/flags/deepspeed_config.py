@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_sp.config.schema import Config
+from megatron_sp.config.schema import Config, Given
 
 _SHOWN = 60  # most keys that the note about ignored ones names
-
-Given = dict[tuple[str, str], str]  # (group, field) -> where it was given
 
 
 class Claim(NamedTuple):
@@ -69,18 +67,17 @@ def _and_more(paths: list[str]) -> str:
     return f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
 
 
-def settle(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
+def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]:
     """Write the file's values into ``config``.
 
     Args:
         found: the file.
-        config: configuration from the command line, neither normalised nor validated; modified in place.
-        given: fields given on the command line and in --config; those of the file are added.
+        config: configuration from the command line, neither normalised nor validated; modified in place, ``given`` too.
         world_size: number of processes, for the batch sizes.
     Returns:
         Problems of the file itself, and contradictions between the file and the command line.
     """
-    problems = list(found.problems)
+    problems, given = list(found.problems), config.given
     for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, dependent claims after the others
         if claim.needs is not None and _value(config, claim.needs[0]) != claim.needs[1]:
             continue
