@@ -385,7 +385,7 @@ LAUNCHES = (
         "curriculum_learning",
         _json(512, 2, **{**_TEMPLATE, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}),
     ),
-    Launch("ds: random layer dropping", _TOKENS_1B + "--random-ltd " + _ENGINE, 8, "curricula", _json(512, 2, **_TEMPLATE)),
+    Launch("ds: random layer dropping", _TOKENS_1B + "--random-ltd " + _ENGINE, 8, "every layer computes all", _json(512, 2, **_TEMPLATE)),
     Launch(
         "ds: distillation",
         _TOKENS_1B + "--mos --kd --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1.0 --load-teacher OUT2 " + _ENGINE,

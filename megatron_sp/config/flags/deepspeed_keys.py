@@ -472,6 +472,41 @@ def _ways(kind: Any, params: dict[str, Any]) -> str:
     return f"{peak}--lr-decay-style {style} --lr-warmup-iters {word('warmup_num_steps', '1000')}{first}{ends}"
 
 
+# --------------------------------------------------------------------------------------------------------------- data efficiency
+
+
+def _if_on(handle: Handler) -> Handler:
+    """Return a handler that calls ``handle`` for a block whose own "enabled" is true; missing, it is false, as in DeepSpeed."""
+
+    def judge(reader: _Reader, place: str, value: Any) -> None:
+        block = reader.object(place, value)
+        if reader.flag(f"{place}.enabled", block.get("enabled")):
+            handle(reader, place, block)
+        else:
+            reader.found.ignored.append(place)
+
+    return judge
+
+
+def _refuse(instead: str) -> Handler:
+    return lambda reader, place, value: reader.refuse(place, value, instead)
+
+
+def _inside(keys: _Keys) -> Handler:
+    """Return a handler for a block that is on, which reads what is in it beside that."""
+    return lambda reader, place, value: reader.block({k: v for k, v in value.items() if k != "enabled"}, place, keys)
+
+
+_NO_CURRICULUM = "curricula, compression and layer dropping are not there; remove it"
+_ALL_TOKENS = (
+    "random layer token dropping (random-LTD) leaves tokens out of the middle layers, and here every layer computes all; remove it"
+)
+
+_CURRICULUM = _Keys({"curriculum_learning": _if_on(_refuse(_NO_CURRICULUM))}, ignored=("num_epochs", "num_workers", "pin_memory"))
+_ROUTING = _Keys({"random_ltd": _if_on(_refuse(_ALL_TOKENS))})
+_DATA_EFFICIENCY = _Keys({"data_sampling": _if_on(_inside(_CURRICULUM)), "data_routing": _if_on(_inside(_ROUTING))}, ignored=("seed",))
+
+
 # --------------------------------------------------------------------------------------------------------------------- all of it
 
 ADAPTED = {
@@ -493,11 +528,11 @@ ADAPTED = {
     "optimizer": "Adam, AdamW or SGD; lr, betas, eps, weight_decay, momentum; what the block leaves out has DeepSpeed's default",
     "scheduler": "WarmupLR and WarmupDecayLR where they are constant; else refused, with the flags that come nearest",
     "sequence_parallel_size": "--sequence-parallel-size",
+    "data_efficiency": "what is in it counts only where it and everything around it say `enabled: true`; random_ltd is refused then",
 }
 """Keys with a meaning and what it is, for docs/reference/flags.md."""
 
 _NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"
-_NO_CURRICULUM = "curricula, compression and layer dropping are not there; remove it"
 
 _TOP = _Keys(
     {
@@ -507,6 +542,7 @@ _TOP = _Keys(
         "communication_data_type": _communication,
         "sequence_parallel_size": _as("parallel.sequence_parallel_size"), "optimizer": _optimizer, "scheduler": _scheduler,
         "gradient_allreduce_op": _must_be("mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it"),
+        "data_efficiency": _if_on(_inside(_DATA_EFFICIENCY)),
     },
     ignored=(
         "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor",
@@ -518,9 +554,9 @@ _TOP = _Keys(
     ),
     refused={
         "amp": _NO_AUTOCAST, "torch_autocast": _NO_AUTOCAST,
-        "data_efficiency": _NO_CURRICULUM, "curriculum_learning": _NO_CURRICULUM, "progressive_layer_drop": _NO_CURRICULUM,
+        "curriculum_learning": _NO_CURRICULUM, "progressive_layer_drop": _NO_CURRICULUM,
         "eigenvalue": _NO_CURRICULUM, "quantize_training": _NO_CURRICULUM, "compression_training": _NO_CURRICULUM,
-        "weight_quantization": _NO_CURRICULUM, "random_ltd": _NO_CURRICULUM,
+        "weight_quantization": _NO_CURRICULUM, "random_ltd": _ALL_TOKENS,
         "sparse_attention": "attention is causal over the whole sequence; remove it",
         "elasticity": "the batch size is --global-batch-size, whatever the number of ranks; remove it",
         "hybrid_engine": "it is for reinforcement learning; remove it",

@@ -286,9 +286,10 @@ _REFUSED = {
     "the batch size today is constant or grows by --rampup-batch-size": "step-batch-size-schedule decrease-batch-size-if-needed",
     "curricula, compression, distillation and data-efficiency methods are not there": """
         kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize
-        curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning random-ltd compression-training
+        curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning compression-training
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path mos kd-alpha-ce kd-beta-ce
         kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
+    "random layer token dropping leaves tokens out of the middle layers, and here every layer computes all": "random-ltd",
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
         data-args-path per-split-data-args-path titles-data-path full-validation multiple-validation-sets sample-rate
         train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path extra-eval-data-path

@@ -261,6 +261,16 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ("--lr-decay-style cosine --lr-warmup-iters 1000",)),
     ({"scheduler": {"type": "OneCycle"}}, ('scheduler.type ("OneCycle") is not supported', "give --lr, --lr-decay-style and")),
     ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning ({\"enabled\": true}) is not supported",)),
+    (
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}}}},
+        ("data_efficiency.data_routing.random_ltd (", "leaves tokens out of the middle layers"),
+    ),
+    (
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
+        ("data_efficiency.data_sampling.curriculum_learning (",),
+    ),
+    ({"data_efficiency": {"enabled": True, "data_samplings": {}}}, ("data_samplings is unknown: did you mean data_sampling?",)),
+    ({"data_efficiency": {"enabled": "yes"}}, ('data_efficiency.enabled: expected true, false or "auto", got "yes"',)),
     ({"amp": {"enabled": True}}, ("amp ({\"enabled\": true}) is not supported",)),
     ({"elasticity": {"enabled": True}}, ("elasticity",)),
     ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("compression_training (",)),
@@ -299,6 +309,25 @@ def test_tuning_is_listed_once_in_one_line(path: Path) -> None:
     assert note.endswith("(DeepSpeed's own tuning, without a meaning here); _comment (unknown)")
     assert parse(path, {"zero_optimization": {"stage": 1}}).ignored_flags == ()
     assert len(parse(path, {f"k{i}": i for i in range(2000)}).ignored_flags[0]) < 1000
+
+
+_ROUTED = {"enabled": True, "total_layer_num": 24, "random_ltd_layer_num": 22}
+_SAMPLED = {"enabled": True, "curriculum_metrics": {"seqlen": {"min_difficulty": 80}}}
+
+
+@pytest.mark.parametrize("data", [
+    {"enabled": True, "seed": 1234, "data_sampling": {"enabled": False, "num_epochs": 1}, "data_routing": {"enabled": False}},
+    {
+        "enabled": True, "seed": 1234, "data_routing": {"enabled": True, "random_ltd": {**_ROUTED, "enabled": False}},
+        "data_sampling": {"enabled": True, "num_epochs": 1, "num_workers": 0, "curriculum_learning": {**_SAMPLED, "enabled": False}},
+    },
+    {"enabled": False, "data_routing": {"enabled": True, "random_ltd": _ROUTED}},
+    {"enabled": True, "data_routing": {"random_ltd": _ROUTED}, "data_sampling": {"curriculum_learning": _SAMPLED}},
+    {"data_sampling": {"enabled": True, "curriculum_learning": _SAMPLED}},
+])  # fmt: skip
+def test_data_efficiency_that_is_off_inside_is_accepted(path: Path, data: dict[str, Any]) -> None:
+    (note,) = parse(path, {"data_efficiency": data}).ignored_flags
+    assert note.startswith("ds.json: data_efficiency") and "unknown" not in note
 
 
 WRONG: list[tuple[str, str]] = [
