@@ -17,7 +17,7 @@ from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
-from megatron_sp.config.rules_experts import expert_violations, settle_experts, shared_expert_violations
+from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
 from megatron_sp.config.rules_model import variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
@@ -183,6 +183,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from delay_violations(config)
     yield from expert_violations(config, world_size)
     yield from shared_expert_violations(config)
+    yield from lifeless_router(config)
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:

@@ -93,6 +93,17 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
             )
 
 
+def lifeless_router(config: Config) -> Iterator[str]:
+    """Check that a loss reaches the router; only training needs that, a model that has been trained so is still used and converted."""
+    model = config.model
+    without = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.has_experts and model.moe_router_topk == 1 and without and not config.batch.skip_train:
+        yield (
+            "moe_router_topk (1) with a softmax over the chosen experts never trains the router: the weight of one expert alone is 1,"
+            " whatever its score; add --moe-router-pre-softmax, or --moe-router-score-function sigmoid"
+        )
+
+
 def share_violations(config: Config) -> Iterator[str]:
     """Check that each ep rank has as many experts, whatever the number of ranks."""
     experts, ep = config.model.num_experts or 0, config.parallel.expert_model_parallel_size

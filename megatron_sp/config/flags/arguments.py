@@ -315,6 +315,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
     for setting in draft.weak:
         if targets()[setting.name][:2] not in config.given:
             _assign(draft, setting)
+    _read_deepspeeds_topk(draft, settings)
     overruled = _settle_deepspeed(draft, world_size)
     if not draft.problems:
         draft.problems += _count_tokens(config, draft.tokens)
@@ -328,6 +329,14 @@ def _assign(draft: _Draft, setting: Setting) -> None:
     target = targets()[setting.name]
     draft.config.given[target.group, target.name] = setting.where
     setattr(getattr(draft.config, target.group), target.name, _value(setting, target))
+
+
+def _read_deepspeeds_topk(draft: _Draft, settings: list[Setting]) -> None:
+    """Give DeepSpeed's ``--topk 1`` its weights, a softmax over all experts; with 2 it has those of a softmax over the chosen ones."""
+    model, names = draft.config.model, [setting.name for setting in settings if setting.name in ("topk", "moe-router-topk")]
+    is_softmax = model.moe_router_score_function == "softmax" and ("model", "moe_router_pre_softmax") not in draft.config.given
+    if names[-1:] == ["topk"] and model.moe_router_topk == 1 and is_softmax:
+        model.moe_router_pre_softmax = True
 
 
 def _rewrite(draft: _Draft, setting: Setting) -> None:

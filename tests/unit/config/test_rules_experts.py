@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
-from megatron_sp.config.rules import inference_violations, normalize, violations
+from megatron_sp.config.rules import inference_violations, model_violations, normalize, violations
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_experts import layer_pattern
 from megatron_sp.utils.errors import ConfigError
@@ -31,6 +31,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "num_experts (8) must be a multiple of moe_router_num_groups (3)"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, {}, 1, "moe_router_group_topk (5) must be at most"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 3}, {}, 1, "the experts of 1 groups (1 * 2 = 2)"),
+    ({"moe_router_topk": 1}, {}, 1, "never trains the router: the weight of one expert alone is 1"),
     ({"moe_router_enable_expert_bias": True}, {}, 1, "add --moe-router-score-function sigmoid"),
     ({"moe_router_topk_scaling_factor": 0.0}, {}, 1, "moe_router_topk_scaling_factor (0) must be above 0"),
     ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, {}, 1, "contradict each other"),
@@ -72,6 +73,15 @@ def test_what_fits_is_accepted() -> None:
     assert violations(config(folded), 8) == []
     assert violations(config(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4), 1) == []
     assert violations(config(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True), 1) == []
+    assert violations(config(moe_router_topk=1, moe_router_score_function="sigmoid"), 1) == []
+    assert violations(config(moe_router_topk=1, moe_router_pre_softmax=True), 1) == []
+
+
+def test_a_model_whose_router_was_never_trained_is_still_used() -> None:
+    made = config(moe_router_topk=1)
+    assert model_violations(made) == inference_violations(made, 1) == []
+    made.batch.skip_train, made.checkpoint.load = True, "run"
+    assert violations(made, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -134,6 +144,24 @@ def test_deepspeeds_spelling() -> None:
         "--num-experts 8 --topk 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --create-moe-param-group --disable-moe-token-dropping"
     )
     assert (made.model.num_experts, made.model.moe_router_topk, made.model.moe_aux_loss_coeff) == (8, 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "pre_softmax"),
+    [
+        ("--topk 1", True), ("--topk 2", False), ("--moe-router-topk 4 --topk 1", True), ("--topk 1 --moe-router-topk 2", False),
+        ("--topk 1 --moe-router-score-function sigmoid", False),
+    ],
+)  # fmt: skip
+def test_deepspeeds_topk_of_1_is_a_softmax_over_all_experts(words: str, pre_softmax: bool) -> None:
+    """Its gate multiplies by the score itself, and with 2 it divides the scores by their sum: a softmax over the chosen ones."""
+    assert parse(f"--num-experts 8 {words}").model.moe_router_pre_softmax is pre_softmax
+
+
+@pytest.mark.parametrize("words", ["--moe-router-topk 1", "--topk 1 --moe-router-topk 1", "--topk 1 --no-moe-router-pre-softmax"])
+def test_one_expert_with_a_weight_of_1_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match="never trains the router"):
+        parse(f"--num-experts 8 {words}")
 
 
 def test_a_dense_model_in_their_words() -> None:
