@@ -11,13 +11,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.convert.model import EXPERT_BIAS, Model, build, stored_names
+from megatron_sp.convert.model import Model, build, stored_names
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import hugging_face, model
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.model import Rows
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops import availability
@@ -88,10 +89,11 @@ class Ours:
         specs = shard_specs(net)
         for name in names:
             owner, _, leaf = name.rpartition(".")
-            found = cast(self.source.store.read(name))
-            if name.endswith(EXPERT_BIAS):
-                setattr(net.get_submodule(owner), leaf, found)
+            stored = self.source.store.read(name)
+            if is_expert_bias(name):  # never rounded
+                setattr(net.get_submodule(owner), leaf, stored.to(cast(torch.zeros((), dtype=torch.float32)).dtype))
                 continue
+            found = cast(stored)
             parameter = net.get_parameter(name)
             if parameter.shape != specs[name].shape:  # padding rows of the vocabulary
                 padded = torch.zeros(parameter.shape, dtype=found.dtype)
@@ -104,7 +106,7 @@ def _forget(net: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
         kept = getattr(net.get_submodule(owner), leaf).to("meta")
-        setattr(net.get_submodule(owner), leaf, kept if name.endswith(EXPERT_BIAS) else nn.Parameter(kept, requires_grad=False))
+        setattr(net.get_submodule(owner), leaf, kept if is_expert_bias(name) else nn.Parameter(kept, requires_grad=False))
 
 
 def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:

@@ -22,6 +22,7 @@ from megatron_sp.convert.options import Options
 from megatron_sp.convert.overrides import Overrides
 from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
+from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output
 from megatron_sp.utils.program import is_out_of_memory
@@ -94,9 +95,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def describe(model: Model) -> str:
     """Describe a model in half a line."""
-    weights = model.weights()
-    count = sum(torch.Size(info.shape).numel() for info in weights.values())
-    dtypes = ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in weights.values()}))
+    count = sum(torch.Size(info.shape).numel() for name, info in model.weights().items() if not is_expert_bias(name))
+    dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in model.dtypes))
     kind = "classifier" if model.num_classes else "BERT" if model.config.is_bert else "GPT"
     step = f", step {model.step}" if model.step else ""
     return f"{kind} of {count:,} parameters in {dtypes}{step}, {'with' if model.has_optimizer else 'without'} optimizer state"

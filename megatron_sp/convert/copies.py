@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.stream import TensorInfo
+from megatron_sp.models.experts import stored_dtype
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils.errors import CheckpointError
 
@@ -273,7 +274,7 @@ class Scattered:
         correspondence: between the two; this store has only their tensors in it.
         store: contains all of ours. Let several ``Scattered`` share one ``LastRead``, otherwise each caches a tensor of
             its own.
-        dtype: dtype of all floating-point tensors of theirs; None: as ours.
+        dtype: dtype of all floating-point tensors of theirs, but for what stays in fp32; None: as ours.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
@@ -282,8 +283,8 @@ class Scattered:
         stored = store.tensors()
         self._tensors = {}
         for name, shape in correspondence.theirs.items():
-            own = widest({stored[copy.ours.name].dtype for copy in self._parts[name]})
-            self._tensors[name] = TensorInfo(shape, dtype if dtype is not None and own.is_floating_point else own)
+            names = {copy.ours.name for copy in self._parts[name]}
+            self._tensors[name] = TensorInfo(shape, widest({stored_dtype(name, stored[name].dtype, dtype) for name in names}))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors

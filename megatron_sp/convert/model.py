@@ -16,6 +16,7 @@ from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.convert.copies import TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
@@ -26,8 +27,6 @@ LossScale = dict[str, float | int | bool]
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
-EXPERT_BIAS = "router.expert_bias"
-"""Ends the names of biases of routers, which no optimizer has."""
 _MAX_LAYERS = 1 << 10
 _MAX_COMPARED = 500  # names; each takes some 0.1 ms
 _MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
@@ -88,6 +87,11 @@ class Model:
     def weights(self) -> dict[str, TensorInfo]:
         """Return the weights, without the optimizer's tensors."""
         return {name: info for name, info in self.store.tensors().items() if not name.startswith(OPTIMIZER)}
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of the parameters; biases of routers, which are in fp32 in any run, do not count."""
+        return {info.dtype for name, info in self.weights().items() if not is_expert_bias(name)}
 
     @property
     def has_optimizer(self) -> bool:
@@ -175,7 +179,7 @@ def _shapes_of_one(
 def stored_names(module: nn.Module) -> list[str]:
     """Return the names of the parameters, and of the biases of routers."""
     names = [name for name, _ in module.named_parameters()]
-    return names + [name for name, _ in module.named_buffers() if name.endswith(EXPERT_BIAS)]
+    return names + [name for name, _ in module.named_buffers() if is_expert_bias(name)]
 
 
 def nearest(name: str, among: Iterable[str]) -> str:

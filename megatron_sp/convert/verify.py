@@ -135,8 +135,7 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
 
 def _dtype_of(model: Model) -> torch.dtype | None:
     """Return the dtype of the weights; None if they have several."""
-    found = {info.dtype for info in model.weights().values()}
-    return widest(found) if len(found) == 1 else None
+    return widest(model.dtypes) if len(model.dtypes) == 1 else None
 
 
 def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | None:

@@ -85,7 +85,25 @@ class Router(nn.Module):
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
     """Return the biases of a model's routers by name: beside its parameters all that a checkpoint has of it."""
-    return {name: bias for name, bias in model.named_buffers() if name.endswith(".router.expert_bias")}
+    return {name: bias for name, bias in model.named_buffers() if is_expert_bias(name)}
+
+
+def is_expert_bias(name: str) -> bool:
+    """Return whether a tensor is the bias of a router: no parameter, and never of fewer bits than fp32."""
+    return name.endswith(".router.expert_bias")
+
+
+def stored_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in a checkpoint whose weights are rounded: what a run keeps in fp32 stays in fp32.
+
+    Args:
+        own: dtype that it has.
+        wanted: dtype of the weights; None: each its own.
+    """
+    if not own.is_floating_point:
+        return own
+    found = own if wanted is None else wanted
+    return torch.promote_types(found, torch.float32) if is_expert_bias(name) else found
 
 
 class StackedLinear(nn.Module):

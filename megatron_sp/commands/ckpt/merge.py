@@ -15,6 +15,7 @@ from megatron_sp.commands.ckpt.places import step_folder
 from megatron_sp.commands.ckpt.text import Progress, plural
 from megatron_sp.commands.ckpt.verify import of_bytes
 from megatron_sp.data.tokenizers import kept
+from megatron_sp.models.experts import stored_dtype
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.format import format_bytes
 
@@ -62,7 +63,7 @@ def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None
     for name, (shape, stored) in tensors.items():
         if weights_only and kind_of(name)[0] != WEIGHTS:
             continue
-        wanted = dtype if dtype is not None and stored.is_floating_point else stored
+        wanted = stored_dtype(name, stored, dtype)
         master = f"optimizer.master.{name}"
         origin = master if wanted != stored and master in tensors else name
         found[name] = Source(shape, wanted, lambda origin=origin, wanted=wanted: reader.read(origin, wanted))  # type: ignore[misc]

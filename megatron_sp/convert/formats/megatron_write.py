@@ -111,7 +111,7 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
 
 def require_state(model: Model, options: Options) -> None:
     """Check the dtype of the optimizer's state. Raises ConfigError: it does not match that of the weights, or is wider than float32."""
-    own = {info.dtype for info in model.weights().values()}
+    own = model.dtypes
     kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
     if any(name.startswith(f"{OPTIMIZER}master.") for name in kept) and options.dtype is not None and own != {options.dtype}:
         named, theirs = (str(dtype).removeprefix("torch.") for dtype in (options.dtype, max(own, key=str)))

@@ -24,6 +24,7 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.data.tokenizers import kept
+from megatron_sp.models.experts import is_expert_bias, stored_dtype
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 from megatron_sp.utils.strict_json import is_count
 
@@ -111,7 +112,7 @@ class _Cast:
             of_optimizer = name.startswith(OPTIMIZER)
             if of_optimizer and not options.optimizer:
                 continue
-            dtype = info.dtype if of_optimizer or options.dtype is None else options.dtype
+            dtype = info.dtype if of_optimizer else stored_dtype(name, info.dtype, options.dtype)
             self._tensors[name] = TensorInfo(info.shape, dtype)
             copy = f"{OPTIMIZER}master.{name}"
             has_moments = options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there
@@ -224,7 +225,7 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     if has_optimizer:
         model.notes.append(_NOTE)
     config = Config(model=model.config)
-    dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER)}
+    dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER) and not is_expert_bias(name)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
     tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
     return {

@@ -59,6 +59,16 @@ def test_another_dtype_comes_from_the_unrounded_weights(dtype: str, run: Path, t
     assert_same_tensors(tensors(tmp_path / "w2"), {name: t.to(merging.DTYPES[dtype]).bfloat16() for name, t in exact.items()})
 
 
+def test_biases_of_routers_stay_in_fp32(tmp_path: Path, capsys: Capture) -> None:
+    bias = torch.tensor([1.0009765625, -3e-6])
+    ckpts.save(tmp_path / "run", 1, tensors={"layers.0.mlp.router.expert_bias": bias, "layers.0.mlp.router.weight": torch.ones(2, 3)})
+    assert merge(capsys, tmp_path / "run", tmp_path / "w", "--weights-only", "--dtype", "bf16")[0] == 0
+    assert_same_tensors(
+        tensors(tmp_path / "w"),
+        {"layers.0.mlp.router.expert_bias": bias, "layers.0.mlp.router.weight": torch.ones(2, 3, dtype=torch.bfloat16)},
+    )
+
+
 def test_what_is_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
     code, _, err = merge(capsys, run, tmp_path / "x", "--dtype", "bf16")
     assert code == 2 and "--dtype bf16 needs --weights-only" in err

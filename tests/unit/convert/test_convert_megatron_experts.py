@@ -127,6 +127,23 @@ def test_folders_of_all_shares_are_read(tmp_path: Path, shape: str, kind: Kind, 
     assert_equal(stored(tmp_path / "run"), contents(model))
 
 
+@pytest.mark.parametrize("target", ["megatron_sp", "megatron", "megatron-dist"])
+def test_biases_of_routers_are_never_rounded(tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run keeps them in fp32, whatever its weights are in; and the run that is made of them is one in bf16."""
+    model = model_of("deepseek")
+    rounded = {name: t if name.endswith("expert_bias") else t.bfloat16() for name, t in contents(model).items()}
+    source = write_run(model, tmp_path / "run")
+    assert run("--input", source, "--to", target, "--output", tmp_path / "out", "--dtype", "bfloat16", "--verify") == 0
+    found = tmp_path / "out"
+    if target != "megatron_sp":
+        assert run("--input", found, "--to", "megatron_sp", "--output", tmp_path / "again", "--dtype", "bfloat16") == 0
+        found = tmp_path / "again"
+        assert "parameters in bfloat16, without" in capsys.readouterr().err
+    assert_equal(stored(found), rounded)
+    state = json.loads((found / "checkpoints/step-000000/state.json").read_text())
+    assert state["config"]["precision"]["bf16"] is (target != "megatron_sp")
+
+
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("names", ["core", "core-local"])
 @pytest.mark.parametrize("shape", ["mixtral", "deepseek", "ungated"])
