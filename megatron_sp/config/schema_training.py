@@ -31,6 +31,10 @@ class BatchConfig:
     exit_duration_in_mins: float | None = flag(
         None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0, high=1e9
     )
+    kill_switch_path: str | None = flag(
+        None, "save and exit 75, as on a signal, when a file of this name appears; while it is there nothing starts", path=True,
+        aliases=("kill-switch-file",),
+    )  # fmt: skip
     no_exit_signal_handler: bool = flag(False, "die at once on SIGTERM instead of saving first (exit code 75)")
     seed: int = flag(1234, "of weights, dropout and sample order", low=0)
 

@@ -33,7 +33,7 @@ from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
-from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.training.starting_point import require_kept_steps
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
@@ -65,6 +65,10 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     launch = dataclasses.replace(launch, attempt=peers.attempt)
     if config.parallel.verify_parallelism:
         return verify_parallelism(config, task, launch, groups)
+    # one process of each host looks for the file
+    kill_switch = KillSwitch(config.batch.kill_switch_path if launch.local_rank == 0 else None)
+    with all_ranks_agree(groups.control):
+        kill_switch.require_unthrown()
     with contextlib.ExitStack() as closing:
         run_dir = open_run_dir(config, task.name, groups)
         with all_ranks_agree(groups.control):
@@ -77,7 +81,8 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         context = RunContext(
             config=config, task=task, launch=launch, groups=groups, peers=peers, run_dir=run_dir, status=status,
             console=Console(launch.rank, progress_bar=not config.logging.no_progress_bar),
-            watchdog=_start_watchdog(config, launch, run_dir, status), signals=signals, faults=faults,
+            watchdog=_start_watchdog(config, launch, run_dir, status), signals=signals,
+            kill_switch=kill_switch, faults=faults,
         )  # fmt: skip
         closing.callback(context.watchdog.close)
         saves: Saves | None = None
@@ -129,7 +134,7 @@ def train(run: Run, saves: Saves | None = None) -> int:
         else:  # a save checks them, too
             require_finite_weights((unit.master for unit in run.state.units), context.groups, progress.step)
         context.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, saves, reason)}")
-        if reason == "signal":
+        if reason in _PREEMPTIONS:
             code = EXIT_PREEMPTED
     finished = progress.step >= train_iters or context.config.batch.skip_train
     if code == EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
@@ -159,13 +164,13 @@ def _steps(run: Run, saves: Saves | None) -> str:
     exit_interval, overlap_report = context.config.batch.exit_interval, run.layout.overlap_report
     # a former process may have ended between the save of this step and its validation
     if run.continues_own and _is_validation_due(run) and not _evaluate_once(run, "valid"):
-        return "signal"
+        return _who_stops(run) or "signal"
     with _profiler(run) as after_step:
         while progress.step < train_iters:
             result = _one_step(run, saves)
             after_step()
             if result.stop_requested:  # before anything slow: the sender of a signal does not wait for long
-                return "signal" if _any_signal(run) else "duration"
+                return _who_stops(run) or "duration"
             is_last, exits = progress.step >= train_iters, bool(exit_interval and progress.step % exit_interval == 0)
             if overlap_report is not None and overlap_report.is_due(last=is_last or exits):
                 context.watchdog.beat("overlap report")
@@ -176,10 +181,10 @@ def _steps(run: Run, saves: Saves | None) -> str:
                 break
             if saves is not None and saves.is_due():
                 saves.save()
-                if _any_signal(run):
-                    return "signal"
+                if preempted := _who_stops(run):
+                    return preempted
             if _is_validation_due(run) and not _evaluate(run, "valid"):
-                return "signal"
+                return _who_stops(run) or "signal"
             if exits:
                 return "interval"
     return "done"
@@ -258,15 +263,19 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
 
 
 def _wants_stop(run: Run) -> bool:
-    """Return whether this rank wants to stop after the step: a signal came, or --exit-duration-in-mins is over."""
-    limit = run.context.config.batch.exit_duration_in_mins
-    return run.context.signals.requested or (limit is not None and time.monotonic() - run.context.started > 60 * limit)
+    """Return whether this rank wants to stop after the step: by a signal, the kill switch, or since --exit-duration-in-mins is over."""
+    context = run.context
+    limit = context.config.batch.exit_duration_in_mins
+    over = limit is not None and time.monotonic() - context.started > 60 * limit
+    return over or context.signals.requested or context.kill_switch.is_thrown()
 
 
-def _any_signal(run: Run) -> bool:
-    """Return whether any rank has received a signal; the same on every rank. Collective."""
-    flag = torch.tensor([float(run.context.signals.requested)])
-    return bool(all_reduce(flag, run.context.groups.control, "max") > 0)
+def _who_stops(run: Run) -> str | None:
+    """Return what preempts the run on any rank, a key of ``_PREEMPTIONS``; the same on every rank. Collective."""
+    context = run.context
+    number = 2 if context.kill_switch.is_thrown() else int(context.signals.requested)
+    found = int(all_reduce(torch.tensor([float(number)]), context.groups.control, "max"))
+    return (None, *_PREEMPTIONS)[found]
 
 
 def _evaluate_once(run: Run, kind: Split) -> bool:
@@ -282,7 +291,7 @@ def _evaluate(run: Run, kind: Split) -> bool:
     """Log the mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one. Collective.
 
     Returns:
-        False if it was interrupted by a signal to any rank; nothing is logged then but that.
+        False if a signal to any rank, or the kill switch, interrupted it; nothing is logged then but that.
     """
     context, step, batches = run.context, run.state.progress.step, run.plan.batches
     batch, model, loss_of = context.config.batch, run.parts.model, context.task.loss
@@ -302,9 +311,9 @@ def _evaluate(run: Run, kind: Split) -> bool:
         total += evaluate_batches(
             model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights, run.parts.pipeline
         )
-        if _any_signal(run):
+        if preempted := _who_stops(run):
             model.train()
-            context.console.line(f"{kind} at step {step}: interrupted by a signal")
+            context.console.line(f"{kind} at step {step}: interrupted by {_PREEMPTIONS[preempted]}")
             return False
     values = all_reduce(total, context.groups.world).tolist()
     model.train()
@@ -343,12 +352,16 @@ def _what_is_kept(run: Run, saves: Saves | None, reason: str) -> str:
     """Return the end of the last message: what there is to go on from."""
     if saves is None or saves.saved_step != run.state.progress.step:
         return "; nothing was saved" + (", for there is no --save" if run.context.config.checkpoint.save is None else " at this step")
-    return "; the same command with --auto-resume goes on from here" if reason == "signal" else ""
+    if reason == "kill switch":
+        return "; when the file is removed, the same command with --auto-resume goes on from here"
+    return "; the same command with --auto-resume goes on from here" if reason in _PREEMPTIONS else ""
 
 
+_PREEMPTIONS = {"signal": "a signal", "kill switch": "the kill switch"}
 _STOP_REASONS = {
     "done": "the run is complete",
     "signal": "a signal asked for it",
+    "kill switch": "the file of --kill-switch-path is there",
     "duration": "--exit-duration-in-mins",
     "interval": "--exit-interval",
 }

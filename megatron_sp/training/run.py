@@ -69,7 +69,7 @@ from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, req
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.setup import RunStatus, dtype_of, expert_parallel, layout_groups
 from megatron_sp.training.sharding import build_sharded
-from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.training.starting_point import starting_point
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
 from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
@@ -121,6 +121,7 @@ class RunContext:
         console: lines for the user, from rank 0.
         watchdog: ends this process if it makes no progress.
         signals: report that a signal asks for a stop.
+        kill_switch: reports that a file asks for one.
         faults: injected faults.
         started: ``time.monotonic()`` of the start.
         sizes: how those of sp and cp came about.
@@ -136,6 +137,7 @@ class RunContext:
     console: Console
     watchdog: Watchdog
     signals: StopSignals
+    kill_switch: KillSwitch
     faults: FaultPlan
     started: float = field(default_factory=time.monotonic)
     sizes: Literal["given", "timed"] = "given"

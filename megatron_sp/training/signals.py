@@ -1,4 +1,4 @@
-"""Graceful stop on SIGTERM, SIGINT and SIGHUP: all ranks agree on the step, save, and exit with code 75.
+"""Graceful stop on SIGTERM, SIGINT, SIGHUP or a file: all ranks agree on the step, save, and exit with code 75.
 
 A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of
 them after the same step. A second signal (not the same key press forwarded by the launcher) ends this process at once,
@@ -15,6 +15,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.output import complain
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -84,6 +85,28 @@ class StopSignals:
 
     def _is_echo(self, now: float) -> bool:
         return self._launched and self._first is not None and now - self._first <= _ECHO_SECONDS
+
+
+class KillSwitch:
+    """A file (--kill-switch-path) that stops the run when it appears, where signals do not reach it: on any host, created by anybody.
+
+    Args:
+        path: the file; None: there is no such switch.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._path = path
+        self._seen = False
+
+    def is_thrown(self) -> bool:
+        """Return whether the file is there, or was when it was looked for before: a stop that has begun is not called off."""
+        self._seen = self._seen or (self._path is not None and os.path.lexists(self._path))
+        return self._seen
+
+    def require_unthrown(self) -> None:
+        """Raise a ConfigError if the file is there before the run has begun."""
+        if self.is_thrown():
+            raise ConfigError(f"--kill-switch-path {self._path}: the file is there, so nothing starts: remove it, or leave the flag out")
 
 
 _registered = threading.Event()

@@ -1,4 +1,4 @@
-"""Stopping on purpose: signals, --exit-interval, --exit-duration-in-mins; what is saved, said and returned."""
+"""Stopping on purpose: signals, --kill-switch-path, --exit-interval, --exit-duration-in-mins; what is saved, said and returned."""
 
 from __future__ import annotations
 
@@ -175,6 +175,17 @@ def test_exit_interval(tmp_path: Path) -> None:
     assert status(run)["step"] == 4 and status(run)["train_iters"] == 6
     train(tmp_path, "--save", run, "--exit-interval", 4, "--auto-resume", ranks=2).expect(0, "the run is complete")
     assert saved_steps(run) == [4, 6]
+
+
+def test_a_kill_switch_stops_all_ranks_and_keeps_them_from_starting(tmp_path: Path) -> None:
+    run, switch = tmp_path / "run", tmp_path / "stop"
+    words = ("--save", run, *LONG, "--kill-switch-path", switch)
+    outcome = train(tmp_path, *words, ranks=2, during=after_steps(run, 2, lambda _: switch.touch()))
+    outcome.expect(75, "the file of --kill-switch-path is there; when the file is removed, the same command")
+    step = stopped_at(outcome)
+    assert saved_steps(run) == [step] and status(run)["status"] == "preempted"
+    train(tmp_path, *words, "--auto-resume", ranks=2).expect(2, f"--kill-switch-path {switch}: the file is there, so nothing starts")
+    assert saved_steps(run) == [step] and status(run)["status"] == "preempted"
 
 
 def test_exit_duration_is_agreed_on(tmp_path: Path) -> None:

@@ -297,7 +297,6 @@ _REFUSED = {
         loss-on-targets-only reweight-loss-based-on-position-frequency""",
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
         sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
-    "a run ends by a signal, --exit-interval or --exit-duration-in-mins, and saves first": "kill-switch-path kill-switch-file",
     "checkpoints of other programs are converted by megatron-sp convert (docs/how-to/convert.md); --load takes ours": """
         load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """

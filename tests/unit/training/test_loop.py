@@ -22,6 +22,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.training import loop
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.run import Run
+from megatron_sp.training.signals import KillSwitch
 from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult
 from megatron_sp.utils.errors import DataError, NumericsError
@@ -55,6 +56,7 @@ class Script:
     lines: list[str] = field(default_factory=list)
     rates: list[int] = field(default_factory=list)
     requested: bool = False
+    kill_switch_path: str | None = None
     failed: bool = False
     saved_step: int = -1
 
@@ -73,7 +75,7 @@ class Script:
             launch=SimpleNamespace(rank=0), groups=SimpleNamespace(control=SINGLE_RANK, world=SINGLE_RANK, device=torch.device("cpu")),
             run_dir=Path("runs/x"), status=SimpleNamespace(write=lambda *a, **k: self.status.append((*a[:2], k["step"]))),
             console=SimpleNamespace(line=self.lines.append, start_progress=nothing), watchdog=SimpleNamespace(beat=nothing),
-            signals=self, faults=None, started=self.started,
+            signals=self, kill_switch=KillSwitch(self.kill_switch_path), faults=None, started=self.started,
         )  # fmt: skip
         reporter = SimpleNamespace(pause_ended=nothing, step=lambda progress, result, **k: self.note(f"report {progress.step}"))
         run = SimpleNamespace(
@@ -133,7 +135,7 @@ class Script:
 
 @pytest.fixture(autouse=True)
 def evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scripted run's validation or test is an event, which a signal breaks off."""
+    """A scripted run's validation or test is an event, which a signal or the kill switch breaks off."""
     original = loop._evaluate
 
     def evaluate(run: Run, kind: loop.Split) -> bool:
@@ -141,7 +143,7 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(script, Script):
             return original(run, kind)
         script.note(f"{kind} {run.state.progress.step}")
-        return not script.requested
+        return not script.requested and not run.context.kill_switch.is_thrown()
 
     monkeypatch.setattr(loop, "_evaluate", evaluate)
     monkeypatch.setattr(loop, "dump_bad_step", lambda *_: "a file")
@@ -211,6 +213,34 @@ def test_without_save_a_signal_still_ends_it_and_nothing_is_promised() -> None:
     made = signal_at("step 2", script())
     assert made.train() == 75
     assert made.lines[-1] == "stopped at step 2: a signal asked for it; nothing was saved, for there is no --save"
+
+
+@pytest.mark.parametrize(
+    ("event", "happened"),
+    [
+        ("report 1", "step 1, step 2, last save 2"),
+        ("save 2", "step 1, step 2, save 2, last save 2"),
+        ("valid 2", "step 1, step 2, save 2, valid 2, last save 2"),
+        ("test 6", "step 1, step 2, save 2, valid 2, step 3, step 4, save 4, valid 4, step 5, step 6, last save 6, valid 6, test 6"),
+    ],
+)
+def test_a_kill_switch_stops_as_a_signal_does_though_the_file_is_gone_again(event: str, happened: str, tmp_path: Path) -> None:
+    switch = tmp_path / "stop"
+    made = script(2, save_interval=2, kill_switch_path=str(switch))
+
+    def act(now: str) -> None:
+        if now.split(" of ")[0] == event:
+            switch.symlink_to("nowhere")  # a link is a file, too
+        elif now.startswith("last save"):
+            switch.unlink(missing_ok=True)
+
+    made.act = act
+    assert (made.train(), made.happened) == (75, happened)
+    if event != "test 6":
+        assert made.lines[-1] == (
+            "stopped at step 2: the file of --kill-switch-path is there; when the file is removed, the same command with --auto-resume goes"
+            " on from here"
+        )
 
 
 def test_exit_duration_is_no_preemption() -> None:

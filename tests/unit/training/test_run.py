@@ -28,7 +28,7 @@ from megatron_sp.training.console import Console
 from megatron_sp.training.run import RunContext, prepare, settle_vocab_size
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus
-from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
@@ -61,7 +61,7 @@ def make_context(folder: Path, *flags: object) -> RunContext:
     return RunContext(
         config=config, task=GPT, launch=launch, groups=groups, peers=Peers(["here"], [os.getpid()], ["here"]), run_dir=folder,
         status=RunStatus(), console=Lines(), watchdog=SimpleNamespace(beat=lambda _: None),  # type: ignore[arg-type]
-        signals=StopSignals(), faults=FaultPlan.none(),
+        signals=StopSignals(), kill_switch=KillSwitch(), faults=FaultPlan.none(),
     )  # fmt: skip
 
 
