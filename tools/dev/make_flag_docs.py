@@ -11,6 +11,7 @@ from typing import Any
 from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
+from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.program import run_program
 
@@ -73,6 +74,9 @@ def _rewritten() -> Iterator[str]:
         yield f"| `--{name}{' VALUE' if rewrite.takes_value else ''}` | `{meaning}`{' unless that is given' if rewrite.weak else ''} |"
     for name in dialect.TOKEN_FLAGS:
         yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
+    for name, (num_words, meaning) in HELD.items():
+        yield f"| `--{name}{' N' * num_words}` | {meaning} |"
+    yield "| `--num-experts N N ...` | a number for each of these layers, all the same; 1 for a dense MLP |"
     yield "| `--profile pt --profile-steps A,B` | `--profile --profile-step-start A --profile-step-end B` |\n"
 
 

@@ -26,12 +26,13 @@ from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import Setting, canonical, read_config_file
 from megatron_sp.config.flags.deepspeed_config import settle
 from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
+from megatron_sp.config.flags.expert_dialects import HELD, settle_expert_dialect
 from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import GROUPS, Config, raise_all
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
-_SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
+_SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS, *HELD)
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
 
@@ -255,7 +256,7 @@ def _num_words(name: str, rest: list[str]) -> int:
         return 1
     if name == "dry-run":
         return int(rest[:1] != [] and rest[0] in _DRY_RUN)
-    wanted = _arity(name)
+    wanted = _ANY if name == "num-experts" else _arity(name)  # Megatron-DeepSpeed's may be a list
     return following if wanted == _ANY else min(wanted, following)
 
 
@@ -273,6 +274,8 @@ def _arity(name: str) -> int:
         return _ANY if name in dialect.IGNORED_LISTS else 1
     if name in dialect.IGNORED_SWITCHES or name in ("help", "print-config"):
         return 0
+    if name in HELD:
+        return HELD[name][0]
     return 1 if name in _SPECIAL else _ANY  # a refused or unknown flag takes its words with it, so they are not reported as well
 
 
@@ -289,6 +292,7 @@ class _Draft:
         features: families of refused flags whose feature one of the settings requests.
         weak: settings that yield to an explicit one of the same field, also to a later one.
         tokens: lengths in tokens; their conversion needs the batch size and the sequence length.
+        held: words about experts that need to know all others, by name.
         ignored: reasons why flags have no meaning here, by the flag as it was spelled.
         deepspeed_file: path of DeepSpeed's JSON.
     """
@@ -298,6 +302,7 @@ class _Draft:
     features: list[dialect.Family]
     weak: list[Setting] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
+    held: dict[str, Setting] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     deepspeed_file: str | None = None
 
@@ -315,8 +320,11 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
     for setting in draft.weak:
         if targets()[setting.name][:2] not in config.given:
             _assign(draft, setting)
-    _read_deepspeeds_topk(draft, settings)
     overruled = _settle_deepspeed(draft, world_size)
+    try:
+        overruled += settle_expert_dialect(config, settings, draft.held, world_size)
+    except ValueError as error:
+        draft.problems.append(str(error))
     if not draft.problems:
         draft.problems += _count_tokens(config, draft.tokens)
     raise_all(draft.problems)
@@ -331,14 +339,6 @@ def _assign(draft: _Draft, setting: Setting) -> None:
     setattr(getattr(draft.config, target.group), target.name, _value(setting, target))
 
 
-def _read_deepspeeds_topk(draft: _Draft, settings: list[Setting]) -> None:
-    """Give DeepSpeed's ``--topk 1`` its weights, a softmax over all experts; with 2 it has those of a softmax over the chosen ones."""
-    model, names = draft.config.model, [setting.name for setting in settings if setting.name in ("topk", "moe-router-topk")]
-    is_softmax = model.moe_router_score_function == "softmax" and ("model", "moe_router_pre_softmax") not in draft.config.given
-    if names[-1:] == ["topk"] and model.moe_router_topk == 1 and is_softmax:
-        model.moe_router_pre_softmax = True
-
-
 def _rewrite(draft: _Draft, setting: Setting) -> None:
     rewrite = dialect.REWRITTEN[setting.name]
     if not rewrite.takes_value and not _is_on(setting.words):
@@ -349,6 +349,10 @@ def _rewrite(draft: _Draft, setting: Setting) -> None:
             draft.weak.append(ours)
         else:
             _assign(draft, ours)
+
+
+def _hold(draft: _Draft, setting: Setting) -> None:
+    draft.held[setting.name] = setting
 
 
 def _keep_tokens(draft: _Draft, setting: Setting) -> None:
@@ -396,6 +400,7 @@ def _reject(draft: _Draft, setting: Setting) -> None:
 
 _Handler = Callable[[_Draft, Setting], None]
 _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the first kind that a setting is of
+    (lambda setting: setting.name in HELD or (setting.name == "num-experts" and len(setting.words) > 1), _hold),
     (lambda setting: setting.name in targets(), _assign),
     (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
     (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),

@@ -48,6 +48,9 @@ REWRITTEN: dict[str, Rewrite] = {
     "max-absolute-position-embeddings": Rewrite((("max-position-embeddings", None),)),
     "tokenizer-name-or-path": Rewrite((("tokenizer-model", None),)),
     "use-rms-norm": Rewrite((("normalization", "RMSNorm"),)),
+    "moe-num-experts": Rewrite((("num-experts", None),)),  # megablocks; what else it says of experts: expert_dialects.py
+    "moe-top-k": Rewrite((("moe-router-topk", None),)),
+    "moe-zloss-weight": Rewrite((("moe-z-loss-coeff", None),)),
     "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
     # Megatron-DeepSpeed's zero bubble, and that of its authors' fork of Megatron-LM, where a V takes two flags
     "enable-zbh1-pipeline": Rewrite((("pipeline-schedule", "zb1p"),), weak=True),
@@ -97,6 +100,7 @@ _COMMUNICATION = "communication has its own flags here"
 _MEMORY = "memory is managed differently here"
 _DATA = "data is read with checked reads, and masks are never stored"
 _EXPERTS = "experts are computed, sent and recomputed in one way here, without capacities"
+_CAPACITY = "every token is computed: none is dropped, and none padded"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
 
 _IGNORED_LISTS = (
@@ -140,8 +144,10 @@ _IGNORED_SWITCHES = {
     _EXPERTS: """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap
         moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-enable-deepep moe-layer-recompute
-        overlap-moe-expert-parallel-comm create-moe-param-group disable-moe-token-dropping moe-top2-2nd-expert-sampling moe-extended-tp
-        ep-overlap-early-attn-memory-release moe-pad-experts-for-cuda-graph-inference""",
+        overlap-moe-expert-parallel-comm create-moe-param-group moe-extended-tp ep-overlap-early-attn-memory-release
+        moe-pad-experts-for-cuda-graph-inference moe-weight-parallelism""",
+    _CAPACITY: "moe-pad-expert-input-to-capacity moe-token-dropping disable-moe-token-dropping",
+    "the second expert of a token is the next best, never drawn": "disable-moe-top2-2nd-expert-sampling",
     "the load of the experts is in the log line and in metrics.jsonl": "moe-per-layer-logging",
     _ENGINE: """
         deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel sync-tp-duplicated-parameters
@@ -187,7 +193,11 @@ _IGNORED_VALUES = {
         timing-log-level timing-log-option tensorboard-log-interval log-memory-interval logging-level straggler-minmax-count
         straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity one-logger-async log-path log-level
         log-level-replica config-logger-dir codecarbon-dir profile-dir app-tag-run-name app-tag-run-version""",
-    _EXPERTS: "moe-token-dispatcher-type moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms",
+    _EXPERTS: "moe-token-dispatcher-type moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms mlp-impl",
+    _CAPACITY: """
+        moe-expert-capacity-factor moe-token-drop-policy moe-token-drop-method moe-train-capacity-factor moe-eval-capacity-factor
+        moe-min-capacity moe-capacity-factor""",
+    "the router and its losses are computed in fp32": "moe-lbl-in-fp32 moe-zloss-in-fp32",
     "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
     _GARBAGE: "manual-gc-interval",
     _ENGINE: "remote-device",
@@ -226,16 +236,14 @@ _REFUSED = {
         keep-fp8-weight-transpose-cache first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16""",
     "residuals, master weights, gradients and Adam's moments have fixed formats": """
         fp32-residual-connection main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype embedding-weights-in-fp32""",
-    "experts have no capacity here: no token is ever dropped, and none is padded; leave it out": """
-        moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy moe-train-capacity-factor
-        moe-eval-capacity-factor moe-min-capacity moe-token-drop-method moe-token-dropping""",
     "an expert is whole on a rank; more ranks take --expert-model-parallel-size": """
         expert-tensor-parallel-size enable-expert-tensor-parallelism""",
-    "--moe-layer-freq says which layers have experts: [0,1]*N for the second of every two": "expert-interval",
-    "a residual MLP beside the experts is --moe-shared-expert-intermediate-size here": "mlp-type",
+    "an MLP beside the experts, weighed against them by a router of its own, is not there; one that is added as it is takes"
+    " --moe-shared-expert-intermediate-size": "mlp-type",
+    "weights of the chosen experts sum to 1 without --moe-router-pre-softmax; other norms are not there": "moe-normalize-expert-weights",
     "tokens choose by their router's scores alone: the balance is kept by --moe-router-load-balancing-type or"
     " --moe-router-enable-expert-bias": """
-        moe-input-jitter-eps moe-router-force-load-balancing moe-router-force-biased moe-noisy-gate-policy use-tutel-gate""",
+        moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing moe-router-force-biased moe-noisy-gate-policy use-tutel-gate""",
     "a shared expert is added as it is, without a gate": "moe-shared-expert-gate moe-use-shared-expert-gate",
     "an expert's weight is a factor of its result, not of its input": "moe-apply-probs-on-input",
     "latent, upcycled and other mixtures are not there; experts are MLPs": """
@@ -327,7 +335,8 @@ REFUSED_PREFIXES: dict[str, str] = {
 """Beginnings of refused families."""
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
-    "expert-tensor-parallel-size": ("1",), "expert-interval": ("1",), "mlp-type": ("standard",), "moe-input-jitter-eps": ("0", "0.0"),
+    "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
+    "moe-jitter-eps": ("0", "0.0"),
     "vocab-extra-ids": ("0",),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
@@ -336,7 +345,7 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
 """Refused flags that are ignored with these values, because they then ask for what happens anyway."""
 
 
-OFF_VALUES: dict[str, tuple[str, ...]] = {"num-experts": ("1",)}
+OFF_VALUES: dict[str, tuple[str, ...]] = {"num-experts": ("1",), "moe-num-experts": ("1",)}
 """Words with which a flag of ours that asks for a family's feature does not ask for it."""
 
 
@@ -369,11 +378,11 @@ def _names(text: str) -> frozenset[str]:
 
 FAMILIES = (
     Family(
-        ("num-experts",),
+        ("num-experts", "moe-num-experts"),
         _names("""
             moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy moe-train-capacity-factor
             moe-eval-capacity-factor moe-min-capacity moe-token-drop-method moe-token-dropping expert-tensor-parallel-size
-            enable-expert-tensor-parallelism mlp-type expert-interval moe-input-jitter-eps moe-router-force-load-balancing
+            enable-expert-tensor-parallelism mlp-type expert-interval moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing
             moe-noisy-gate-policy moe-shared-expert-gate moe-use-shared-expert-gate moe-use-upcycling moe-apply-probs-on-input"""),
     ),
     Family(

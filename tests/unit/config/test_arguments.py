@@ -231,7 +231,7 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
     [
         "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
-        "--num-experts 8 --moe-expert-capacity-factor 1.25", "--num-experts 8 --expert-tensor-parallel-size 2",
+        "--num-experts 8 --expert-tensor-parallel-size 2",
         "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--use-torch-fsdp2", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
         "--pipeline-model-parallel-layout Et|tL", "--universal-checkpoint", "--curriculum-learning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -139,11 +140,72 @@ def test_what_would_compute_something_else_is_refused(flag: str, reason: str) ->
         parse(f"--num-experts 8 {flag}")
 
 
-def test_deepspeeds_spelling() -> None:
-    made = parse(
-        "--num-experts 8 --topk 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --create-moe-param-group --disable-moe-token-dropping"
-    )
-    assert (made.model.num_experts, made.model.moe_router_topk, made.model.moe_aux_loss_coeff) == (8, 1, 0.01)
+@pytest.mark.parametrize(
+    ("words", "layers", "topk", "balance", "whole"),
+    [
+        ("--deepspeed --num-experts 8", (1, 3), 1, 0.1, True),
+        ("--deepspeed --num-experts 8 --topk 2", (1, 3), 2, 0.1, False),
+        ("--num-experts 8 --expert-interval 3 --moe-loss-coeff 0.01", (2,), 1, 0.01, True),
+        ("--num-experts 8 --expert-interval 1 --moe-expert-parallel-size 1 --disable-moe-token-dropping", (0, 1, 2, 3), 1, 0.1, True),
+        ("--num-experts 8 8 --topk 1", (1, 3), 1, 0.1, True),
+        ("--num-experts 1 8", (3,), 1, 0.1, True),
+        ("--moe-num-experts 8", (0, 1, 2, 3), 1, 0.025, True),  # megablocks divides the coefficient by the layers
+        ("--moe-num-experts=8 --moe-top-k=2 --moe-loss-weight=0.2 --moe-capacity-factor 1", (0, 1, 2, 3), 2, 0.05, True),
+        ("--num-experts 8 --moe-router-topk 4 --deepspeed", (0, 1, 2, 3), 4, 0.0, False),  # Megatron's names: Megatron's defaults
+        ("--num-experts 8 --topk 1 --moe-router-dtype fp32", (0, 1, 2, 3), 1, 0.0, True),
+        ("--num-experts 8", (0, 1, 2, 3), 2, 0.0, False),
+    ],
+)
+def test_defaults_of_who_is_quoted(words: str, layers: tuple[int, ...], topk: int, balance: float, whole: bool) -> None:
+    model = parse(words).model
+    assert model.num_experts == 8 and model.expert_layers(4) == layers
+    assert (model.moe_router_topk, model.moe_aux_loss_coeff, model.moe_router_pre_softmax) == (topk, pytest.approx(balance), whole)
+
+
+def test_what_was_not_said_is_told_once() -> None:
+    told = "--num-experts 8 (what is not given is as in Megatron-DeepSpeed: --moe-router-topk 1, --moe-aux-loss-coeff 0.1, --moe-layer-freq"
+    notes = parse("--num-experts 8 --deepspeed").ignored_flags
+    assert [note for note in notes if "experts" in note] == [f"{told} [0,1]*2, --moe-router-pre-softmax)"]
+    assert any("Megatron's words, not Megatron-DeepSpeed's: --moe-aux-loss-coeff 0, experts in every layer" in note
+               for note in parse("--num-experts 8 --topk 1 --moe-router-dtype fp32").ignored_flags)  # fmt: skip
+    assert any("second expert is the next best one" in note for note in parse("--num-experts 8 --topk 2").ignored_flags)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--moe-expert-capacity-factor 1.25", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position",
+        "--moe-train-capacity-factor 1.0", "--moe-eval-capacity-factor 1.0", "--moe-min-capacity 4", "--moe-token-dropping",
+        "--moe-capacity-factor 1", "--disable-moe-token-dropping",
+    ],
+)  # fmt: skip
+def test_without_capacities_every_token_is_computed(flag: str) -> None:
+    said = f"{flag.split()[0]} (every token is computed: none is dropped, and none padded)"
+    assert said in parse(f"--num-experts 8 {flag}").ignored_flags
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--num-experts 8 16", "these have 8 and 16: give one number"),
+        ("--num-experts 8 8 8", "has 3 numbers, and with num_layers 4 and --expert-interval 2 there are 2 layers with experts"),
+        ("--num-experts 8 x", "--num-experts: expected an integer, got 'x'"),
+        ("--num-experts 8 --expert-interval 5", "layer number 5 would be the first with experts, and num_layers is 4"),
+        ("--num-experts 8 --expert-interval 0", "--expert-interval (0) must be at least 1"),
+        ("--num-experts 8 --mlp-type residual", "weighed against them by a router of its own"),
+        ("--moe-num-experts 8 --moe-loss-weight much", "--moe-loss-weight: expected a number"),
+        ("--moe-num-experts 8 --moe-normalize-expert-weights 2", "other norms are not there"),
+        ("--moe-top2-2nd-expert-sampling", "did you mean --disable-moe-top2-2nd-expert-sampling"),
+    ],
+)
+def test_what_their_words_cannot_mean(words: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        parse(words)
+
+
+def test_megablocks_shares_experts_among_as_many_ranks_as_it_can() -> None:
+    words = f"{BASE} --moe-num-experts 12 --moe-expert-model-parallelism"
+    assert config_from_args(shlex.split(words), world_size=8).parallel.expert_model_parallel_size == 4
 
 
 @pytest.mark.parametrize(
@@ -165,7 +227,7 @@ def test_one_expert_with_a_weight_of_1_is_refused(words: str) -> None:
 
 
 def test_a_dense_model_in_their_words() -> None:
-    for words in ("--num-experts 1", "--num-experts 0", "--moe-router-topk 4 --moe-aux-loss-coeff 0.1"):
+    for words in ("--num-experts 1", "--num-experts 0", "--num-experts 1 1", "--moe-router-topk 4 --moe-aux-loss-coeff 0.1", "--deepspeed"):
         assert not parse(words).model.has_experts
     assert any("--moe-router-topk (without --num-experts it has no effect)" in note for note in parse("--moe-router-topk 4").ignored_flags)
 
