@@ -63,6 +63,8 @@ def _as_number(word: str) -> float | None:
 def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the weights as float64, divided by their sum."""
     array = np.array(weights, dtype=np.float64)
+    if float(array.max()) > np.finfo(np.float64).max / len(array):  # their sum could overflow; a power of two changes no share
+        array = np.ldexp(array, -MAX_SETS.bit_length())
     result: np.ndarray = array / np.sum(array)
     return result
 

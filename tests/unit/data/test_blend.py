@@ -61,6 +61,24 @@ def test_ties_and_extremes(weights: list[float]) -> None:
     assert (sets.tolist(), samples.tolist()) == sequential(w.tolist(), 3000)
 
 
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ([1e308, 1e308], [0.5, 0.5]),
+        ([1.7e308, 1.7e308 / 4], [0.8, 0.2]),
+        ([1.7e308] * 4, [0.25] * 4),
+        ([1e308, 1e308, 1.0], [0.5, 0.5, 0.0]),
+        ([5e-324, 5e-324], [0.5, 0.5]),
+        ([5e-324, 15e-324], [0.25, 0.75]),
+    ],
+)
+def test_weights_at_the_ends_of_the_range_have_their_shares(weights: list[float], shares: list[float]) -> None:
+    """A sum of weights that overflows gave shares of 0, and samples that do not exist."""
+    assert normalized(weights).tolist() == pytest.approx(shares, abs=1e-15)
+    sets, _ = build_blending_indices(blending_weights(weights), 1000)
+    assert np.bincount(sets, minlength=len(shares)).tolist() == pytest.approx([share * 1000 for share in shares], abs=1)
+
+
 def test_a_million_samples_are_quick() -> None:
     began = time.process_time()
     sets, _ = build_blending_indices(normalized([3, 1, 4, 1, 5]), 10**6)
