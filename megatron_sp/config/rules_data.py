@@ -35,9 +35,7 @@ def data_violations(config: Config) -> Iterator[str]:
         yield "--tokenizer-type NullTokenizer needs --vocab-size N"
     if data.tokenizer_type in WORDPIECE and not data.vocab_file:
         yield f"--tokenizer-type {data.tokenizer_type} needs --vocab-file FILE, BERT's vocab.txt"
-    if data.eod_id is not None and data.tokenizer_type not in (None, "NullTokenizer"):
-        yield f"--eod-id is for NullTokenizer: {data.tokenizer_type} knows which token ends a document; leave it out"
-    elif data.eod_id is not None and vocab_size and data.eod_id >= vocab_size:
+    if data.eod_id is not None and vocab_size and data.eod_id >= vocab_size:
         yield f"eod_id ({data.eod_id}) must be below vocab_size ({vocab_size}): it is one of the ids"
     yield from _bert_data(config)
 
@@ -58,8 +56,9 @@ def _bert_data(config: Config) -> Iterator[str]:
             "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments of each: add"
             " --bert-no-binary-head, or leave it out"
         )
-    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        if getattr(data, name):
+    own_end = data.eod_id is not None and data.tokenizer_type != "NullTokenizer"
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", *(["eod_id"] if own_end else [])):
+        if name == "eod_id" or getattr(data, name):
             yield f"--{name.replace('_', '-')} is about documents in GPT's stream of tokens; BERT's samples lie within one: leave it out"
 
 

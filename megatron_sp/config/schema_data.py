@@ -45,7 +45,10 @@ class DataConfig:
         None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it", path=True
     )
     eod_id: int | None = flag(
-        None, "NullTokenizer: the id that ends a document (default: the last one)", aliases=("null-tokenizer-eod-id",), low=0
+        None,
+        "the id that ends a document (default: the tokenizer's own; of NullTokenizer the last one)",
+        aliases=("null-tokenizer-eod-id",),
+        low=0,
     )
     vocab_file: str | None = flag(
         None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer", path=True

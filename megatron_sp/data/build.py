@@ -13,6 +13,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
+from megatron_sp.data.document_ends import Stretch, check_document_ends
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
@@ -29,7 +30,7 @@ _CACHE_FOLDER = "index-cache"
 
 @dataclass(frozen=True)
 class Datasets:
-    """Data sets of a run, and warnings about them; None where no samples are requested or the split has no share.
+    """Data sets of a run, with warnings and notes about them; None where no samples are requested or the split has no share.
 
     ``fingerprint`` is that of the training data (without any, of the first data set present), for the checkpoint.
     """
@@ -38,6 +39,7 @@ class Datasets:
     valid: Dataset | None
     test: Dataset | None
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -73,11 +75,13 @@ def build_datasets(
         num_samples: samples requested for training, validation and test; 0 builds none.
         vocab_size: entries of the model's vocabulary; ids not below this are errors (default: the tokenizer's).
     Raises:
-        DataError: a file is missing or damaged, or a split is empty.
+        DataError: a file is missing or damaged, or a split is empty; or a flag goes by the ends of documents, and the data
+            do not have them.
         ConfigError: no data is given, or a flag cannot be parsed.
     """
     options = GPTOptions(seq_length, seed, data.eod_mask_loss)
     warnings: dict[str, list[str]] = {}
+    stretches: dict[tuple[str, tuple[int, int]], Stretch] = {}
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
         own = replace(options, seed=_seed_of(seed, turn))
@@ -86,15 +90,18 @@ def build_datasets(
         )
         if (warning := dataset.repetition()) is not None:
             warnings.setdefault(name, []).append(warning)
+        stretches.setdefault((indexed.prefix, bounds), Stretch(indexed, bounds, name))
         return dataset
 
     def mock(name: str, num: int) -> RowDataset:
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     made = _build(data, num_samples, mock, len, from_file)
+    notes, about_ends = _check_ends(data, tokenizer, list(stretches.values()))
     train, valid, test = (None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made)
     more = [f" (the blend repeats {len(found)} of its data sets)" if found[1:] else "" for found in warnings.values()]
-    return Datasets(train, valid, test, tuple(found[0] + rest for found, rest in zip(warnings.values(), more, strict=True)))
+    repeated = tuple(found[0] + rest for found, rest in zip(warnings.values(), more, strict=True))
+    return Datasets(train, valid, test, (*repeated, *about_ends), tuple(notes))
 
 
 def build_bert_datasets(
@@ -132,15 +139,22 @@ def build_bert_datasets(
     return Datasets(train, valid, test)
 
 
+def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:
+    """Return notes and warnings about data whose documents do not all end as flags that are given take them to end."""
+    flags = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
+    spelled = [f"--{name.replace('_', '-')}" for name in flags]
+    if flags and tokenizer.eod is None:
+        raise ConfigError(
+            f"{' and '.join(spelled)}: needs a token that ends documents, and this tokenizer has none: use another tokenizer, or leave it"
+            " out"
+        )
+    return check_document_ends(stretches, tokenizer.eod, spelled) if flags else ([], [])
+
+
 def _packed(dataset: RowDataset, data: DataConfig, tokenizer: Tokenizer) -> RowDataset:
     """Add document boundaries to the samples if a flag asks for them."""
     if not (data.reset_position_ids or data.reset_attention_mask):
         return dataset
-    if tokenizer.eod is None:
-        raise ConfigError(
-            "--reset-position-ids and --reset-attention-mask need a token that ends documents, and this tokenizer has none: use another"
-            " tokenizer, or leave the flags out"
-        )
     return PackedDataset(dataset, tokenizer.eod, positions=data.reset_position_ids, documents=data.reset_attention_mask)
 
 

@@ -399,6 +399,8 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         deal_rows = None if datasets.train is None else row_dealer(context.config, datasets.train, context.groups.dp_size)
     for warning in (*datasets.warnings, *([about_documents] if about_documents else [])):
         context.console.line(f"warning: {warning}")
+    for note in datasets.notes:
+        context.console.line(f"note: {note}")
     return RunData(
         datasets,
         _open_loader(context, datasets.train, closing, num_workers=context.config.data.num_workers, digests=True, deal_rows=deal_rows),

@@ -52,7 +52,10 @@ def require_same(tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, 
     record = kept.Record.from_json(stored.get("tokenizer"))
     if record is None or record.fingerprint in (None, tokenizer.fingerprint()):
         return
-    what = f"the tokenizer is not the {record.type} that the checkpoint was trained with: its files, its type or its size differ"
+    what = (
+        f"the tokenizer is not the {record.type} that the checkpoint was trained with: its files, its type, its size or the id that ends"
+        " documents differ"
+    )
     if accept:
         tell(f"--accept-data-change: {what}")
         return

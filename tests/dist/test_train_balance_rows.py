@@ -12,6 +12,7 @@ import torch
 from support.training import assert_same_run, bert, records, state, tensors, trace, train, write_data
 
 from megatron_sp.data.loader import Batch, BatchLoader
+from megatron_sp.data.writer import IndexedDatasetWriter
 
 PACKED = (
     "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--position-embedding-type", "rope", "--window-size", 20,
@@ -152,9 +153,13 @@ def test_verify_parallelism_looks_at_dealt_rows(data: tuple[object, ...], tmp_pa
 
 def test_data_whose_documents_end_elsewhere(tmp_path: Path) -> None:
     """The lengths in the index then say little about attention: said at the start, and nothing else is wrong."""
-    data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "1,0,0", "--vocab-size", 60, "--eod-id", 7)
+    data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "1,0,0", "--vocab-size", 60)
+    more = tmp_path / "d" / "more"
+    with IndexedDatasetWriter(more, dtype=np.uint16) as writer:
+        for tokens in np.random.default_rng(1).integers(50, 60, (60, 40)):
+            writer.add_document(np.append(tokens, 59))
     flags = ("--seq-length", 31, "--reset-attention-mask", "--train-iters", 1, *DEALT)
-    says = "warning: --balance-rows takes documents to end where those of the data files do, and in 7 of 8 rows looked at"
-    train(tmp_path, *flags, ranks=2, data=data).expect(0, says)
-    data = (*data[:-2],)
+    says = "warning: --balance-rows takes documents to end where those of the data files do, and in 6 of 8 rows looked at"
+    train(tmp_path, *flags, ranks=2, data=("--data-path", more, *data[2:])).expect(0, says)
+    train(tmp_path, *flags, "--eod-id", 7, ranks=2, data=data).expect(4, "60 end with 59", "--eod-id 59; or leave the flag out")
     assert "--balance-rows" not in train(tmp_path, *flags, ranks=2, data=data).expect(0).text

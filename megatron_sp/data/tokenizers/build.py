@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import WORDPIECE, default_type
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
@@ -63,9 +66,21 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
             f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer,"
             f" {', '.join(WORDPIECE)}, ByteTokenizer or NullTokenizer"
         )
+    if data.eod_id is not None:
+        _end_documents_with(tokenizer, data.eod_id)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"vocab_size ({vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}): leave --vocab-size out to take the"
             " tokenizer's"
         )
     return tokenizer
+
+
+def _end_documents_with(tokenizer: Any, eod: int) -> None:
+    """Let another id end documents than the tokenizer's own: --eod-id. Raises ConfigError: it is not in the vocabulary."""
+    if not 0 <= eod < tokenizer.vocab_size:
+        raise ConfigError(f"eod_id ({eod}) must be an id of the vocabulary, 0 to {tokenizer.vocab_size - 1}")
+    if eod != tokenizer.eod:
+        own = tokenizer.fingerprint()
+        tokenizer.eod = eod
+        tokenizer.fingerprint = lambda: hashlib.sha256(f"{own} {eod}".encode()).hexdigest()

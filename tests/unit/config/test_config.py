@@ -186,6 +186,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "two segments of each: add --bert-no-binary-head, or leave it out",
     ),
     ({"model__model_family": "bert", "data__eod_mask_loss": True}, "--eod-mask-loss is about documents in GPT's stream of tokens"),
+    (
+        {"model__model_family": "bert", "data__tokenizer_type": "ByteTokenizer", "model__vocab_size": None, "data__eod_id": 0},
+        "--eod-id is about documents in GPT's stream of tokens",
+    ),
     ({"model__model_family": "bert", "data__reset_attention_mask": True}, "--reset-attention-mask is about documents in GPT's stream"),
     ({"data__mask_prob": 0.2}, "--mask-prob is for BERT (pretrain_bert.py), and this is a GPT"),
     ({"data__bert_pack_sequences": True}, "--bert-pack-sequences is for BERT (pretrain_bert.py)"),
