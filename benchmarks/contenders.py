@@ -39,7 +39,7 @@ class Ours:
     def build(self, shape: dict[str, int], dropout: float) -> None:
         from datetime import timedelta
 
-        from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
+        from megatron_sp.comm.groups import ParallelGroups, init_process_group
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
@@ -49,6 +49,7 @@ class Ours:
         from megatron_sp.optim.optimizer import FlatOptimizer
         from megatron_sp.optim.weights import UnitWork, WholeWeights
         from megatron_sp.parallel.layers import attach_main_grad
+        from megatron_sp.utils.launch import Launch
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],

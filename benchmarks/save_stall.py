@@ -97,17 +97,17 @@ class Saver:
 
         import torch
 
-        from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
+        from megatron_sp.comm.groups import ParallelGroups, init_process_group
         from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.training.state import TrainingState
+        from megatron_sp.utils.launch import Launch
 
         torch.set_num_threads(threads)
-        if world_size > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        init_process_group(Launch(rank, rank, world_size, world_size, 0), torch.device("cpu"), "gloo", timedelta(minutes=5))
+        launch = Launch(rank, rank, world_size, world_size, 0, ("127.0.0.1", port))
+        init_process_group(launch, torch.device("cpu"), "gloo", timedelta(minutes=5))
         self.rank, self.world_size, self.groups = rank, world_size, ParallelGroups.create(torch.device("cpu"))
         shape = shape_of(size)
         model = GPTModel(ModelConfig(**shape), KernelConfig(), seed=1, dtype=torch.float32)  # type: ignore[arg-type]

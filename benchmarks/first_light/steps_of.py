@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_sp.comm.groups import Launch, destroy_process_group
+from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.tasks.bert import bert_task
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training.loop import _pretrain
 from megatron_sp.training.setup import RunStatus
 from megatron_sp.training.step import TrainStep
+from megatron_sp.utils.launch import Launch
 
 
 @dataclass

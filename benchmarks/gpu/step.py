@@ -49,7 +49,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     """Our step and the name of its attention kernel."""
     import torch
 
-    from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
+    from megatron_sp.comm.groups import ParallelGroups, init_process_group
     from megatron_sp.config.schema import KernelConfig, OptimizerConfig
     from megatron_sp.models.gpt import GPTModel
     from megatron_sp.ops.attention import AttentionMask
@@ -60,6 +60,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.optim.weights import UnitWork, WholeWeights
     from megatron_sp.parallel.forward_context import ForwardContext
     from megatron_sp.parallel.layers import attach_main_grad
+    from megatron_sp.utils.launch import Launch
 
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_sp.utils.launch import processes_of_host
 from megatron_sp.utils.strict_json import open_regular
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -23,8 +24,7 @@ class FileRecord(NamedTuple):
 
 def cores_of_rank() -> int:
     """Return this rank's share of the cores it may use, split among the host's ranks; 0 if there are more ranks than cores."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
-    return len(os.sched_getaffinity(0)) // ranks_here
+    return len(os.sched_getaffinity(0)) // processes_of_host()
 
 
 def io_threads() -> int:

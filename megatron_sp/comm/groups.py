@@ -21,6 +21,7 @@ from megatron_sp.comm.check import check_groups, unchecked
 from megatron_sp.comm.devices import identity_of, require_own_gpu
 from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 Group = dist.ProcessGroup
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -42,29 +43,6 @@ SINGLE_RANK = cast(Group, _Alone())
 def world_group() -> Group:
     """Return the group of all ranks of this job; a group of one rank if no job was joined."""
     return dist.group.WORLD if dist.is_initialized() and dist.group.WORLD is not None else SINGLE_RANK
-
-
-@dataclass(frozen=True)
-class Launch:
-    """This process's place in the job, from torchrun's environment variables; a plain ``python`` is a world of one."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    attempt: int  # how often this host has started it again: torchrun's count, and that of scripts/launch.sh
-
-    @classmethod
-    def from_env(cls) -> Launch:
-        """Read what torchrun puts into the environment; without it, a single process."""
-        env = os.environ
-        return cls(
-            rank=int(env.get("RANK", 0)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(env.get("MEGATRON_SP_RELAUNCHED", 0)),
-        )
 
 
 @dataclass(frozen=True)
@@ -422,10 +400,11 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
         ConfigError: two processes use the same GPU.
     """
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
-    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if launch.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        store = fresh_store(launch.rank, launch.world_size, timeout)
+        assert launch.address is not None, "several ranks need a place to meet"
+        store = fresh_store(launch.address, launch.rank, launch.world_size, timeout)
     if device.type == "cuda" and launch.world_size > 1:
         require_own_gpu(store, launch.rank, launch.world_size, identity_of(device))
     dist.init_process_group(

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_sp.comm.collectives import WaitError
-from megatron_sp.comm.groups import Group, Launch
+from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.comm.stacks import offer_stack, take_stack
 from megatron_sp.utils.files import open_own
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")

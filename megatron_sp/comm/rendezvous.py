@@ -19,19 +19,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_sp.utils.launch import Address
+
 _SPACE = "megatron_sp"
 _POLL_S = 0.02
 
 
-def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the launcher's store (MASTER_ADDR, MASTER_PORT) under a prefix that no earlier attempt has used.
+def fresh_store(address: Address, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the store at an address, the launcher's or rank 0's, under a prefix that no earlier attempt has used.
 
     Raises:
         RuntimeError: not all ranks joined within ``timeout``.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
+        *address, world_size,
         is_master=rank == 0 and not shared, timeout=timeout, multi_tenant=True,
         # torch counts arrivals over all attempts: after an attempt of another size the count may never be a multiple of
         # this one's

@@ -22,9 +22,9 @@ from megatron_sp.utils.output_file import require_place, write_output_json
 from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.config.schema import Config
     from megatron_sp.inference.evaluation.gpt import Reading
+    from megatron_sp.utils.launch import Launch
 
 TASKS = ("data_path", "text", "last_word", "choices")
 INSTEAD = {name: "and this tool wants a GPT or a BERT" for name in ("GPT", "BERT")} | {

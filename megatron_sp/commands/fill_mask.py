@@ -19,9 +19,9 @@ from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.inference.stored_model import Stored
     from megatron_sp.models.bert import BertModel
+    from megatron_sp.utils.launch import Launch
 
 MASK = "[MASK]"
 INSTEAD = {

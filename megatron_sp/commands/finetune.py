@@ -12,7 +12,6 @@ to the log and to metrics.jsonl, the predictions to RUN/predictions.tsv.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.launch import is_first_rank, launched_processes
 from megatron_sp.utils.program import documented_parser
 
 if TYPE_CHECKING:  # imports numpy, which needs memory: run_program() explains if there is none
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     from megatron_sp.data.classification import check_labels, labels_of
 
     options, rest = parse(argv, prog)
-    talks = os.environ.get("RANK", "0") == "0"
+    talks = is_first_rank()
 
     def say(line: str) -> None:
         if talks:
@@ -132,5 +132,5 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     from megatron_sp.training.loop import pretrain
 
     task = Classification(table, train, valid)
-    task.fit(config, int(os.environ.get("WORLD_SIZE", "1")))
+    task.fit(config, launched_processes())
     pretrain(config, task.task())

@@ -23,11 +23,11 @@ from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.data.tokenizers import Tokenizer
     from megatron_sp.inference.generation import NewToken, Sampling
     from megatron_sp.inference.team import Team
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.utils.launch import Launch
 
 INSTEAD = {
     "BERT": "which sees both sides of a word and cannot continue a text: use megatron-sp fill-mask to fill in masked words",

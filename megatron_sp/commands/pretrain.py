@@ -16,6 +16,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
 from megatron_sp.utils.address_space import require_address_space
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
+from megatron_sp.utils.launch import Launch, is_first_rank
 from megatron_sp.utils.torch_version import require_torch
 
 
@@ -66,7 +67,7 @@ def parse_config(
         argv: the arguments after the program's name (default: this process's).
         prog: the program's name in messages (default: this process's).
         description: first line of --help.
-        world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
+        world_size: number of processes (default: those that the launcher has started).
         family: family of the models that the program trains, "gpt" or "bert"; None: as given by --model-family.
     Returns:
         A normalised and validated configuration; ``ignored_flags`` lists the flags that were accepted without effect.
@@ -76,13 +77,13 @@ def parse_config(
     """
     words = sys.argv[1:] if argv is None else argv
     name = prog or os.path.basename(sys.argv[0])
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = is_first_rank()
     with output.checked():
         try:
             request = read_request(words, world_size=world_size, family=family)
             answer = "" if request.action == "help" else _answer(request)
         except ReportedError as error:
-            if speaks:
+            if speaks or not error.on_all_ranks:
                 print(f"{name}: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
         if request.action == "run":
@@ -106,6 +107,7 @@ def _answer(request: Request) -> str:
         from megatron_sp.planner.dry_run import dry_run
 
         return dry_run(request.config, request.world_size, request.dry_run) + "\n"
+    Launch.from_env()  # its errors come before torch is loaded
     require_address_space()
     require_torch()
     return ""

@@ -21,8 +21,8 @@ from megatron_sp.utils.errors import ConfigError, PeerError
 from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.utils.launch import Launch
 
 KEY_VARIABLE = "MEGATRON_SP_API_KEY"
 INSTEAD = {

@@ -22,7 +22,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.rules import inference_violations
@@ -31,6 +31,7 @@ from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import leave
 

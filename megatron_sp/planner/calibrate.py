@@ -9,7 +9,6 @@ Hiding communication gains nothing here: the same cores copy and compute.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce, all_to_all_async, barrier
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import CPU, Gpu, Link
 from megatron_sp.ops.activation import Activation
@@ -31,6 +30,7 @@ from megatron_sp.ops.norm import NormSpec, norm
 from megatron_sp.planner.machine import Machine
 from megatron_sp.training.memory_estimate import host_memory_bytes
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import num_cores
 
 ROUNDS = 5
@@ -115,9 +115,7 @@ def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
 
 def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, port: int, folder: str) -> None:
     torch.set_num_threads(threads)  # first: after a fork
-    if processes > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    launch = Launch(rank, rank, processes, processes, 0)
+    launch = Launch(rank, rank, processes, processes, 0, ("127.0.0.1", port))
     device = torch.device("cpu")
     init_process_group(launch, device, "gloo", timedelta(minutes=5))
     try:

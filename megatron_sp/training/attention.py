@@ -20,12 +20,13 @@ import torch
 
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, barrier
-from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention
 from megatron_sp.ops.attention_choice import AttentionKernel, AttentionUse, Candidates, activate, chosen, find_candidates, why_repeated
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 CHOSEN_HERE = ("auto", "flash")
 """Values of --attention-backend that leave a choice."""

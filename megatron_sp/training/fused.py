@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_sp.comm.agree import all_ranks_agree
-from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.fused_kernels import FusedKernels, KernelUse, choose_fused_kernels
@@ -14,6 +14,7 @@ from megatron_sp.ops.kernels.launch import use_triton
 from megatron_sp.ops.norm import NormSpec
 from megatron_sp.parallel.layers import norm_spec_of, set_norm_kernel
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 
 def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ import torch
 
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.comm.groups import Launch
 from megatron_sp.comm.peers import Peers, is_peer_failure
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
@@ -40,6 +38,7 @@ from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PEER, EXIT_PREEMPTED, ConfigError, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.launch import Launch
 
 Split = Literal["valid", "test"]
 
@@ -57,7 +56,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             " pretraining of GPT and BERT can; leave it out"
         )
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
-    signals = StopSignals(launched="TORCHELASTIC_RESTART_COUNT" in os.environ)
+    signals = StopSignals(launched=bool(launch.launcher))
     if not config.batch.no_exit_signal_handler:
         signals.install()
     groups = join(config, launch)

@@ -33,7 +33,7 @@ from torch import nn
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.agree import all_ranks_agree
-from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
 from megatron_sp.config.rules import normalize, validate
@@ -76,6 +76,7 @@ from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.run_log import evaluated
 
 

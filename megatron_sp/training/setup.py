@@ -21,7 +21,7 @@ import torch
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
-from megatron_sp.comm.groups import Group, Launch, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import Group, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
@@ -40,6 +40,7 @@ from megatron_sp.utils.errors import (
     ReportedError,
 )
 from megatron_sp.utils.files import atomic_write_json, held_folder
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 from megatron_sp.utils.run_log import read_status, saved_step
@@ -219,10 +220,10 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     except RuntimeError as error:
         if not is_peer_failure(error):
             raise
-        where = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+        host, port = launch.address or ("localhost", 0)
         raise PeerError(
-            f"the {launch.world_size} ranks did not find each other at {where}: {first_line(error)}. Check that all were started, that"
-            " the host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
+            f"the {launch.world_size} ranks did not find each other at {host}:{port}: {first_line(error)}. Check that all were started,"
+            " that the host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
         ) from error
 
 

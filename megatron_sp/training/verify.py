@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, broadcast
-from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
@@ -52,6 +52,7 @@ from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
+from megatron_sp.utils.launch import Launch
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 _NOISE = 0.1  # standard deviation of what is added to biases and norm weights

@@ -13,7 +13,8 @@ from support.ranks import run_ranks
 from support.waiting import PATIENCE_S
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, groups_of_pairs, init_process_group
+from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, groups_of_pairs, init_process_group
+from megatron_sp.utils.launch import Launch
 
 CPU = torch.device("cpu")
 
@@ -119,15 +120,3 @@ def test_a_plain_python_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatc
     finally:
         destroy_process_group()
     destroy_process_group()  # leaving twice is harmless
-
-
-def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "5",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "4",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert Launch.from_env() == Launch(rank=5, local_rank=1, world_size=8, local_world_size=4, attempt=2)

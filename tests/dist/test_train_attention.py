@@ -12,11 +12,11 @@ import torch
 from support.flash_stand_in import FLASH2, FLASH3, FLASH4, UNDER_FLASH2, Install, Registry, install_flash
 from support.training import NO_DROPOUT, records, train
 
-from megatron_sp.comm.groups import Launch
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.ops import attention_choice
 from megatron_sp.training import attention
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 __all__ = ["install_flash"]
 ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}

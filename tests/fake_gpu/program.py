@@ -113,6 +113,7 @@ def run(case: Case) -> Outcome:
     from fake_gpu.device import Device
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="1")  # nobody is called
     if case.program != "pretrain":
         programs.prepare()
     outcome = Outcome()
@@ -151,13 +152,13 @@ def run(case: Case) -> Outcome:
 
 
 def _train(case: Case) -> int:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.commands.pretrain import parse_config
     from megatron_sp.data import mock_dataset
     from megatron_sp.tasks.bert import bert_task
     from megatron_sp.tasks.gpt import GPT
     from megatron_sp.training.loop import _pretrain
     from megatron_sp.training.setup import RunStatus
+    from megatron_sp.utils.launch import Launch
 
     mock_dataset._EOD_PROBABILITY = 1 / 8  # so that short sequences have several documents
     config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)

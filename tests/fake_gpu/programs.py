@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.utils.launch import Launch
 
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(20))]
 
@@ -50,9 +50,9 @@ def finetune(flags: list[str]) -> int:
 
 
 def _pretrained(config: object, task: object) -> int:
-    from megatron_sp.comm.groups import Launch
     from megatron_sp.training.loop import _pretrain
     from megatron_sp.training.setup import RunStatus
+    from megatron_sp.utils.launch import Launch
 
     launch = Launch.from_env()
     return _pretrain(config, task, launch, RunStatus(launch.rank))  # type: ignore[arg-type]

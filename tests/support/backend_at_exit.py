@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from megatron_sp.comm.groups import Launch
 from megatron_sp.training.setup import run_main
+from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.program import run_program
 
 SLEEPER, WAKER = os.pipe()

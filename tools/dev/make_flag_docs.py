@@ -27,7 +27,8 @@ Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/sch
 - Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
 - `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
 - `--dry-run` prints what a run would take on every rank, parameters, memory, collectives and bytes, and exits; `--dry-run json` the same
-  for programs. `--world-size N` says for how many processes (default: `WORLD_SIZE`, else 1). `--device auto` then means GPUs.
+  for programs. `--world-size N` says for how many processes (default: those that the launcher has started, or `WORLD_SIZE`).
+  `--device auto` then means GPUs.
 - Choices ignore upper and lower case.
 """
 

@@ -13,11 +13,12 @@ from datetime import timedelta
 import torch
 import torch.multiprocessing as mp
 
-from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.commands.schedule import source
 from megatron_sp.schedule import Mesh, Schedule
 from megatron_sp.schedule.verify import verify as comparison
 from megatron_sp.utils.errors import ConfigError, NumericsError, PeerError, ReportedError
+from megatron_sp.utils.launch import Launch
 
 Prepare = Callable[..., tuple[Schedule, source.Batch | None]]
 _TIMEOUT = timedelta(minutes=10)
@@ -66,15 +67,8 @@ def _start(args: argparse.Namespace, prepare: Prepare, size: int) -> int:
 
 def _process(rank: int, size: int, port: int, args: argparse.Namespace, prepare: Prepare) -> None:
     torch.set_num_threads(1)  # before anything else: OpenMP with more threads hangs after a fork
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-    }
     try:
-        sys.exit(_compare(args, prepare, Launch.from_env()))
+        sys.exit(_compare(args, prepare, Launch(rank, rank, size, size, 0, ("127.0.0.1", port))))
     except ReportedError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"megatron-sp: {error}", file=sys.stderr)

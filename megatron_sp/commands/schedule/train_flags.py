@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.launch import is_first_rank
 
 if TYPE_CHECKING:
     from megatron_sp.config.schema import Config
@@ -46,7 +47,7 @@ def parse_external(
         words, folder = take_folder(list(sys.argv[1:] if argv is None else argv))
         shape = [] if folder is None else flags_of(folder)
     except ReportedError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     more = f"{description} Besides the flags below: --model FOLDER, a local config.json, and weights if they are there."

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megatron_sp.config.flags.expert_dialects import HELD, settle_expert_dialect
 from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import GROUPS, Config, raise_all
+from megatron_sp.utils.launch import launched_processes
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
 _SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS, *HELD)
@@ -81,7 +81,7 @@ def read_request(argv: Sequence[str], *, world_size: int | None = None, family: 
 
     Args:
         argv: the words after the program's name.
-        world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
+        world_size: number of processes (default: those that the launcher has started).
         family: family of the models that the program trains, "gpt" or "bert"; None: that of --model-family.
     Raises:
         ConfigError: a flag is unknown, or a value is invalid.
@@ -90,7 +90,7 @@ def read_request(argv: Sequence[str], *, world_size: int | None = None, family: 
     if line.help:
         return Request("help", None)
     config = _configure(line, world_size, family)
-    ranks = line.world_size or world_size or _launched_processes()
+    ranks = line.world_size or world_size or launched_processes()
     if line.print_config:
         return Request("print-config", config, ranks)
     return Request("run", config, ranks) if line.dry_run is None else Request("dry-run", config, ranks, line.dry_run)
@@ -126,7 +126,7 @@ def config_as_yaml(config: Config) -> str:
 
 
 def _configure(line: CommandLine, world_size: int | None, family: str | None) -> Config:
-    world_size = line.world_size or world_size or _launched_processes()
+    world_size = line.world_size or world_size or launched_processes()
     config = _apply(_settings(line, family), line.problems, world_size)
     if family is not None and config.model.model_family != family:
         other = config.model.model_family
@@ -139,11 +139,6 @@ def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
     """Return the program's own settings, then those of the file, then those of the command line."""
     own = [] if family is None else [Setting("model-family", (family,), "this program")]
     return own + (read_config_file(line.config_file) if line.config_file else []) + line.settings
-
-
-def _launched_processes() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
 # ---------------------------------------------------------------------------------------------------------- names

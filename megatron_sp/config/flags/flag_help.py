@@ -28,7 +28,7 @@ _GENERAL = (
         "--dry-run [text|json]",
         "print parameters, memory and traffic of every rank, as a table or as JSON, and exit; needs no GPU and starts no process",
     ),
-    ("--world-size INT", "with --dry-run: number of processes (default: WORLD_SIZE, else 1)"),
+    ("--world-size INT", "with --dry-run: number of processes (default: those started, or WORLD_SIZE)"),
 )
 _NARROWEST, _WIDEST = 40, 120  # columns
 

@@ -170,6 +170,7 @@ _IGNORED_SWITCHES = {
     "all schedules have the bits of 1F1B": "enable-zbh1-exact-semantics enable-exactly-numeric-match enable-optimizer-post-validation",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
     "--auto-resume does that on any cluster": "adlr-autoresume",
+    "ranks are those of whatever has started this: mpirun, srun, torchrun, or nothing, for a single process": "use-mpi",
 }
 
 _IGNORED_VALUES = {
@@ -201,7 +202,7 @@ _IGNORED_VALUES = {
     "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
     _GARBAGE: "manual-gc-interval",
     _ENGINE: "remote-device",
-    "torchrun tells the rank": "local-rank",
+    "the launcher tells the rank": "local-rank",
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """
         ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init

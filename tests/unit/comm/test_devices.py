@@ -15,8 +15,9 @@ from support.waiting import PATIENCE_S
 
 from megatron_sp.comm import groups as groups_module
 from megatron_sp.comm.devices import gpu_of, identity_of, require_own_gpu
-from megatron_sp.comm.groups import Launch, init_process_group
+from megatron_sp.comm.groups import init_process_group
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 
 def sees(monkeypatch: pytest.MonkeyPatch, count: int, **properties: Any) -> None:
@@ -89,13 +90,11 @@ def test_a_shared_one_is_an_error_on_every_rank(identities: list[str]) -> None:
 def test_it_is_compared_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's communicator is made with the group; without a GPU, or alone, there is nothing to compare."""
     order: list[str] = []
-    monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setattr(groups_module, "fresh_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(groups_module, "identity_of", lambda device: f"GPU-{device}")
     monkeypatch.setattr(groups_module, "require_own_gpu", lambda _store, *given: order.append(str(given)))
     monkeypatch.setattr(groups_module.dist, "init_process_group", lambda backend, **_: order.append(backend))
     for device, world_size in (("cuda:0", 2), ("cuda:0", 1), ("cpu", 2)):
-        init_process_group(
-            Launch(1 if world_size > 1 else 0, 1, world_size, world_size, 0), torch.device(device), "auto", timedelta(seconds=1)
-        )
+        launch = Launch(1 if world_size > 1 else 0, 1, world_size, world_size, 0, ("here", 1))
+        init_process_group(launch, torch.device(device), "auto", timedelta(seconds=1))
     assert order == ["(1, 2, 'GPU-cuda:0')", "nccl", "nccl", "gloo"]

@@ -29,18 +29,20 @@ LONG = timedelta(seconds=PATIENCE_S)
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return server
 
 
-def join(world_size: int, order: list[int], pause_s: float = 0.0) -> dict[int, dist.Store]:
+def at(store: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
+    return fresh_store(("127.0.0.1", store.port), rank, world_size, LONG)
+
+
+def join(store: dist.TCPStore, world_size: int, order: list[int], pause_s: float = 0.0) -> dict[int, dist.Store]:
     """All ranks of one attempt, coming in this order."""
     stores: dict[int, dist.Store] = {}
     threads = []
     for rank in order:
-        threads.append(Thread(target=lambda rank=rank: stores.__setitem__(rank, fresh_store(rank, world_size, LONG))))
+        threads.append(Thread(target=lambda rank=rank: stores.__setitem__(rank, at(store, rank, world_size))))
         threads[-1].start()
         time.sleep(pause_s)
     for thread in threads:
@@ -52,7 +54,7 @@ def join(world_size: int, order: list[int], pause_s: float = 0.0) -> dict[int, d
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_attempts_do_not_see_each_other(store: dist.TCPStore, order: list[int]) -> None:
     for attempt in range(4):
-        stores = join(3, order, pause_s=0.01)
+        stores = join(store, 3, order, pause_s=0.01)
         assert not stores[1].check(["address"]), "a key of an earlier attempt"
         stores[0].set("address", f"attempt {attempt}")
         assert stores[1].get("address") == stores[2].get("address") == f"attempt {attempt}".encode()
@@ -65,7 +67,7 @@ def test_an_attempt_in_which_a_rank_died_half_way(store: dist.TCPStore) -> None:
     space.set("answer/old-token", "old-prefix")
     space.set("confirmed/old-prefix/1", "1")
     space.set("hello/2", "another-old-token")  # died before it was answered
-    stores = join(3, [0, 1, 2], pause_s=0.05)
+    stores = join(store, 3, [0, 1, 2], pause_s=0.05)
     stores[2].set("k", "v")
     assert stores[0].get("k") == stores[1].get("k") == b"v"
     assert not dist.PrefixStore("old-prefix", store).check(["k"])
@@ -81,15 +83,15 @@ def test_a_rank_that_does_not_come(store: dist.TCPStore, monkeypatch: pytest.Mon
     monkeypatch.setattr(rendezvous, "_offer_prefix", lambda own, world_size, _: offer(own, world_size, soon))
     monkeypatch.setattr(rendezvous, "_accept_prefix", accept_soon)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] of 3 did not join within 0 s") as caught:
-        fresh_store(0, 3, LONG)
+        at(store, 0, 3)
     assert is_peer_failure(caught.value)
     with pytest.raises(dist.DistStoreError) as missing:
-        fresh_store(1, 2, LONG)
+        at(store, 1, 2)
     assert is_peer_failure(missing.value)
 
 
 def test_a_world_of_one_waits_for_nobody(store: dist.TCPStore) -> None:
-    fresh_store(0, 1, LONG).set("k", "v")
+    at(store, 0, 1).set("k", "v")
     assert rendezvous._POLL_S < 1
 
 

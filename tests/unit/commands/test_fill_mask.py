@@ -11,7 +11,6 @@ from support.tiny import make_model
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
-from megatron_sp.comm.groups import Launch
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.commands import fill_mask, generate
 from megatron_sp.config.schema import Config, ModelConfig
@@ -22,6 +21,7 @@ from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 WORDS = ["a", "b", "c", "d", "##e", "f", "g", "h"]
 

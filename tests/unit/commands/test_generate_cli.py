@@ -16,12 +16,12 @@ from support.paths import ROOT
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.comm.groups import Launch
 from megatron_sp.commands import generate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
+from megatron_sp.utils.launch import Launch
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from support.paths import ROOT
 
 from megatron_sp.comm import groups
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.launch import Launch
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -96,4 +97,4 @@ def test_they_are_found_out_before_the_ranks_wait_for_each_other(monkeypatch: py
     monkeypatch.setattr(setup, "set_threads", lambda *_: 1)
     monkeypatch.setattr(setup, "init_process_group", lambda *_: pytest.fail("the ranks met"))
     with pytest.raises(ConfigError, match="--nccl-cta-policy efficiency: torch"):
-        setup.join(config, groups.Launch(0, 0, 2, 2, 0))
+        setup.join(config, Launch(0, 0, 2, 2, 0))

@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from support.training import MOCK, TINY
 
 from megatron_sp import training
-from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.peers import Peers
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.schema import Config
@@ -31,6 +31,7 @@ from megatron_sp.training.setup import RunStatus
 from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.launch import Launch
 
 BUILDERS = [
     "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "settle_split", "choose_attention",

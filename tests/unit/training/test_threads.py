@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_sp.comm.groups import Launch
 from megatron_sp.config.schema import Config, KernelConfig
 from megatron_sp.training.setup import set_threads
+from megatron_sp.utils.launch import Launch
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,299 @@
+"""A process's place in its job, from the variables of the launcher that started it.
+
+torchrun's variables come first: whoever sets RANK has decided. Without them those of mpirun (Open MPI, MVAPICH, and
+MPICH, Intel MPI and Cray's, which speak PMI) and srun count, so that ``srun python pretrain_gpt.py`` is one job and not
+as many trainings as there are tasks. A shell of sbatch or salloc has SLURM_PROCID and SLURM_NTASKS, too, and a plain
+``python`` in it is one process: only a step, which srun starts, has several.
+
+Variables that contradict each other, or of which some are missing, are an error: a rank that guesses would train alone
+or wait for ranks that never come.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_sp.utils.errors import ConfigError
+
+Address = tuple[str, int]
+_TORCHRUN = "torchrun --standalone --nproc-per-node N"
+_DEFAULT_PORT = 29500
+_NO_STEP = 0xFFFFFFF0  # from here on Slurm numbers the shells of its own: of sbatch, of salloc
+_FIRST_PORT, _PORTS = 20000, 9000  # below those that systems give to outgoing connections
+
+
+class _Mpi(NamedTuple):
+    """Variables of an MPI's launcher; the first of those for the local rank and size that is set counts."""
+
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+_MPIS = (
+    _Mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Mpi("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    _Mpi(
+        "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in its job; a plain ``python`` is a world of one.
+
+    Attributes:
+        rank, world_size: among all processes.
+        local_rank, local_world_size: among those of this host.
+        attempt: how often this host has started it again: torchrun's count, and that of scripts/launch.sh.
+        address: host and port at which the ranks meet; None: there is one rank.
+        launcher: program that started it, torchrun, mpirun or srun; empty: none.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+    address: Address | None = field(default=None, compare=False)
+    launcher: str = field(default="", compare=False)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Launch:
+        """Read the variables of the launcher.
+
+        Args:
+            env: the variables (default: this process's).
+        Raises:
+            ConfigError: they are incomplete, invalid, or contradict each other.
+        """
+        variables = _Variables(os.environ if env is None else env)
+        if "RANK" in variables.env:
+            launch = variables.of_torchrun()
+        elif mpi := variables.mpi():
+            launch = variables.of_mpi(mpi)
+        elif variables.is_step():
+            launch = variables.of_srun()
+        else:
+            launch = variables.alone()
+        variables.raise_problems()
+        return launch
+
+
+def launched_processes(env: Mapping[str, str] | None = None) -> int:
+    """Return the number of processes that a configuration is for: WORLD_SIZE, which may stand alone here, else the launcher's, else 1.
+
+    Raises:
+        ConfigError: the variables say no number.
+    """
+    variables = _Variables(os.environ if env is None else env)
+    if "WORLD_SIZE" in variables.env or "RANK" in variables.env:
+        found = variables.world_size()
+    elif mpi := variables.mpi():
+        found = variables.number(mpi.size, low=1)
+    else:
+        found = variables.number(variables.step_size, low=1) if variables.is_step() else 1
+    variables.raise_problems()
+    return found
+
+
+def processes_of_host() -> int:
+    """Return how many processes of this job share the host; 1 where the variables do not say it."""
+    try:
+        return Launch.from_env().local_world_size
+    except ConfigError:
+        return 1  # a tool that runs alone does not care
+
+
+def is_first_rank() -> bool:
+    """Return whether this process speaks for its job: rank 0, and one whose rank cannot be told."""
+    mpi = _Variables(os.environ).mpi()
+    text = os.environ.get("RANK") or os.environ.get(mpi.rank if mpi else "SLURM_PROCID") or "0"
+    return not text.isdigit() or int(text) == 0
+
+
+class _Variables:
+    """Environment variables, and what is wrong with them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.problems: list[str] = []
+        self.remedy = f"A launcher sets all of them: start with {_TORCHRUN}, or for a single process unset RANK, WORLD_SIZE and LOCAL_RANK"
+
+    def raise_problems(self) -> None:
+        """Raise a ConfigError with everything that was found to be wrong, if anything was."""
+        if self.problems:
+            error = ConfigError(f"this process's place in its job is not clear: {'; '.join(self.problems)}. {self.remedy}")
+            error.on_all_ranks = False  # each rank has variables of its own
+            raise error
+
+    def number(self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None, rule: str = "") -> int:
+        """Return a variable's value as an integer; what is wrong with it is noted."""
+        text = self.env.get(name)
+        if text is None:
+            if default is None:
+                self.problems.append(f"{name} is not set")
+            return low if default is None else default
+        if not re.fullmatch(r"-?[0-9]{1,18}", text):
+            self.problems.append(f"{name} is {text[:40]!r}, not a number" if text else f"{name} is empty")
+            return low
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            self.problems.append(f"{name} ({value}) must be {rule or (f'at least {low}' if high is None else f'{low} to {high}')}")
+        return value
+
+    def first(self, *names: str) -> str:
+        """Return the first of these variables that is set; if none is, the first."""
+        return next((name for name in names if name in self.env), names[0])
+
+    def below(self, name: str, size: int, of: str) -> int:
+        """Return a rank, which must be less than the number of ranks, the variable ``of``."""
+        return self.number(name, high=max(0, size - 1), rule=f"at least 0 and less than {of} ({size})")
+
+    def address(self, size: int, host: str | None = None, port: int = _DEFAULT_PORT) -> Address | None:
+        """Return where the ranks meet: MASTER_ADDR and MASTER_PORT, else these defaults; without a host the first is required."""
+        if size <= 1:
+            return None
+        found = self.env.get("MASTER_ADDR") or host
+        if not found:
+            self.problems.append(
+                "MASTER_ADDR is empty" if "MASTER_ADDR" in self.env else "MASTER_ADDR, the address of the first host, is not set"
+            )
+        return found or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
+
+    def attempt(self) -> int:
+        """Return how often the job has been started again."""
+        return self.number("TORCHELASTIC_RESTART_COUNT", default=0) + self.number("MEGATRON_SP_RELAUNCHED", default=0)
+
+    def agree(self, size: int, of: str) -> None:
+        """Note a WORLD_SIZE that is not the launcher's number of processes."""
+        if "WORLD_SIZE" in self.env and (said := self.number("WORLD_SIZE", low=1)) != size:
+            self.problems.append(f"WORLD_SIZE ({said}) is not {of} ({size})")
+
+    # --------------------------------------------------------------------------------------------- one for each launcher
+
+    def world_size(self) -> int:
+        """Return torchrun's number of processes, which is 1 if it says nothing, not even a rank."""
+        return self.number("WORLD_SIZE", low=1, default=None if "RANK" in self.env else 1)
+
+    def of_torchrun(self) -> Launch:
+        size = self.world_size()
+        rank = self.below("RANK", size, "WORLD_SIZE") if "WORLD_SIZE" in self.env else self.number("RANK")
+        # DeepSpeed's launcher calls it LOCAL_SIZE; scripts that derive the others from an MPI's or Slurm's variables leave it out
+        named = self.first("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *(name for mpi in _MPIS for name in mpi.local_size))
+        here = self.number(named, low=1, default=self._tasks_here(size) if self.is_step() and size > 1 else 1)
+        local_rank = self.number("LOCAL_RANK", default=0 if size == 1 else None)
+        if "LOCAL_WORLD_SIZE" in self.env and size > 1:
+            self.below("LOCAL_RANK", here, "LOCAL_WORLD_SIZE") if "LOCAL_RANK" in self.env else None
+            self.number("LOCAL_WORLD_SIZE", low=1, high=size, rule=f"at most WORLD_SIZE ({size})")
+        if size > 1 and "MASTER_PORT" not in self.env:
+            self.problems.append("MASTER_PORT is not set")
+        return Launch(rank, local_rank, size, here, self.attempt(), self.address(size), "torchrun")
+
+    def mpi(self) -> _Mpi | None:
+        """Return the variables of the MPI that started this process; None if there are none, or if srun did it in its stead."""
+        found = next((mpi for mpi in _MPIS if mpi.rank in self.env and mpi.size in self.env), None)
+        if found is not None and self.is_step():
+            env = self.env
+            if (env[found.rank], env[found.size]) == (env.get("SLURM_PROCID"), env.get(self.step_size)):
+                return None  # srun --mpi=...; it knows the hosts, too
+        return found
+
+    def of_mpi(self, mpi: _Mpi) -> Launch:
+        size = self.number(mpi.size, low=1)
+        rank = self.below(mpi.rank, size, mpi.size)
+        if size == 1:
+            return Launch(rank, 0, size, 1, self.attempt(), None, "mpirun")
+        self.remedy = (
+            "Give mpirun what is missing (-x NAME=VALUE, or -genv NAME VALUE), or start with torchrun; a single process:"
+            f" unset {mpi.rank} {mpi.size}"
+        )
+        self.agree(size, mpi.size)
+        here = self.number(self.first(*mpi.local_size, "LOCAL_WORLD_SIZE"), low=1, high=size)
+        local_rank = self.below(self.first(*mpi.local_rank, "LOCAL_RANK"), here, "those on this host")
+        host = "127.0.0.1" if here == size else None
+        return Launch(rank, local_rank, size, here, self.attempt(), self.address(size, host, self._port_of_mpi()), "mpirun")
+
+    def _port_of_mpi(self) -> int:
+        """Return a port that this job's ranks agree on, and another job's do not, where the launcher names the job."""
+        name = self.env.get("PMIX_NAMESPACE") or self.env.get("OMPI_MCA_ess_base_jobid") or self.env.get("PBS_JOBID") or ""
+        numbers = re.findall(r"\d+", name)
+        return _FIRST_PORT + sum(map(int, numbers)) % _PORTS if numbers else _DEFAULT_PORT
+
+    @property
+    def step_size(self) -> str:
+        """The variable with the number of tasks of a step of Slurm."""
+        return self.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+    def is_step(self) -> bool:
+        """Return whether srun started this process; sbatch and salloc set none of these variables, or a step's number that is none."""
+        step = self.env.get(self.first("SLURM_STEP_ID", "SLURM_STEPID"))
+        if step is not None:
+            return not (step.isdigit() and int(step) >= _NO_STEP)
+        return "SLURM_STEP_NUM_TASKS" in self.env or "SLURM_SRUN_COMM_PORT" in self.env
+
+    def of_srun(self) -> Launch:
+        size = self.number(self.step_size, low=1)
+        if size == 1:
+            return Launch(0, 0, 1, 1, self.attempt(), None, "srun")
+        self.remedy = "Start it with srun, or with scripts/slurm.sbatch; a single process: srun --ntasks=1, or unset SLURM_STEP_NUM_TASKS"
+        self.agree(size, self.step_size)
+        if _has_terminal():
+            self.problems.append(f"this shell is one of the {size} tasks of `srun --pty`, and the others do not run this command")
+        rank = self.below("SLURM_PROCID", size, self.step_size)
+        here = self._tasks_here(size)
+        local_rank = self.below("SLURM_LOCALID", here, "those on this host")
+        nodes = self.env.get("SLURM_STEP_NODELIST") or self.env.get("SLURM_JOB_NODELIST") or self.env.get("SLURM_NODELIST") or ""
+        host = first_host(nodes) or ("127.0.0.1" if here == size else None)
+        job = self.number(self.first("SLURM_JOB_ID", "SLURM_JOBID"), default=0)
+        step = self.number(self.first("SLURM_STEP_ID", "SLURM_STEPID"), default=0)
+        port = _FIRST_PORT + (job + 101 * step) % _PORTS  # steps of one job may run beside each other
+        return Launch(rank, local_rank, size, here, self.attempt(), self.address(size, host, port), "srun")
+
+    def _tasks_here(self, size: int) -> int:
+        """Return the number of a step's tasks on this host."""
+        counts = tasks_per_host(self.env.get("SLURM_STEP_TASKS_PER_NODE") or "")
+        index = self.number("SLURM_NODEID", default=0)
+        if index < len(counts):
+            return counts[index]
+        hosts = self.number(self.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), low=1, default=1)
+        return -(-size // max(1, hosts))
+
+    def alone(self) -> Launch:
+        """Return the place of a process that no launcher started; one that is told to have company is an error."""
+        size = self.world_size()
+        task = self.number("SLURM_PROCID", default=0)
+        if size > 1:
+            self.problems.append(f"WORLD_SIZE says {size} processes, and RANK, which of them this one is, is not set")
+        elif task > 0:
+            self.problems.append(f"SLURM_PROCID says task {task} of srun, and SLURM_STEP_NUM_TASKS, how many there are, is not set")
+        return Launch(0, self.number("LOCAL_RANK", default=0), size, 1, self.attempt())
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation, ``gpu[003-007,12],login1``; empty if there is none."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def tasks_per_host(text: str) -> list[int]:
+    """Return the numbers of tasks in Slurm's notation, ``2(x3),1``; empty if the text is not in it."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
