@@ -151,4 +151,5 @@ def _tiny(full: Config, variables: Variables) -> list[str]:
     flags += ["--num-layers", str(pp * full.parallel.stages_per_pipeline_rank)] if pp > 1 else []
     tiny_dp = world_size // (tp * sp * cp * pp)
     flags += ["--rampup-batch-size", *[str(tiny_dp)] * 3] if batch.rampup_batch_size else []
-    return [*flags, "--global-batch-size", str(tiny_dp * (2 * pp if accumulates else 1))]
+    size = str(tiny_dp * (2 * pp if accumulates else 1))
+    return [*flags, *(["--step-batch-size-schedule", f"0:{size}"] if batch.step_batch_size_schedule else []), "--global-batch-size", size]

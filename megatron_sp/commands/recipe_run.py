@@ -77,9 +77,9 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
 
 def _step(recipe: Recipe, plan: RunPlan) -> str:
     length, steps = recipe.config.model.seq_length or 0, recipe.config.batch.train_iters
-    batch = BatchPlan.from_config(recipe.config.batch, recipe.config.parallel.dp_size(recipe.world_size))
+    batch = BatchPlan.from_config(recipe.config.batch, recipe.config.parallel.dp_size(recipe.world_size), length)
     whole = f"; {_many(steps, 'step', 'steps')}, {format_count(batch.samples_after(steps) * length)} tokens" if steps else ""
-    ramp = f" ({batch.start:,} at the start)" if batch.ramp_samples else ""
+    ramp = f" ({batch.first:,} at the start)" if batch.first != batch.full else ""
     each = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
     return f"{_many(batch.full, 'sequence', 'sequences')}{ramp}, {batch.full * length:,} tokens, {each}{whole}"
 

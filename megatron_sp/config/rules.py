@@ -15,6 +15,7 @@ from typing import Any
 from megatron_sp.config.concessions import concede
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
+from megatron_sp.config.rules_batch import all_sizes, batch_violations, settle_batch_size
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
@@ -23,6 +24,7 @@ from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
 from megatron_sp.config.schema_data import default_type
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
+from megatron_sp.utils.numbers import division
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
 _FLASH_HEAD_DIM = 256
@@ -51,6 +53,7 @@ def normalize(config: Config) -> Config:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
+    settle_batch_size(config.batch)
     settle_stages(config)
     config.ignored_flags += (*settle_comm_type(config.parallel), *settle_experts(config), *concede(config))
     return config
@@ -68,7 +71,7 @@ def validate(config: Config, world_size: int = 1) -> None:
 def violations(config: Config, world_size: int) -> list[str]:
     """Return a message for each violated rule; if single values are out of range only those, as the other rules depend on them."""
     return list(_ranges(config)) or [
-        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
+        *_model(config), *_layout(config, world_size), *_kernels(config), *batch_violations(config, world_size), *_length(config),
         *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
         *_logging(config, world_size),
     ]  # fmt: skip
@@ -126,7 +129,7 @@ def _model(config: Config) -> Iterator[str]:
     if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
         yield (
             f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
-            f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
+            f" {division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
         )
     if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
         yield (
@@ -156,7 +159,7 @@ def _heads(config: Config) -> Iterator[str]:
         tp = config.parallel.tensor_model_parallel_size
         legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
         rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
-        yield f"{rule}: {_division(heads, groups)}; use {', '.join(legal)}"
+        yield f"{rule}: {division(heads, groups)}; use {', '.join(legal)}"
     if model.position_embedding_type != "rope":
         return
     if not 0 < model.rotary_percent <= 1:
@@ -203,7 +206,7 @@ def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
         factors = " * ".join(str(getattr(parallel, name)) for name in names)
         yield (
             f"the number of processes ({world_size}) must be a multiple of {' * '.join(names)} ({factors} = {product}):"
-            f" {_division(world_size, product)}{ways}"
+            f" {division(world_size, product)}{ways}"
         )
 
 
@@ -241,7 +244,7 @@ def _split_heads(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp"
 
     if heads % tp:
         yield (
-            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)}"
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {division(heads, tp)}"
             f"{ways({'heads over tp'}, 'tp', 'heads')}"
         )
     if heads < tp * sp:
@@ -253,12 +256,12 @@ def _split_heads(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp"
     if groups and groups % tp and tp % groups:
         yield (
             f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
-            f" held by several ranks): {_division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
+            f" held by several ranks): {division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
         )
     if _ffn_known(model) and model.ffn_size % tp:
         yield (
             f"the width of the MLP ({model.ffn_size}) must be a multiple of tensor_model_parallel_size ({tp}):"
-            f" {_division(model.ffn_size, tp)}{ways({'ffn'}, 'tp', 'ffn')}"
+            f" {division(model.ffn_size, tp)}{ways({'ffn'}, 'tp', 'ffn')}"
         )
 
 
@@ -291,7 +294,7 @@ class _Sizes:
             parallel.pipeline_model_parallel_size, model.num_attention_heads or 0, model.num_query_groups,
             model.ffn_size if _ffn_known(model) else None,
             None if model.kv_channels else model.hidden_size, model.rotary_percent if model.position_embedding_type == "rope" else None,
-            tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2]))), batch.micro_batch_size,
+            all_sizes(batch), batch.micro_batch_size,
         )  # fmt: skip
 
     @property
@@ -448,38 +451,6 @@ def _kernels(config: Config) -> Iterator[str]:
         yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"
 
 
-def _batch(config: Config, world_size: int) -> Iterator[str]:
-    batch = config.batch
-    dp_size = max(1, config.parallel.dp_size(max(1, world_size)))
-    unit = batch.micro_batch_size * dp_size
-    unit_text = f"micro_batch_size * data-parallel size ({batch.micro_batch_size} * {dp_size} = {unit})"
-    size = batch.global_batch_size
-    if size is not None and size % unit:
-        near = f"{size // unit * unit} or {(size // unit + 1) * unit}" if size > unit else str(unit)
-        yield f"global_batch_size ({size}) must be a multiple of {unit_text}: {_division(size, unit)}; use {near}"
-    ramp = batch.rampup_batch_size
-    if ramp is None:
-        return
-    if len(ramp) != 3:
-        yield f"rampup_batch_size takes three integers, START INCREMENT SAMPLES, got {len(ramp)}: {' '.join(map(str, ramp))}"
-        return
-    start, step, samples = ramp
-    if start < 1 or step < 1 or samples < 1:
-        yield f"rampup_batch_size ({start} {step} {samples}): START, INCREMENT and SAMPLES must be at least 1"
-    elif size is None:
-        yield "rampup_batch_size needs --global-batch-size, the size to grow to"
-    elif start >= size:
-        yield f"rampup_batch_size starts at {start} and must start below global_batch_size ({size})"
-    elif (size - start) % step:
-        yield (
-            f"rampup_batch_size must reach global_batch_size in whole increments: ({size} - {start}) / {step} ="
-            f" {_division(size - start, step, bare=True)}; change START or INCREMENT"
-        )
-    elif start % unit or step % unit:
-        name, value = ("START", start) if start % unit else ("INCREMENT", step)
-        yield f"rampup_batch_size: {name} ({value}) must be a multiple of {unit_text}, as every batch size is: {_division(value, unit)}"
-
-
 def _length(config: Config) -> Iterator[str]:
     batch = config.batch
     if batch.skip_train:
@@ -618,11 +589,6 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
             yield f"peak_tflops ({log.peak_tflops}) must be above 0"
     except ValueError:
         yield f"peak_tflops ({log.peak_tflops}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
-
-
-def _division(value: int, divisor: int, bare: bool = False) -> str:
-    """Format the division as ``a = q * b + r``, to explain "must be a multiple"; with ``bare`` only the quotient."""
-    return f"{value / divisor:g}" if bare else f"{value} = {value // divisor} * {divisor} + {value % divisor}"
 
 
 def _show(value: float) -> str:

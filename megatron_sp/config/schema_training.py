@@ -20,6 +20,9 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", unit="sequences"
     )
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None, '"0:SIZE TOKENS:SIZE ...": the global batch size from so many tokens on, 2.4B:320 for instance (K, M, B, T); alone'
+    )
     train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1, high=10**12)
     train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
     eval_interval: int | None = flag(

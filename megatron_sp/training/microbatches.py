@@ -1,9 +1,11 @@
-"""Global batch size and its ramp-up, as a function of consumed samples alone."""
+"""Global batch size of each step, as a function of consumed samples alone: constant, growing evenly, or in steps."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
+from megatron_sp.config.rules_batch import steps_in_samples
 from megatron_sp.config.schema import BatchConfig
 from megatron_sp.utils.numbers import divide
 
@@ -15,9 +17,11 @@ class BatchPlan:
     Attributes:
         micro_batch_size: sequences per forward pass and data-parallel rank.
         dp_size: number of data-parallel ranks.
-        full: global batch size after ramp-up.
+        full: global batch size after ramp-up, or the last of the steps.
         start, increment, ramp_samples: first batch size, increment and length of the ramp-up; ``ramp_samples`` 0: no
             ramp-up.
+        steps: (samples, global batch size) pairs, the first of 0 samples: the size of steps that begin after so many
+            samples; none: there are no such steps.
     """
 
     micro_batch_size: int
@@ -26,21 +30,46 @@ class BatchPlan:
     start: int = 0
     increment: int = 0
     ramp_samples: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def from_config(cls, config: BatchConfig, dp_size: int) -> BatchPlan:
-        """Create the plan from a ``config`` that has been validated for ``dp_size`` ranks."""
+    def from_config(cls, config: BatchConfig, dp_size: int, seq_length: int | None = None) -> BatchPlan:
+        """Create the plan from a ``config`` that has been validated for ``dp_size`` ranks.
+
+        ``seq_length`` makes samples of the tokens in --step-batch-size-schedule.
+        """
         full = config.global_batch_size or config.micro_batch_size * dp_size
         start, increment, ramp_samples = config.rampup_batch_size or (full, 0, 0)
-        return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples)
+        steps = steps_in_samples(config, seq_length or 1)
+        return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples, steps)
+
+    @property
+    def first(self) -> int:
+        """Global batch size of the first step."""
+        return self.global_batch_size(0)
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Return the global batch size of the step that begins after ``consumed_samples``."""
-        if self.ramp_samples == 0 or self.increment == 0 or consumed_samples > self.ramp_samples or self.start >= self.full:
+        if self.steps:
+            return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
+        if not self._grows(consumed_samples):
             return self.full
         num_increments = divide(self.full - self.start, self.increment)
         stage = int(consumed_samples * num_increments / self.ramp_samples)
         return min(self.start + stage * self.increment, self.full)
+
+    def _grows(self, consumed_samples: int) -> bool:
+        """Return whether the ramp-up goes on after ``consumed_samples``."""
+        return self.ramp_samples > 0 and self.increment > 0 and self.start < self.full and consumed_samples <= self.ramp_samples
+
+    def _same_size(self, consumed_samples: int) -> int | None:
+        """Return how many steps from ``consumed_samples`` on certainly have the same size; None: all."""
+        if not self.steps:
+            return 1 if self._grows(consumed_samples) else None
+        later = bisect_right(self.steps, consumed_samples, key=lambda step: step[0])
+        if later == len(self.steps):
+            return None
+        return -(-(self.steps[later][0] - consumed_samples) // self.steps[later - 1][1])
 
     def num_microbatches(self, consumed_samples: int) -> int:
         """Return the number of micro-batches per data-parallel rank of the step that begins after ``consumed_samples``."""
@@ -48,18 +77,17 @@ class BatchPlan:
 
     def samples_after(self, num_steps: int, consumed: int = 0) -> int:
         """Return the number of samples consumed after ``num_steps`` more steps, beginning at ``consumed``."""
-        for step in range(num_steps):
-            size = self.global_batch_size(consumed)
-            if size == self.full:  # the ramp is over: the rest is a product
-                return consumed + (num_steps - step) * self.full
-            consumed += size
+        while num_steps > 0:
+            same = self._same_size(consumed)
+            count = num_steps if same is None else min(same, num_steps)
+            consumed, num_steps = consumed + count * self.global_batch_size(consumed), num_steps - count
         return consumed
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
         """Return the number of steps from ``consumed`` samples to at most ``samples``; a last partial batch is dropped."""
         steps = 0
-        while consumed + (size := self.global_batch_size(consumed)) <= samples:
-            if size == self.full:
-                return steps + (samples - consumed) // self.full
-            consumed, steps = consumed + size, steps + 1
+        while (fit := (samples - consumed) // (size := self.global_batch_size(consumed))) > 0:
+            same = self._same_size(consumed)
+            count = fit if same is None else min(same, fit)
+            consumed, steps = consumed + count * size, steps + count
         return steps

@@ -37,6 +37,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
 from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
@@ -371,12 +372,15 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
 
     Raises:
         CheckpointError: a stored count is not a whole number >= 0.
-        ConfigError: --train-samples is less than one step.
+        ConfigError: --train-samples is less than one step; a size of --step-batch-size-schedule that is still to come is not whole on
+            these ranks.
     """
-    batch = context.config.batch
-    batches, start = BatchPlan.from_config(batch, context.groups.dp_size), Progress()
+    batch, length = context.config.batch, context.config.model.seq_length or 1
+    batches, start = BatchPlan.from_config(batch, context.groups.dp_size, length), Progress()
     if origin is not None and not origin.finetunes:  # what is consumed stays consumed, whatever the batch size was then
         start.load(origin.stored, batches.global_batch_size)
+    if problem := step_violation(batch, length, context.groups.dp_size, start.consumed_samples):
+        raise ConfigError(problem)
     train_iters = batch.train_iters or start.step + batches.steps_for(batch.train_samples or 0, start.consumed_samples)
     if train_iters == 0 and not batch.skip_train:
         raise ConfigError(

@@ -94,7 +94,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         say(f"verify: hidden dropout ({config.model.hidden_dropout}) is off: an external model draws other masks in another layout")
         config.model.hidden_dropout = 0.0
     _fit_layers(config, launch, groups, dtype, say)
-    plan = BatchPlan.from_config(config.batch, groups.dp_size)
+    plan = BatchPlan.from_config(config.batch, groups.dp_size, config.model.seq_length)
     each = min(_MICRO_BATCHES, plan.num_microbatches(0))
     num_samples = each * plan.micro_batch_size * groups.dp_size
     with all_ranks_agree(groups.control):

@@ -17,3 +17,8 @@ def window_tile(window: int) -> int:
 def round_up(a: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is not below ``a``."""
     return (a + multiple - 1) // multiple * multiple
+
+
+def division(value: int, divisor: int) -> str:
+    """Return the division as ``a = q * b + r``, to explain why ``value`` is not a multiple of ``divisor``."""
+    return f"{value} = {value // divisor} * {divisor} + {value % divisor}"

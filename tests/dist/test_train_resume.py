@@ -29,7 +29,7 @@ from megatron_sp.utils import processes
 SAVE_EVERY_2 = ("--save-interval", 2, "--no-async-save")  # a kill in a step finds the one before it saved
 IN_BACKGROUND = ("--save-interval", 2)
 VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
-    "accumulation, 1 rank": (1, ("--micro-batch-size", 1)),
+    "accumulation, batches in steps, 1 rank": (1, ("--micro-batch-size", 1, "--step-batch-size-schedule", "0:2 128:6,320:4")),
     "2 ranks, warm-up, decays": (2, (
         "--lr-decay-style", "cosine", "--lr-warmup-iters", 2, "--start-weight-decay", 0.01, "--end-weight-decay", 0.3,
         "--weight-decay-incr-style", "linear",

@@ -541,7 +541,7 @@ def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
         return [f"--{next(iter(tokens))} needs --seq-length, to be turned into samples"]
     kind = "samples" if batch.train_iters is None else "iters"
     if kind == "iters":
-        if batch.global_batch_size is None or batch.rampup_batch_size:
+        if batch.global_batch_size is None or batch.rampup_batch_size or batch.step_batch_size_schedule:
             return [f"--{next(iter(tokens))} with --train-iters needs a constant --global-batch-size, to be turned into steps"]
         size *= batch.global_batch_size
     for name, value in tokens.items():

@@ -144,9 +144,10 @@ def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_siz
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
         return []  # config/rules.py reports this
     dp = world_size // ranks
-    if steps is not None and batch.rampup_batch_size:
+    changes = "--rampup-batch-size" if batch.rampup_batch_size else "--step-batch-size-schedule" if batch.step_batch_size_schedule else None
+    if steps is not None and changes:
         return [
-            f"{found.name}: gradient_accumulation_steps ({steps}) is constant, and --rampup-batch-size changes the batch size:"
+            f"{found.name}: gradient_accumulation_steps ({steps}) is constant, and {changes} changes the batch size:"
             ' drop one of them, or write "auto" in the file'
         ]
     total = batch.global_batch_size

@@ -292,7 +292,8 @@ _REFUSED = {
     "the optimizers today are AdamW and SGD, with one learning rate for all": """
         decoupled-lr decoupled-min-lr no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer
         optimizer-layerwise""",
-    "the batch size today is constant or grows by --rampup-batch-size": "step-batch-size-schedule decrease-batch-size-if-needed",
+    "every batch has the size that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule says": """
+        decrease-batch-size-if-needed""",
     "curricula, compression, distillation and data-efficiency methods are not there": """
         kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize
         curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning compression-training

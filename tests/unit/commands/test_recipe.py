@@ -148,6 +148,15 @@ def test_batches_that_grow() -> None:
     assert (small.global_batch_size, small.rampup_batch_size) == (2, (1, 1, 1))
 
 
+def test_batches_in_steps() -> None:
+    steps = ("--step-batch-size-schedule", "0:16 400K:8 800K:32")
+    own = (*OWN, "--global-batch-size", "32", *steps)
+    made = recipe(own=own, TRAIN_ITERS="4")
+    told = describe(made, plan_run(made.config, made.world_size))  # 16, 16, 8 and 8 sequences, then 32
+    assert "32 sequences (16 at the start), 524,288 tokens, 32 micro-batches; 4 steps, 786.4 k tokens" in told
+    assert recipe(own=own, SMOKE="1").config.batch.global_batch_size == 2
+
+
 def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:
     full, small = recipe(TP="2", ZERO="2", RECOMPUTE="selective").config, recipe(TP="2", ZERO="2", RECOMPUTE="selective", SMOKE="1").config
     assert (small.parallel.tensor_model_parallel_size, small.parallel.sequence_parallel_size) == (2, 2)

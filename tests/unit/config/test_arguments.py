@@ -236,7 +236,7 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
         "--pipeline-model-parallel-layout Et|tL", "--universal-checkpoint", "--curriculum-learning",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
-        "--step-batch-size-schedule 0:32", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
+        "--decrease-batch-size-if-needed", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
     ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(more: str) -> None:

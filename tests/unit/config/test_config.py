@@ -13,6 +13,7 @@ import pytest
 
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.rules import normalize, validate, violations
+from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.schema import GROUPS, Config, diff
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
@@ -43,6 +44,10 @@ def message(world_size: int = 1, **fields: Any) -> str:
 def test_the_sound_configuration_is_sound() -> None:
     validate(config())
     validate(config(), 8)
+
+
+def _steps(schedule: str, micro: int = 1) -> dict[str, Any]:
+    return {"batch__step_batch_size_schedule": (schedule,), "batch__micro_batch_size": micro}
 
 
 ROPE = {"model__position_embedding_type": "rope"}
@@ -144,6 +149,20 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"batch__global_batch_size": 8, "batch__micro_batch_size": 2, "batch__rampup_batch_size": (2, 3, 9)},
         "INCREMENT (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)",
     ),
+    (_steps("0:8 1K:9", micro=2), "step_batch_size_schedule: 9 must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
+    (_steps("0:9 1K:8", micro=2), "step_batch_size_schedule: 9 must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)"),
+    (
+        _steps("0:8 1K:16") | {"batch__global_batch_size": 8},
+        "global_batch_size (8) is not the last size of --step-batch-size-schedule (16)",
+    ),
+    (_steps("0:8 1K:16") | {"batch__rampup_batch_size": (2, 2, 9)}, "are two ways for a batch to grow: give one"),
+    (_steps("16"), "step_batch_size_schedule: expected TOKENS:SIZE such as 2.4B:320, got '16'"),
+    (_steps("0:8 1G:16"), "got '1G:16'"),
+    (_steps("0:0"), "'0:0': expected at most 1e+18 tokens, and a whole number from 1 to 2147483648 as size"),
+    (_steps("0:1.5"), "'0:1.5': expected"),
+    (_steps("1K:8"), "the first size is that of 0 tokens: begin with 0:SIZE"),
+    (_steps("0:8 1K:16 1000:8"), "two sizes begin at 1,000 tokens"),
+    (_steps("0:8 33:16 40:8"), "33 and 40 tokens are the same sample of 32 tokens (1): its thresholds are in tokens"),
     ({"batch__train_iters": None}, "the length of the run is missing"),
     ({"batch__train_samples": 100}, "give --train-iters (10) or --train-samples (100), not both"),
     ({"batch__skip_train": True}, "--skip-train validates a checkpoint and needs --load"),
@@ -556,3 +575,16 @@ def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
     assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, 4, "zero")
     assert "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)" in said
     assert config(**given, parallel__context_parallel_size=2).parallel.nccl_sp_ctas == 8
+
+
+def test_sizes_that_are_over_may_be_those_of_fewer_ranks() -> None:
+    fields = _steps("0:2 1K:6 2K:8", micro=2) | {"checkpoint__load": "x"}
+    resumed = config(**fields)
+    validate(resumed, 4)
+    assert resumed.batch.global_batch_size == 8
+    assert step_violation(resumed.batch, 32, 4, 1000 // 32) == (
+        "step_batch_size_schedule: 6 must be a multiple of micro_batch_size * data-parallel size (2 * 4 = 8), as every batch size is:"
+        " 6 = 0 * 8 + 6"
+    )
+    assert step_violation(resumed.batch, 32, 4, 2000 // 32) is None
+    assert step_violation(resumed.batch, 32, 1, 0) is None

@@ -17,13 +17,20 @@ def plans(draw: st.DrawFn) -> BatchPlan:
     micro, dp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     unit = micro * dp
     start, increments, increment = (draw(st.integers(1, 4)) * unit, draw(st.integers(1, 6)), draw(st.integers(1, 3)) * unit)
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["constant", "ramp", "steps"]))
+    if kind == "constant":
         return BatchPlan(micro, dp, start)
+    if kind == "steps":
+        at = sorted({0, *draw(st.lists(st.integers(1, 300), max_size=4))})
+        sizes = [draw(st.integers(1, 5)) * unit for _ in at]
+        return BatchPlan(micro, dp, sizes[-1], steps=tuple(zip(at, sizes, strict=True)))
     return BatchPlan(micro, dp, start + increments * increment, start, increment, draw(st.integers(1, 400)))
 
 
 def rule(plan: BatchPlan, consumed: int) -> int:
-    """The ramp in whole numbers: one increment after each equal share of the ramp's samples."""
+    """The ramp in whole numbers: one increment after each equal share of the ramp's samples; of steps the last that has begun."""
+    if plan.steps:
+        return [size for begin, size in plan.steps if begin <= consumed][-1]
     if plan.ramp_samples == 0:
         return plan.full
     increments = (plan.full - plan.start) // plan.increment
@@ -52,10 +59,21 @@ def test_sums_over_steps(plan: BatchPlan, num_steps: int) -> None:
     assert plan.steps_for(consumed + plan.global_batch_size(consumed) - 1) == num_steps
 
 
-def test_long_runs_are_a_product() -> None:
-    plan = BatchPlan(4, 8, 1024, 64, 64, 300_000)
+@pytest.mark.parametrize(
+    "plan", [BatchPlan(4, 8, 1024, 64, 64, 300_000), BatchPlan(4, 8, 96, steps=((0, 64), (10**9, 1024), (10**11, 32), (10**11 + 7, 96)))]
+)
+def test_long_runs_are_a_product(plan: BatchPlan) -> None:
     steps = plan.steps_for(10**12)
     assert plan.samples_after(steps) <= 10**12 < plan.samples_after(steps + 1)
+
+
+def test_steps_in_tokens_are_those_of_megatron() -> None:
+    """The first size is that of the start; a threshold is rounded down to whole samples, and a step at it has the new size."""
+    config = BatchConfig(micro_batch_size=2, global_batch_size=320, step_batch_size_schedule=("0:16 2.4B:320, 1_000.5K:0.048K",))
+    plan = BatchPlan.from_config(config, 4, 2048)
+    assert plan.steps == ((0, 16), (488, 48), (1_171_875, 320)) and (plan.first, plan.full) == (16, 320)
+    assert [plan.global_batch_size(c) for c in (0, 487, 488, 1_171_874, 1_171_875)] == [16, 16, 48, 48, 320]
+    assert plan.samples_after(31) == 496 and plan.global_batch_size(480) == 16, "a step that has begun ends with its size"
 
 
 @pytest.mark.parametrize("dp, size", list(product((1, 2, 4), (None, 8))))
