@@ -9,14 +9,10 @@ env:
 	bash scripts/setup_env.sh dev
 
 style: env
-	$(PYTHON) -m ruff check --fix .
-	$(PYTHON) -m ruff format .
+	bash scripts/checks.sh --fix
 
 checks: env
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
-	$(PYTHON) -m codespell_lib
+	bash scripts/checks.sh
 	$(PYTHON) -m pytest -q tests/unit/project/test_import_layers.py tests/unit/project/test_security.py
 
 test:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder, WallClock
-from megatron_sp.ops.routing import RoutingSpec, route
+from megatron_sp.ops.routing import Routed, RoutingSpec, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
 from megatron_sp.parallel.expert_parallel import ExpertParallel
 from megatron_sp.parallel.parallel_context import ParallelContext
@@ -20,32 +20,36 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 E, H = 12, 5
 
 
+def routed_tokens(rank: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Routed]:
+    """The tokens of a rank, each rank with another number of them, and the experts that they choose."""
+    g = torch.Generator().manual_seed(rank)
+    tokens = 4 + 3 * rank
+    logits = torch.randn(tokens, E, dtype=torch.float64 if dtype == torch.float64 else torch.float32, generator=g)
+    return torch.randn(tokens, H, dtype=dtype, generator=g), route(logits, RoutingSpec(E, k))
+
+
 def layer(
     ranks: int, k: int, dtype: torch.dtype, chunks: int = 1
-) -> tuple[ExpertParallel, RowExchange, list[Journey], list[list[int]], Tensor, object]:
-    """Tokens of a rank, each rank with another number of them, and their way."""
+) -> tuple[ExpertParallel, RowExchange, list[Journey], list[list[int]], Tensor, Routed]:
+    """Tokens of a rank, and their way."""
     groups = ParallelGroups.create(torch.device("cpu"))
     ep = ExpertParallel.create(groups, ranks, chunks=chunks)
-    tokens = 4 + 3 * groups.rank
-    g = torch.Generator().manual_seed(groups.rank)
-    logits = torch.randn(tokens, E, dtype=torch.float64 if dtype == torch.float64 else torch.float32, generator=g)
-    routed = route(logits, RoutingSpec(E, k))
-    parts = [slice(i * tokens // chunks, (i + 1) * tokens // chunks) for i in range(chunks)]
+    x, routed = routed_tokens(groups.rank, k, dtype)
+    parts = [slice(i * len(x) // chunks, (i + 1) * len(x) // chunks) for i in range(chunks)]
     journeys, of_experts = Counts(ep, routed.chosen, E, parts).read()
-    exchange = RowExchange(ep, RowFormat(H, k, dtype, logits.dtype), E // ranks)
-    return ep, exchange, journeys, of_experts, torch.randn(tokens, H, dtype=dtype, generator=g), routed
+    exchange = RowExchange(ep, RowFormat(H, k, dtype, routed.weights.dtype), E // ranks)
+    return ep, exchange, journeys, of_experts, x, routed
 
 
 def check_rows(ranks: int, k: int, dtype: torch.dtype) -> None:
     """Every choice arrives at its expert's rank with its row and its weight, and a row arrives once."""
     ep, exchange, journeys, of_experts, x, routed = layer(ranks, k, dtype)
-    rows, choices = exchange.received_rows(exchange.send_rows(x, routed, journeys[0]).wait(), routed, journeys[0], of_experts[0])  # type: ignore[arg-type]
-    everyone: list[object] = [None] * ranks
-    torch.distributed.all_gather_object(everyone, (x, routed.chosen, routed.weights))  # type: ignore[attr-defined]
+    rows, choices = exchange.received_rows(exchange.send_rows(x, routed, journeys[0]).wait(), routed, journeys[0], of_experts[0])
     own = range(ep.rank * E // ranks, (ep.rank + 1) * E // ranks)
     want_rows, want = [], []
-    for tokens, chosen, weights in everyone:  # type: ignore[misc]
-        for token, experts, p in zip(tokens, chosen.tolist(), weights, strict=True):
+    for rank in range(ranks):
+        tokens, theirs = routed_tokens(rank, k, dtype)
+        for token, experts, p in zip(tokens, theirs.chosen.tolist(), theirs.weights, strict=True):
             mine = [j for j, e in enumerate(experts) if e in own]
             if mine:
                 want += [(experts[j] - own.start, len(want_rows), float(p[j])) for j in mine]
@@ -63,7 +67,7 @@ def check_adjoint(ranks: int, k: int, chunks: int) -> None:
     grad_x, grad_weights = torch.zeros_like(x), torch.zeros(len(x), k, dtype=torch.float64)
     results = torch.zeros_like(x)
     for journey, numbers in zip(journeys, of_experts, strict=True):
-        rows, _ = exchange.received_rows(exchange.send_rows(x, routed, journey).wait(), routed, journey, numbers)  # type: ignore[arg-type]
+        rows, _ = exchange.received_rows(exchange.send_rows(x, routed, journey).wait(), routed, journey, numbers)
         y = torch.randn(rows.shape, dtype=torch.float64, generator=g)
         there = there + (rows * y).sum()
         nothing = torch.zeros(len(rows), k, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import load_file, save_file
 from support.training import assert_same_tensors, records, saved_steps, state, tensors, train, write_data
 
 FLAGS = ("--adam-eps", 1e-3, "--save-interval", 3, "--eval-interval", 3, "--eval-iters", 2, "--log-params-norm", "--log-num-zeros-in-grad")
@@ -70,16 +70,16 @@ def test_all_ranks_hold_the_same_weights(tmp_path: Path, data: tuple[object, ...
     def keep_final_weights(rank: int) -> None:
         original = loop.train
 
-        def kept(run: loop.Run, saves: object) -> int:
+        def then_keep(run: loop.Run, saves: object) -> int:
             code = original(run, saves)  # type: ignore[arg-type]
-            torch.save([u.master for u in run.state.units] + [s.exp_avg for s in run.parts.optimizer.states], f"weights-{rank}.pt")
+            kept = [u.master for u in run.state.units] + [s.exp_avg for s in run.parts.optimizer.states]
+            save_file({str(i): tensor for i, tensor in enumerate(kept)}, f"weights-{rank}.safetensors")
             return code
 
-        loop.train = kept  # type: ignore[assignment]
+        loop.train = then_keep  # type: ignore[assignment]
 
     train(tmp_path, *FLAGS[:2], "--micro-batch-size", 1, ranks=2, data=data, setup=keep_final_weights).expect(0)
-    both = [dict(enumerate(torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True))) for rank in (0, 1)]
-    assert_same_tensors({str(k): v for k, v in both[0].items()}, {str(k): v for k, v in both[1].items()})
+    assert_same_tensors(*(load_file(tmp_path / f"weights-{rank}.safetensors") for rank in (0, 1)))
 
 
 def test_ramp_up_with_other_ranks(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
+from support.paths import ROOT, project_files
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = project_files("*.md")
 
 
 def anchors(page: Path) -> set[str]:
