@@ -19,7 +19,7 @@ from megatron_sp.config.rules_batch import all_sizes, batch_violations, settle_b
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
-from megatron_sp.config.rules_model import variant_violations
+from megatron_sp.config.rules_model import settle_groups, variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
 from megatron_sp.config.schema_data import default_type
@@ -37,8 +37,6 @@ def normalize(config: Config) -> Config:
     Modifies ``config`` in place and returns it; idempotent.
     """
     model, kernels, data = config.model, config.kernels, config.data
-    if model.num_query_groups is not None:
-        model.group_query_attention = True
     if config.parallel.use_distributed_optimizer and config.parallel.zero_stage == 0:
         config.parallel.zero_stage = 1
     if config.parallel.stage3_use_all_reduce_for_fetch_params:
@@ -55,7 +53,7 @@ def normalize(config: Config) -> Config:
         data.tokenizer_type = default_type(data, model.vocab_size)
     settle_batch_size(config.batch)
     settle_stages(config)
-    config.ignored_flags += (*settle_comm_type(config.parallel), *settle_experts(config), *concede(config))
+    config.ignored_flags += (*settle_comm_type(config.parallel), *settle_experts(config), *concede(config), *settle_groups(config))
     return config
 
 
@@ -153,8 +151,6 @@ def _model(config: Config) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.group_query_attention and groups is None and not config.checkpoint.use_checkpoint_args:
-        yield "--group-query-attention needs --num-query-groups N (the number of key/value heads)"
     if heads and groups and heads % groups:
         tp = config.parallel.tensor_model_parallel_size
         legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]

@@ -7,7 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_sp.config.schema import ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
+
+
+def settle_groups(config: Config) -> Iterator[str]:
+    """Make --group-query-attention and --num-query-groups agree; idempotent. Yield a line where Megatron understands something else."""
+    model, where = config.model, config.given.get(("model", "num_query_groups"), "")
+    if ("model", "group_query_attention") in config.given and not model.group_query_attention:
+        if model.num_query_groups is not None:  # all arguments of Megatron in a file: false, and its default of 1
+            model.num_query_groups = None
+            yield f"{where or '--num-query-groups'} (without --group-query-attention: each query head has its own key and value)"
+    elif model.num_query_groups is not None:
+        is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))  # Megatron-DeepSpeed's --num-key-value-heads always counts
+        if is_megatrons and not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
+            yield (
+                f"{where} {model.num_query_groups} (these are the key/value heads, with or without --group-query-attention; Megatron-LM"
+                f" would have one for each of the {model.num_attention_heads} query heads)"
+            )
+        model.group_query_attention = True
+    elif model.group_query_attention and not config.checkpoint.use_checkpoint_args:
+        model.num_query_groups = 1
+        yield "--group-query-attention (without --num-query-groups it is one key/value head for all query heads, as in Megatron-LM)"
 
 
 def variant_violations(model: ModelConfig) -> Iterator[str]:

@@ -36,10 +36,12 @@ class ModelConfig(ExpertConfig):
         high=2**24,
     )
     kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1, high=2**16)
-    group_query_attention: bool = flag(False, "use --num-query-groups (implied when that is given)")
+    group_query_attention: bool = flag(
+        False, "query heads share key/value heads, --num-query-groups of them or one; implied when that is given"
+    )
     num_query_groups: int | None = flag(
         None,
-        "key/value heads, each shared by heads/groups query heads (default: num-attention-heads)",
+        "key/value heads, each shared by heads/groups query heads (default: num-attention-heads; 1 with --group-query-attention)",
         aliases=("num-key-value-heads",),
         low=1,
         high=2**16,

@@ -73,6 +73,10 @@ def _rewritten() -> Iterator[str]:
     for name, rewrite in dialect.REWRITTEN.items():
         meaning = " ".join(f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value in rewrite.to)
         yield f"| `--{name}{' VALUE' if rewrite.takes_value else ''}` | `{meaning}`{' unless that is given' if rewrite.weak else ''} |"
+    for name, values in dialect.REWRITTEN_VALUES.items():
+        for value, rewrites in values.items():
+            settings = [f"`--{flag}" + ("`" if word == "true" else f" {word}`") for rewrite in rewrites for flag, word in rewrite.to]
+            yield f"| `--{name} {value}` | {' '.join(settings)} |"
     for name in dialect.TOKEN_FLAGS:
         yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
     for name, (num_words, meaning) in HELD.items():

@@ -335,7 +335,15 @@ def _assign(draft: _Draft, setting: Setting) -> None:
 
 
 def _rewrite(draft: _Draft, setting: Setting) -> None:
-    rewrite = dialect.REWRITTEN[setting.name]
+    _apply_rewrite(draft, setting, dialect.REWRITTEN[setting.name])
+
+
+def _rewrite_value(draft: _Draft, setting: Setting) -> None:
+    for rewrite in dialect.REWRITTEN_VALUES[setting.name][setting.words[0].lower()]:
+        _apply_rewrite(draft, Setting(setting.name, (), f"{setting.where} {setting.words[0]}"), rewrite)
+
+
+def _apply_rewrite(draft: _Draft, setting: Setting, rewrite: dialect.Rewrite) -> None:
     if not rewrite.takes_value and not _is_on(setting.words):
         return
     for flag, value in rewrite.to:
@@ -398,6 +406,7 @@ _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the fir
     (lambda setting: setting.name in HELD or (setting.name == "num-experts" and len(setting.words) > 1), _hold),
     (lambda setting: setting.name in targets(), _assign),
     (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
+    (lambda setting: " ".join(setting.words).lower() in dialect.REWRITTEN_VALUES.get(setting.name, {}), _rewrite_value),
     (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),
     (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
     (lambda setting: setting.name == "preset", _skip_preset),

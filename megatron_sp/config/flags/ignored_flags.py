@@ -65,6 +65,11 @@ REWRITTEN: dict[str, Rewrite] = {
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
 
+REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
+    "attention-head-type": {"multiquery": (Rewrite((("num-query-groups", "1"),)),)},  # BigCode's fork
+}
+"""Flags that are refused, apart from these values of theirs."""
+
 VALUE_SPELLINGS: dict[str, dict[str, str]] = {
     "tokenizer-type": {
         "GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer",
@@ -277,8 +282,9 @@ _REFUSED = {
     "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
         window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         rotary-scaling-factor mscale mscale-all-dim cache-mla-latents qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
-        softmax-type mtp-num-layers mtp-loss-scaling-factor attention-head-type attention-output-gate
+        softmax-type mtp-num-layers mtp-loss-scaling-factor attention-output-gate
         linear-attention-type linear-attention-freq experimental-attention-variant attn-logit-softcapping""",
+    "heads are multihead or multiquery here": "attention-head-type",
     "a sequence is cut over the ranks (--sequence-parallel-size N), its MLPs run in pieces (--mlp-chunks N) and what blocks save to the"
     " host (--offload-activations); attention itself is not cut into chunks in host memory": """
         ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading""",
@@ -337,6 +343,7 @@ REFUSED_PREFIXES: dict[str, str] = {
 """Beginnings of refused families."""
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
+    "attention-head-type": ("multihead",),
     "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
     "moe-jitter-eps": ("0", "0.0"),
     "vocab-extra-ids": ("0",),

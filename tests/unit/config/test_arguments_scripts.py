@@ -181,3 +181,24 @@ def test_every_flag_in_use_is_known_with_its_number_of_values(flag: str) -> None
     except ConfigError as error:
         assert f"{flag.split()[0]} is unknown" not in str(error) and "unexpected" not in str(error)
         assert f"{flag.split()[0]}: expected" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "told"),
+    [
+        ("--num-query-groups 4", 4, "--num-query-groups 4 (these are the key/value heads, with or without --group-query-attention"),
+        ("--group-query-attention --num-query-groups 4", 4, ""),
+        ("--num-query-groups 16", 16, ""),
+        ("--num-key-value-heads 4", 4, ""),
+        ("--group-query-attention", 1, "--group-query-attention (without --num-query-groups it is one key/value head"),
+        ("--no-group-query-attention --num-query-groups 1", 16, "--num-query-groups (without --group-query-attention: each query head"),
+        ("--attention-head-type multiquery", 1, ""),
+        ("--attention-head-type multihead", 16, "--attention-head-type (asks for what happens anyway)"),
+    ],
+)
+def test_key_value_heads(words: str, groups: int, told: str) -> None:
+    """Megatron ignores --num-query-groups without the other flag, and has one group where that stands alone."""
+    c = config(f"{MEGATRON_LM_345M} {words}")
+    assert c.model.num_groups == groups
+    notes = [note for note in c.ignored_flags if "query" in note or "head-type" in note]
+    assert len(notes) == bool(told) and all(told in note for note in notes), notes

@@ -64,7 +64,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "num_attention_heads (10) must be a multiple of num_query_groups (4): 10 = 2 * 4 + 2; use 1, 2, 5, 10",
     ),
     ({"model__num_query_groups": 8}, "num_attention_heads (4) must be a multiple of num_query_groups (8): 4 = 0 * 8 + 4; use 1, 2, 4"),
-    ({"model__group_query_attention": True}, "--group-query-attention needs --num-query-groups"),
     ({"model__max_position_embeddings": 16}, "max_position_embeddings (16) must be at least seq_length (32)"),
     ({"model__attention_dropout": 1.0}, "attention_dropout (1.0) must be in [0, 1)"),
     ({"model__hidden_dropout": 1.5}, "hidden_dropout (1.5) must be in [0, 1)"),
