@@ -22,6 +22,7 @@ def stored_configuration(state: dict[str, Any], *, normalize: bool = False) -> t
     """
     try:
         config, warnings = Config.from_dict(state.get("config"))
+        config.model_is_settled = True
         if normalize:
             rules.normalize(config)
     except ConfigError as error:

@@ -29,6 +29,14 @@ def drop_nccl(config: Config, why: str) -> list[str]:
     return given
 
 
+def settle_source(config: Config) -> Iterator[str]:
+    """Drop --use-checkpoint-args where there is no checkpoint and the other flags say what the model is; idempotent."""
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and not checkpoint.auto_resume and has_shape(config):
+        checkpoint.use_checkpoint_args = False
+        yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
+
+
 def concede(config: Config) -> list[str]:
     """Reset the flags in ``config`` that have no effect; idempotent.
 
@@ -84,9 +92,6 @@ def _checkpoints(config: Config) -> Iterator[str]:
         if checkpoint.exit_on_missing_checkpoint:
             checkpoint.exit_on_missing_checkpoint = False
             yield "--exit-on-missing-checkpoint (without --load none is looked for)"
-        if checkpoint.use_checkpoint_args and has_shape(config):
-            checkpoint.use_checkpoint_args = False
-            yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
 
 
 def has_shape(config: Config) -> bool:

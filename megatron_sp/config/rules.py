@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_sp.config.concessions import concede
+from megatron_sp.config.concessions import concede, settle_source
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_batch import all_sizes, batch_violations, settle_batch_size
@@ -53,7 +53,8 @@ def normalize(config: Config) -> Config:
         data.tokenizer_type = default_type(data, model.vocab_size)
     settle_batch_size(config.batch)
     settle_stages(config)
-    config.ignored_flags += (*settle_comm_type(config.parallel), *settle_experts(config), *concede(config), *settle_groups(config))
+    lines = (*settle_source(config), *settle_comm_type(config.parallel), *settle_experts(config), *concede(config), *settle_groups(config))
+    config.ignored_flags += lines
     return config
 
 
@@ -67,9 +68,13 @@ def validate(config: Config, world_size: int = 1) -> None:
 
 
 def violations(config: Config, world_size: int) -> list[str]:
-    """Return a message for each violated rule; if single values are out of range only those, as the other rules depend on them."""
+    """Return a message for each violated rule; if single values are out of range only those, as the other rules depend on them.
+
+    What is about a model that is still to be taken from a checkpoint is checked when it has been (``training/checkpoint_model.py``).
+    """
+    about_model = (*_model(config), *_layout_of_model(config, world_size), *_kernels(config)) if config.knows_model else ()
     return list(_ranges(config)) or [
-        *_model(config), *_layout(config, world_size), *_kernels(config), *batch_violations(config, world_size), *_length(config),
+        *about_model, *_layout(config, world_size), *batch_violations(config, world_size), *_length(config),
         *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
         *_logging(config, world_size),
     ]  # fmt: skip
@@ -121,7 +126,7 @@ def _model(config: Config) -> Iterator[str]:
     model = config.model
     shape = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": model.num_attention_heads}
     missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
-    if missing and not config.checkpoint.use_checkpoint_args:
+    if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
     if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
@@ -173,8 +178,7 @@ def _head_dim_known(model: ModelConfig) -> bool:
     )
 
 
-def _layout(config: Config, world_size: int) -> Iterator[str]:
-    parallel = config.parallel
+def _layout_of_model(config: Config, world_size: int) -> Iterator[str]:
     yield from pipeline_violations(config)
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
@@ -183,6 +187,10 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from expert_violations(config, world_size)
     yield from shared_expert_violations(config)
     yield from lifeless_router(config)
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
     yield from _whole_replicas(config, world_size)
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:

@@ -24,14 +24,14 @@ def data_violations(config: Config) -> Iterator[str]:
     if own_paths and "train" not in own_paths and not config.batch.skip_train:
         yield f"--{own_paths[0]}-data-path needs --train-data-path too"
     yield from _split(config)
-    if data.tokenizer_type is None and not config.checkpoint.use_checkpoint_args:
+    if data.tokenizer_type is None and config.knows_model:
         yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
     of_a_file = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
     if data.tokenizer_type in of_a_file and not data.tokenizer_model:
         yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model FILE"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
         yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file FILE, its vocab.json, and --merge-file FILE, its merges.txt"
-    if data.tokenizer_type == "NullTokenizer" and not vocab_size:
+    if data.tokenizer_type == "NullTokenizer" and not vocab_size and config.knows_model:
         yield "--tokenizer-type NullTokenizer needs --vocab-size N"
     if data.tokenizer_type in WORDPIECE and not data.vocab_file:
         yield f"--tokenizer-type {data.tokenizer_type} needs --vocab-file FILE, BERT's vocab.txt"
@@ -51,7 +51,7 @@ def _bert_data(config: Config) -> Iterator[str]:
         yield f"mask_prob ({data.mask_prob}) must be in (0, 1)"
     if data.short_seq_prob > 1:
         yield f"short_seq_prob ({data.short_seq_prob}) must be in [0, 1]"
-    if data.bert_pack_sequences and config.model.has_order_head:
+    if data.bert_pack_sequences and config.model.has_order_head and config.knows_model:
         yield (
             "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments of each: add"
             " --bert-no-binary-head, or leave it out"

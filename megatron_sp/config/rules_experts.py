@@ -24,6 +24,8 @@ def settle_experts(config: Config) -> list[str]:
         model.num_experts = None  # Megatron-DeepSpeed's word for a dense model is 1
     if not model.moe_shared_expert_intermediate_size:
         model.moe_shared_expert_intermediate_size = None
+    if not config.knows_model:
+        return lines
     if not model.has_experts:
         for name, field in _FIELDS.items():
             value = getattr(model, name)

@@ -13,6 +13,8 @@ from megatron_sp.config.schema import Config, ModelConfig
 def settle_groups(config: Config) -> Iterator[str]:
     """Make --group-query-attention and --num-query-groups agree; idempotent. Yield a line where Megatron understands something else."""
     model, where = config.model, config.given.get(("model", "num_query_groups"), "")
+    if not config.knows_model:
+        return
     if ("model", "group_query_attention") in config.given and not model.group_query_attention:
         if model.num_query_groups is not None:  # all arguments of Megatron in a file: false, and its default of 1
             model.num_query_groups = None
@@ -25,7 +27,7 @@ def settle_groups(config: Config) -> Iterator[str]:
                 f" would have one for each of the {model.num_attention_heads} query heads)"
             )
         model.group_query_attention = True
-    elif model.group_query_attention and not config.checkpoint.use_checkpoint_args:
+    elif model.group_query_attention:
         model.num_query_groups = 1
         yield "--group-query-attention (without --num-query-groups it is one key/value head for all query heads, as in Megatron-LM)"
 

@@ -47,6 +47,19 @@ class Config:
     """Fields of ``model`` that have the preset's values, because nothing else was said of them."""
     given: Given = field(default_factory=dict, compare=False)
     """Fields that the command line, --config or DeepSpeed's JSON set, and where each was set."""
+    model_is_settled: bool = field(default=False, compare=False)
+    """The checkpoint of --use-checkpoint-args has been read."""
+
+    @property
+    def knows_model(self) -> bool:
+        """False as long as the model is still to be taken from a checkpoint: what the flags say of it is only a part then."""
+        return self.model_is_settled or not self.checkpoint.use_checkpoint_args
+
+    def says(self, group: str, name: str) -> bool:
+        """Return whether a field was set; in a configuration that nobody typed, whether it differs from its default."""
+        if self.given:
+            return (group, name) in self.given
+        return bool(getattr(getattr(self, group), name) != GROUPS[group].__dataclass_fields__[name].default)  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""

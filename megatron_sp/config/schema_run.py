@@ -36,11 +36,16 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = flag(None, "load this step instead of the newest", unit="steps", low=0)
     resume_fallback: bool = flag(False, "if the newest checkpoint is damaged, take the newest sound one before it")
-    finetune: bool = flag(False, "load weights only and start at step 0")
+    finetune: bool = flag(
+        False,
+        "load weights only and start at step 0; rotary positions and window may be others than before, for a longer context",
+    )
     no_load_optim: bool = flag(False, "do not load the optimizer's state")
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)")
     use_checkpoint_args: bool = flag(
-        False, "take the model's shape and vocabulary from the checkpoint, and its tokenizer where no flag names one"
+        False,
+        "take the model from the checkpoint, and its tokenizer where no flag names one; a flag that says another model is an error, what"
+        " belongs to training (dropout, coefficients) counts where it is given",
     )
     keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9)
     keep_every: int | None = flag(

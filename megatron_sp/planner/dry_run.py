@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_rank import largest_form
@@ -22,6 +21,7 @@ from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
+from megatron_sp.training.checkpoint_model import check_model, take_model
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
 
@@ -167,7 +167,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     Raises:
         ReportedError: the tokenizer or the checkpoint that determines the model's shape cannot be read.
     """
-    note = complete(config, world_size)
+    notes = complete(config, world_size)
     choice = settle_schedule(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     workload = workload_of(config, world_size, device)
@@ -176,39 +176,40 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
         form.zero.kept_params, form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
         find_suggestions(config, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note, choice))),
+        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), *notes, choice))),
     )  # fmt: skip
 
 
-def complete(config: Config, world_size: int) -> str:
+def complete(config: Config, world_size: int) -> list[str]:
     """Fill in the settings that a run would take from a checkpoint or a tokenizer, and check --load and --save.
 
     Returns:
-        A line about a fresh start that is not obvious from the flags; else an empty string.
+        A line about a fresh start that is not obvious from the flags, and about each change of the checkpoint's model.
     Raises:
-        ReportedError: checkpoint or tokenizer cannot be read.
+        ReportedError: checkpoint or tokenizer cannot be read, or the checkpoint's model is another one.
     """
     point = check_on_paper(config)
-    stored = None
+    stored, notes, is_adopted = None, [point.note] if point.note else [], False
+    finetunes = config.checkpoint.finetune and not point.goes_on
     if point.source is not None:
         from megatron_sp.checkpoint.checkpointer import Checkpointer
-        from megatron_sp.training.run_tokenizer import find_tokenizer
-        from megatron_sp.training.state import adopt_checkpoint_args, check_structure
 
         stored = Checkpointer(None).read_state(point.source)
-        is_adopted = False
-        if config.checkpoint.use_checkpoint_args:
-            is_adopted = adopt_checkpoint_args(stored, config)
-            validate(normalize(config), world_size)
-        goes_on = not config.batch.skip_train and (point.goes_on or not config.checkpoint.finetune)
+    if config.checkpoint.use_checkpoint_args:
+        is_adopted = take_model(stored, config, world_size)
+    if stored is not None and point.source is not None:
+        from megatron_sp.training.run_tokenizer import find_tokenizer
+
+        goes_on = not config.batch.skip_train and not finetunes
         find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)
     if config.model.vocab_size is None:
         from megatron_sp.data.tokenizers.build import build_tokenizer
 
         config.model.vocab_size = build_tokenizer(config.data).vocab_size
     if stored is not None:
-        check_structure(stored, config)
-    return point.note
+        changes = check_model(stored, config, finetunes=finetunes)
+        notes += [f"changed since the checkpoint: {change}" for change in changes if change.startswith("model.")]
+    return notes
 
 
 def dry_run(config: Config, world_size: int, kind: str) -> str:

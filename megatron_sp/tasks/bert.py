@@ -72,4 +72,5 @@ def bert_task(config: Config) -> Task:
         build_datasets=dataset_provider,
         build_model=model_provider,
         loss=Loss(names=names, counts=loss_counts, sums=loss_sums, causal=False, metrics=metrics, hidden=stage_output),
+        of_model=bert_task,
     )

@@ -36,7 +36,6 @@ from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
-from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
@@ -56,6 +55,7 @@ from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.balance_rows import row_dealer, warning_about_documents
+from megatron_sp.training.checkpoint_model import check_model, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
@@ -72,7 +72,7 @@ from megatron_sp.training.setup import RunStatus, dtype_of, expert_parallel, lay
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.training.starting_point import starting_point
-from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
+from megatron_sp.training.state import Progress, TrainingState, is_ahead
 from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -97,6 +97,7 @@ class Task:
         finish: called with the run when it is complete, on every rank.
         torch_dropout: dropout draws from torch's generator, which must be the same on all ranks of a data-parallel
             replica.
+        of_model: returns the task of a model that was not known when this one was made (--use-checkpoint-args).
     """
 
     name: str
@@ -107,6 +108,7 @@ class Task:
     new_parameters: tuple[str, ...] = ()
     finish: Callable[[Run], None] | None = None
     torch_dropout: bool = False
+    of_model: Callable[[Config], Task] | None = None
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,8 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
         console.line(f"ignored: {note}")
     checkpointer = open_checkpointer(context)
     origin = find_origin(context, checkpointer)
+    if config.checkpoint.use_checkpoint_args and context.task.of_model is not None:
+        context = replace(context, task=context.task.of_model(config))
     tokenizer, changes = build_tokenizer(context, origin)
     tokenizer_record = keep_tokenizer(context, tokenizer)
     plan = plan_steps(context, origin)
@@ -323,14 +327,17 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
     )  # fmt: skip
     if point.note:
         context.console.line(point.note)
-    if point.source is None:
-        return None
-    folder = checkpointer.find(point.source, point.ckpt_step, checkpoint.resume_fallback)
-    stored = checkpointer.read_state(folder)
-    adopts_tokenizer = False
+    folder = stored = None
+    if point.source is not None:
+        folder = checkpointer.find(point.source, point.ckpt_step, checkpoint.resume_fallback)
+        stored = checkpointer.read_state(folder)
+    adopts_tokenizer, told = False, len(config.ignored_flags)
     if checkpoint.use_checkpoint_args:
-        adopts_tokenizer = adopt_checkpoint_args(stored, config)
-        validate(normalize(config), context.launch.world_size)
+        adopts_tokenizer = take_model(stored, config, context.launch.world_size)
+        for note in config.ignored_flags[told:]:
+            context.console.line(f"ignored: {note}")
+    if folder is None or stored is None:
+        return None
     return Origin(folder, stored, point.goes_on, point.continues_own, checkpoint.finetune and not point.goes_on, adopts_tokenizer)
 
 
@@ -351,7 +358,7 @@ def build_tokenizer(context: RunContext, origin: Origin | None) -> tuple[Tokeniz
         tokenizer = context.task.build_tokenizer(config)
         settle_vocab_size(config, tokenizer)
         if origin is not None:
-            changes = check_structure(origin.stored, config)
+            changes = check_model(origin.stored, config, finetunes=origin.finetunes)
         if origin is not None and resumes:
             require_same(tokenizer, origin.stored, origin.folder, accept=config.checkpoint.accept_data_change, tell=tell)
     return tokenizer, changes

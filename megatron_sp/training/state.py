@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_sp.checkpoint.pieces import GlobalTensor
-from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config.schema import Config, diff
+from megatron_sp.config.schema import Config
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
@@ -24,18 +23,6 @@ from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.training.environment import versions
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.utils.errors import CheckpointError
-
-# fields whose change makes the stored weights those of another model
-_STRUCTURE = (
-    "model_family", "norm_placement", "token_types", "has_order_head",
-    "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
-    "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling", "window_size", "use_parallel_residual",
-    "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "activation", "head_activation", "qkv_bias", "proj_bias",
-    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size",
-    "num_experts", "moe_router_topk", "expert_ffn_size", "shared_expert_size", "moe_layer_freq", "moe_router_score_function",
-    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias", "qk_layernorm_scope",
-)  # fmt: skip
 
 
 @dataclass
@@ -176,64 +163,3 @@ def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:
     """Return the part of a parameter that is in ``flat``, a rank's range of a unit."""
     part = within(range(slot.start, slot.stop), layout.shard)
     return GlobalTensor.of_range(slot.spec, tuple(slot.shape), flat[part.start : part.stop], max(layout.shard.start - slot.start, 0))
-
-
-def check_structure(stored: dict[str, Any], config: Config) -> list[str]:
-    """Compare the stored configuration with this one.
-
-    Returns:
-        Lines about harmless differences, for the log.
-    Raises:
-        CheckpointError: the model has another shape; the message lists the differences.
-    """
-    old, _ = stored_configuration(stored)
-    if old.model.vocab_size is None:
-        old.model.vocab_size = config.model.vocab_size
-    rows = []
-    for name in _STRUCTURE:
-        before, now = _value(old.model, name), _value(config.model, name)
-        if before != now:
-            rows.append(f"  {name}: {before} in the checkpoint, {now} here")
-    before, now = old.model.max_positions, config.model.max_positions
-    if before != now and config.model.position_embedding_type == "learned_absolute":
-        rows.append(f"  max_position_embeddings: {before} in the checkpoint, {now} here")
-    if rows:
-        raise CheckpointError(
-            "the checkpoint is of another model:\n"
-            + "\n".join(rows)
-            + "\ngive the checkpoint's values, or --use-checkpoint-args to take them from it"
-        )
-    silent = ("checkpoint.", "logging.", "data.num_workers")
-    return [f"{key}: {a} -> {b}" for key, (a, b) in diff(old, config).items() if not key.startswith(silent) and a != b]
-
-
-def _value(model: Any, name: str) -> Any:
-    try:
-        return getattr(model, name)
-    except ValueError:  # an incomplete stored shape
-        return None
-
-
-def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
-    """Take the model's shape from the checkpoint (--use-checkpoint-args), but not dropout, precision and the rest.
-
-    A sequence length that comes only from a preset is replaced by the checkpoint's. The vocabulary is part of the
-    shape; if no flag names a tokenizer, the checkpoint's is taken, too.
-
-    Returns:
-        True if the tokenizer is taken; its paths are still those of the training (see
-        ``run_tokenizer.find_tokenizer``).
-    """
-    old, _ = stored_configuration(stored)
-    takes_tokenizer = config.data.tokenizer_type is None
-    if takes_tokenizer:
-        for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id"):
-            setattr(config.data, name, getattr(old.data, name))
-    keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}
-    for name in vars(config.model):
-        unnamed = config.model.seq_length is None or "seq_length" in config.preset_fields
-        if name not in keep or (name == "seq_length" and unnamed):
-            setattr(config.model, name, getattr(old.model, name))
-    if config.model.position_embedding_type == "learned_absolute" and old.model.seq_length is not None:
-        config.model.max_position_embeddings = old.model.max_positions  # also where a sequence is shorter now
-    return takes_tokenizer

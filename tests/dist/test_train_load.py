@@ -135,12 +135,15 @@ def test_another_model_is_refused_with_a_table(old: Path, tmp_path: Path) -> Non
 
 
 def test_use_checkpoint_args(old: Path, tmp_path: Path) -> None:
-    """The shape comes from the checkpoint; what is not the model's shape stays ours."""
+    """The shape comes from the checkpoint, and no flag may say another one; what belongs to training stays ours."""
     run = tmp_path / "run"
-    changed = ("--num-layers", 3, "--hidden-size", 64, "--num-attention-heads", 2, "--hidden-dropout", 0.3)
-    train(
-        tmp_path, "--load", old, "--save", run, *changed, "--use-checkpoint-args", *MORE, data=("--mock-data", "--vocab-size", 70)
-    ).expect(0)
+    flags = ("--load", old, "--save", run, "--hidden-dropout", 0.3, "--use-checkpoint-args", *MORE)
+    other = ("--num-layers", 3, "--hidden-size", 64)
+    train(tmp_path, *flags, *other, ranks=2, data=("--mock-data", "--vocab-size", 70), setup=no_model).expect(
+        2, "num_layers: 2 in the checkpoint, 3 here", "hidden_size: 32 in the checkpoint, 64 here",
+        "vocab_size: 60 in the checkpoint, 70 here", "leave these flags out",
+    )  # fmt: skip
+    train(tmp_path, *flags).expect(0, "changed since: model.hidden_dropout: 0.1 -> 0.3")
     config = state(run)["config"]["model"]
     assert [config[k] for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "hidden_dropout")] == [2, 32, 4, 60, 0.3]
     assert {k: t.shape for k, t in tensors(run).items()} == {k: t.shape for k, t in tensors(old).items()}

@@ -16,12 +16,11 @@ from megatron_sp.commands.preset_table import markdown
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
 from megatron_sp.config.presets import PRESETS, preset_named
-from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.models import bert, gpt
 from megatron_sp.parallel import init
-from megatron_sp.training.state import adopt_checkpoint_args, check_structure
+from megatron_sp.training.checkpoint_model import check_model, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 REST = ("--mock-data", "--lr", "1e-4", "--train-iters", "10")
@@ -180,49 +179,23 @@ def stored(*flags: str) -> dict[str, object]:
 
 
 def test_resuming_with_the_arguments_of_the_checkpoint() -> None:
-    """They replace the preset's, the sequence length too, unless the command line names one; dropout is this run's."""
+    """They replace the preset's, its sequence length and dropout, too; what the command line names counts."""
     before = stored("--preset", "gpt2-124m", "--num-layers", "3", "--seq-length", "256", "--max-position-embeddings", "300")
     load = ("--load", "run", "--use-checkpoint-args")
     now = config_of("--preset", "gpt-1.3b", *load)
-    adopt_checkpoint_args(before, now)
+    take_model(before, now, 1)
     assert (now.model.num_layers, now.model.hidden_size, now.model.seq_length, now.model.max_positions) == (3, 768, 256, 300)
-    assert now.model.hidden_dropout == 0.0
-    validate(normalize(now))
-    now = config_of("--preset", "gpt-1.3b", *load, "--seq-length", "128")
-    adopt_checkpoint_args(before, now)
-    assert (now.model.num_layers, now.model.seq_length) == (3, 128)
+    assert now.model.hidden_dropout == 0.1
+    now = config_of("--preset", "gpt-1.3b", *load, "--seq-length", "128", "--hidden-dropout", "0")
+    take_model(before, now, 1)
+    assert (now.model.num_layers, now.model.seq_length, now.model.hidden_dropout) == (3, 128, 0)
 
 
 def test_resuming_with_another_preset_is_another_model() -> None:
-    assert check_structure(stored("--preset", "gpt2-124m"), config_of("--preset", "gpt2-124m", "--hidden-dropout", "0")) != []
+    same = config_of("--preset", "gpt2-124m", "--hidden-dropout", "0")
+    assert check_model(stored("--preset", "gpt2-124m"), same, finetunes=False) == ["model.hidden_dropout: 0.1 -> 0.0"]
     with pytest.raises(CheckpointError, match="hidden_size: 768 in the checkpoint, 1024 here"):
-        check_structure(stored("--preset", "gpt2-124m"), config_of("--preset", "gpt2-355m"))
-
-
-ROPE = ("--position-embedding-type", "rope")
-
-
-@pytest.mark.parametrize("flags, line", [
-    (("--use-parallel-residual",), "use_parallel_residual: False in the checkpoint, True here"),
-    (("--window-size", "7"), "window_size: None in the checkpoint, 7 here"),
-    (("--relu",), "activation: gelu_tanh in the checkpoint, relu here"),
-    (("--gelu-approximate", "none"), "activation: gelu_tanh in the checkpoint, gelu here"),
-    (("--disable-bias-linear",), "mlp_bias: True in the checkpoint, False here"),
-    (("--rotary-seq-len-interpolation-factor", "2"), "rotary_seq_len_interpolation_factor: 1.0 in the checkpoint, 2.0 here"),
-    (("--use-rope-scaling", "--rope-scaling-factor", "32"), "rope_scaling: () in the checkpoint, (32.0, 1.0, 4.0, 8192) here"),
-])  # fmt: skip
-def test_resuming_with_other_maths_is_another_model(flags: tuple[str, ...], line: str) -> None:
-    base = ("--preset", "gpt2-124m", *ROPE)
-    with pytest.raises(CheckpointError) as caught:
-        check_structure(stored(*base), config_of(*base, *flags))
-    assert line in str(caught.value)
-
-
-def test_what_says_the_same_in_other_words_is_the_same_model() -> None:
-    """Factors of a scaling that is off; biases that are there anyway; BERT's head as it is by itself."""
-    base = ("--preset", "gpt2-124m", *ROPE)
-    check_structure(stored(*base), config_of(*base, "--rope-scaling-factor", "32", "--add-mlp-bias"))
-    check_structure(stored("--preset", "bert-base"), config_of("--preset", "bert-base", "--bert-head-activation", "gelu_tanh"))
+        check_model(stored("--preset", "gpt2-124m"), config_of("--preset", "gpt2-355m"), finetunes=True)
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
