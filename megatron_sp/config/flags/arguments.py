@@ -315,6 +315,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
     for setting in draft.weak:
         if targets()[setting.name][:2] not in config.given:
             _assign(draft, setting)
+    _widen_gates(draft, settings)
     overruled = _settle_deepspeed(draft, world_size)
     try:
         overruled += settle_expert_dialect(config, settings, draft.held, world_size)
@@ -352,6 +353,14 @@ def _apply_rewrite(draft: _Draft, setting: Setting, rewrite: dialect.Rewrite) ->
             draft.weak.append(ours)
         else:
             _assign(draft, ours)
+
+
+def _widen_gates(draft: _Draft, settings: list[Setting]) -> None:
+    """Give a gate of --glu-activation the width that it has in its program unless told otherwise, 4 * hidden_size for each half."""
+    model = draft.config.model
+    if model.is_gated and model.hidden_size and model.ffn_hidden_size is None and any(one.name == "glu-activation" for one in settings):
+        model.ffn_hidden_size = 4 * model.hidden_size
+        draft.ignored["--glu-activation"] = f"the MLP has 4 * hidden_size = {model.ffn_hidden_size} channels, as there"
 
 
 def _hold(draft: _Draft, setting: Setting) -> None:

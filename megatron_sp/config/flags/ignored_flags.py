@@ -67,6 +67,10 @@ REWRITTEN: dict[str, Rewrite] = {
 
 REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
     "attention-head-type": {"multiquery": (Rewrite((("num-query-groups", "1"),)),)},  # BigCode's fork
+    "glu-activation": {  # BigScience's fork, whose GELU is exact there; arguments.py knows its width
+        "swiglu": (Rewrite((("swiglu", "true"),)),),
+        "geglu": (Rewrite((("geglu", "true"),)), Rewrite((("gelu-approximate", "none"),), weak=True)),
+    },
 }
 """Flags that are refused, apart from these values of theirs."""
 
@@ -105,6 +109,8 @@ _COMMUNICATION = "communication has its own flags here"
 _MEMORY = "memory is managed differently here"
 _DATA = "data is read with checked reads, and masks are never stored"
 _EXPERTS = "experts are computed, sent and recomputed in one way here, without capacities"
+_TABLE = "the head makes the gradient of its table together with the loss"
+_STAGES = "layers are dealt so that no stage is slower than the others, which counts the head"
 _CAPACITY = "every token is computed: none is dropped, and none padded"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
 
@@ -151,6 +157,8 @@ _IGNORED_SWITCHES = {
         moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-enable-deepep moe-layer-recompute
         overlap-moe-expert-parallel-comm create-moe-param-group moe-extended-tp ep-overlap-early-attn-memory-release
         moe-pad-experts-for-cuda-graph-inference moe-weight-parallelism""",
+    _TABLE: "defer-embedding-wgrad-compute",
+    _STAGES: "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
     _CAPACITY: "moe-pad-expert-input-to-capacity moe-token-dropping disable-moe-token-dropping",
     "the second expert of a token is the next best, never drawn": "disable-moe-top2-2nd-expert-sampling",
     "the load of the experts is in the log line and in metrics.jsonl": "moe-per-layer-logging",
@@ -184,8 +192,10 @@ _IGNORED_VALUES = {
         tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute use-fused-rmsnorm
         use-fast-softmax""",
     "it is for TikTokenizer": "tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
-    "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": "pad-vocab-size-to",
-    "layers are dealt so that no stage is slower than the others": "pp-partition-method",
+    "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": """
+        pad-vocab-size-to padded-vocab-size""",
+    _TABLE: "wgrad-deferral-limit",
+    _STAGES: "pp-partition-method",
     "micro-batches go through the stages of a rank in groups of the pipeline's size": "microbatch-group-size-per-virtual-pipeline-stage",
     "a schedule holds as many micro-batches as 1F1B": "zero-bubble-max-pending-backward zero-bubble-pipeline-timers-start-iter"
     " zero-bubble-pipeline-timers-end-iter zero-bubble-adaptive-memory-limit-percentile",
@@ -260,12 +270,10 @@ _REFUSED = {
         optimizer-offload-fraction num-distributed-optimizer-instances""",
     "layers are dealt to stages by --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or so that none is slower"
     " than the others; leave it out": """
-        pipeline-model-parallel-layout standalone-embedding-stage account-for-embedding-in-pipeline-split
-        account-for-loss-in-pipeline-split""",
+        pipeline-model-parallel-layout standalone-embedding-stage""",
     "GPT and BERT are one stack of blocks, without an encoder beside it; leave it out": """
         pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
     "--pipeline-schedule says 1f1b, interleaved, zb1p or zbv": "schedule-method",
-    "the gradient of a table is made in the forward pass of the head; leave it out": "defer-embedding-wgrad-compute",
     "a classifier is trained by megatron-sp finetune, which has this flag; pretraining has no use for it": """
         pretrained-checkpoint task epochs train-data valid-data""",
     "GPT and BERT are the models today; T5 and retrieval are not there yet": """
@@ -285,12 +293,14 @@ _REFUSED = {
         softmax-type mtp-num-layers mtp-loss-scaling-factor attention-output-gate
         linear-attention-type linear-attention-freq experimental-attention-variant attn-logit-softcapping""",
     "heads are multihead or multiquery here": "attention-head-type",
+    "gates are swiglu or geglu here": "glu-activation",
+    "positions are learned_absolute, rope or none": "rope-type",
     "a sequence is cut over the ranks (--sequence-parallel-size N), its MLPs run in pieces (--mlp-chunks N) and what blocks save to the"
     " host (--offload-activations); attention itself is not cut into chunks in host memory": """
         ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading""",
     "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, ReLU, squared ReLU (--relu,"
     " --squared-relu), or gated by SiLU or GELU (--swiglu, --geglu)": """
-        apply-residual-connection-post-layernorm quick-geglu glu-activation embed-layernorm onnx-safe is-hybrid-model
+        apply-residual-connection-post-layernorm quick-geglu embed-layernorm onnx-safe is-hybrid-model
         hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern spec heterogeneous-layers-config-path
         heterogeneous-layers-config-encoded-json use-mup activation-func-clamp-value glu-linear-offset residual-scaling xielu""",
     "initial weights today are normal (--init-method-std)": """
@@ -342,8 +352,15 @@ REFUSED_PREFIXES: dict[str, str] = {
 }
 """Beginnings of refused families."""
 
+STANDARD_SPECS = (
+    "local", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.bert.bert_layer_specs", "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec", "gpt_layer_local_spec", "gpt_layer_with_transformer_engine_spec",
+    "bert_layer_local_spec", "bert_layer_with_transformer_engine_spec",
+)  # fmt: skip
+"""Words of Megatron's --spec for the blocks that it has without the flag."""
+
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
-    "attention-head-type": ("multihead",),
+    "attention-head-type": ("multihead",), "rope-type": ("rope",), "spec": STANDARD_SPECS,
     "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
     "moe-jitter-eps": ("0", "0.0"),
     "vocab-extra-ids": ("0",),

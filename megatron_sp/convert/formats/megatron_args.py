@@ -10,6 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from megatron_sp.config.flags.ignored_flags import STANDARD_SPECS
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.megatron_experts import expert_arguments, set_experts
@@ -55,6 +56,8 @@ def refuse_unknown(settings: Settings) -> None:
     """Check the arguments for unsupported features. Raises CheckpointError: there is one; the message names the argument."""
     for name, (allowed, why) in _NEUTRAL.items():
         value = settings.document.get(name)
+        if name == "spec" and isinstance(value, (list, tuple)) and all(word in STANDARD_SPECS for word in value):
+            continue
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
             raise CheckpointError(f"{settings.where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be converted")
 

@@ -202,3 +202,43 @@ def test_key_value_heads(words: str, groups: int, told: str) -> None:
     assert c.model.num_groups == groups
     notes = [note for note in c.ignored_flags if "query" in note or "head-type" in note]
     assert len(notes) == bool(told) and all(told in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("words", "activation", "width"),
+    [
+        ("--glu-activation swiglu", "swiglu", 4096), ("--glu_activation=geglu", "geglu", 4096), ("--swiglu", "swiglu", 2688),
+        ("--glu-activation swiglu --ffn-hidden-size 640", "swiglu", 640), ("--glu-activation geglu --openai-gelu", "geglu_tanh", 4096),
+    ],
+)  # fmt: skip
+def test_gates_of_the_forks(words: str, activation: str, width: int) -> None:
+    """Each half of such a gate is as wide as an MLP without one, where Megatron narrows it."""
+    model = config(f"{MEGATRON_LM_345M} {words}").model
+    assert (model.activation, model.ffn_size) == (activation, width)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--spec local", "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec", "--rope-type rope",
+        "--padded-vocab-size 50304", "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    ],
+)  # fmt: skip
+def test_names_that_change_nothing(words: str) -> None:
+    c, plain = config(f"{MEGATRON_LM_345M} {words}"), config(MEGATRON_LM_345M)
+    assert c == plain
+    assert [note.split()[0] for note in set(c.ignored_flags) - set(plain.ignored_flags)] and "not supported" not in str(c.ignored_flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--glu-activation reglu", "gates are swiglu or geglu"), ("--glu-activation liglu", "gates are swiglu or geglu"),
+        ("--rope-type yarn", "positions are learned_absolute, rope or none"), ("--attention-head-type grouped", "multihead or multiquery"),
+        ("--spec my.layers layer_spec", "all of one shape"), ("--spec my.layers local", "all of one shape"),
+    ],
+)  # fmt: skip
+def test_words_that_would_be_another_model(words: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config(f"{MEGATRON_LM_345M} {words}")
