@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_sp.config.pipeline_layout import layers_of_layout
 from megatron_sp.config.rules_context import DROPOUT_IN_PIECES
 from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
 
 
 def settle_stages(config: Config) -> None:
-    """Turn --num-layers-per-virtual-pipeline-stage into a number of stages, unless the flags contradict each other; idempotent."""
+    """Turn what the flags say of a rank's stages into their number, unless the flags contradict each other; idempotent."""
     parallel, layers = config.parallel, config.model.num_layers
     each, p = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     if each is not None and layers and p > 1 and layers % (each * p) == 0 and parallel.num_virtual_stages_per_pipeline_rank is None:
         parallel.num_virtual_stages_per_pipeline_rank = layers // (each * p)
         parallel.num_layers_per_virtual_pipeline_stage = None
+    if parallel.pipeline_model_parallel_layout and p > 1 and parallel.num_virtual_stages_per_pipeline_rank is None:
+        try:
+            stages = len(layers_of_layout(parallel.pipeline_model_parallel_layout))
+        except ConfigError:
+            return  # the rules say what is wrong
+        if stages % p == 0 and stages > p:
+            parallel.num_virtual_stages_per_pipeline_rank = stages // p
 
 
 def pipeline_violations(config: Config) -> Iterator[str]:
@@ -43,7 +52,7 @@ def pipeline_violations(config: Config) -> Iterator[str]:
     if kind == "zbv" and v != 2:
         yield f"{said} has two stages on each rank, and there are {v}: leave --num-virtual-stages-per-pipeline-rank out, or use zb1p"
     if layers:
-        yield from _layers(config, layers, p, v)
+        yield from _layers(config, layers, p, v) if parallel.pipeline_model_parallel_layout is None else _layout(config, layers, p, v)
 
 
 def _without_pipeline(config: Config) -> Iterator[str]:
@@ -56,6 +65,7 @@ def _without_pipeline(config: Config) -> Iterator[str]:
             ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
             ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers is not None),
             ("--decoder-last-pipeline-num-layers", parallel.decoder_last_pipeline_num_layers is not None),
+            ("--pipeline-model-parallel-layout", parallel.pipeline_model_parallel_layout is not None),
         ) if on
     ]  # fmt: skip
     if given:
@@ -117,3 +127,22 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
         )
     if not between and left:
         yield f"decoder_first_pipeline_num_layers ({first}) + decoder_last_pipeline_num_layers ({last}) must be num_layers ({layers})"
+
+
+def _layout(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
+    """Check that the stages of --pipeline-model-parallel-layout are those of this pipeline."""
+    parallel = config.parallel
+    assert parallel.pipeline_model_parallel_layout
+    try:
+        counts = layers_of_layout(parallel.pipeline_model_parallel_layout)
+    except ConfigError as error:
+        yield str(error)
+        return
+    said = "--pipeline-model-parallel-layout"
+    if len(counts) != p * v:
+        stages = f" with {v} stages on each" if v > 1 else ""
+        yield f"{said} has {len(counts)} stages, and pipeline_model_parallel_size ({p}){stages} takes {p * v}: make them agree"
+    if sum(counts) != layers:
+        yield f"{said} has {sum(counts)} layers, and num_layers is {layers}: make them agree"
+    if parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None:
+        yield f"{said} has the layers of every stage: leave --decoder-first- and --decoder-last-pipeline-num-layers out"

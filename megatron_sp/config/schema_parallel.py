@@ -86,6 +86,11 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "with pp > 1: layers of the last rank", unit="layers", low=1, high=10_000, aliases=("num-layers-in-last-pipeline-stage",)
     )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "with pp > 1: layers of every stage, in Megatron's letters: Ett|(tttt|)*2tL is an embedding and 2 layers, twice 4 layers, a layer"
+        " and the head",
+    )
     context_parallel_size: int = flag(
         1,
         "cp: ranks that hold parts of every sequence each, and send keys and values to those whose queries see them; around Ulysses, for"

@@ -173,6 +173,7 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
         parallel.pipeline_schedule = parallel.pipeline_slices = None
         parallel.num_virtual_stages_per_pipeline_rank = parallel.num_layers_per_virtual_pipeline_stage = None
         parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
+        parallel.pipeline_model_parallel_layout = None
     return config
 
 

@@ -124,6 +124,7 @@ class ParallelPlan:
         if self.pp == 1:  # flags about stages that there are not
             parallel.num_virtual_stages_per_pipeline_rank = parallel.num_layers_per_virtual_pipeline_stage = None
             parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
+            parallel.pipeline_model_parallel_layout = None
         if self.cp == 1:  # flags about exchanges that there are not
             parallel.cp_chunks, parallel.cp_stages_ahead, parallel.cp_keep_kv = None, None, False
         parallel.delay_wgrad &= can_delay(parallel)

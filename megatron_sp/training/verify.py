@@ -382,6 +382,7 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
         say(f"verify: {model.num_layers} layers on one process do not fit into memory: {fits} are compared, all layers being alike")
         model.num_layers = fits
         parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
+        parallel.pipeline_model_parallel_layout = None
 
 
 def _free_memory(device: torch.device) -> int:

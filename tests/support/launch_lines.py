@@ -245,7 +245,12 @@ LAUNCHES = (
         " --exit-interval 50 --tensorboard-queue-size 5 --use-checkpoint-opt_param-scheduler --ckpt-assume-constant-structure",
     ),
     Launch("lm: gpt, interleaved", _OLD + "--num-layers-per-virtual-pipeline-stage 2", 8, "pipeline_model_parallel_size 1"),
-    Launch("lm: gpt, virtual stages named", _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L", 8, "layers are dealt to stages"),
+    Launch(
+        "lm: gpt, virtual stages named",
+        _OLD + "--pipeline-model-parallel-layout Et*3|(tt|)*4L",
+        8,
+        "with pipeline_model_parallel_size 1 there is none",
+    ),
     Launch("lm: gpt, expert flags alone", _OLD + "--moe-aux-loss-coeff 0.01 --moe-router-topk 2 --moe-grouped-gemm"),
     Launch("lm: gpt, eval without training data", _OLD + "--eval-iters -1 --no-save-optim"),
     Launch("lm: bert, one GPU", _BERT + "--micro-batch-size 4 --global-batch-size 8", 1, family="bert"),

@@ -268,9 +268,7 @@ _REFUSED = {
     "--zero-stage 1, 2 or 3 is what shards here": """
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
         optimizer-offload-fraction num-distributed-optimizer-instances""",
-    "layers are dealt to stages by --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or so that none is slower"
-    " than the others; leave it out": """
-        pipeline-model-parallel-layout standalone-embedding-stage""",
+    "the embedding is on the first stage with layers; --pipeline-model-parallel-layout says with how many": "standalone-embedding-stage",
     "GPT and BERT are one stack of blocks, without an encoder beside it; leave it out": """
         pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
     "--pipeline-schedule says 1f1b, interleaved, zb1p or zbv": "schedule-method",

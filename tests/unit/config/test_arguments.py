@@ -234,7 +234,7 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
         "--num-experts 8 --expert-tensor-parallel-size 2",
         "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--use-torch-fsdp2", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
-        "--pipeline-model-parallel-layout Et|tL", "--universal-checkpoint", "--curriculum-learning",
+        "--standalone-embedding-stage", "--universal-checkpoint", "--curriculum-learning",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
         "--decrease-batch-size-if-needed", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
     ],

@@ -80,3 +80,43 @@ def test_the_layers_of_given_ranks_are_kept() -> None:
 
     made = config("--pp-size 4 --num-layers-in-first-pipeline-stage 1 --num-layers-in-last-pipeline-stage 2")
     assert layers_of_stages(made.model, made.parallel) == (1, 5, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "want"),
+    [
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*5|t*7L", "1f1b", (5, 7)),
+        ("--pp-size 2 --pipeline-model-parallel-layout Ett,|(tt|)*2t*6L", "interleaved", (2, 2, 2, 6)),
+        ("--pp-size 2 --pipeline-model-parallel-layout E(t|t)*5tt,L --pipeline-schedule zb1p", "zb1p", (1, 2, 2, 2, 2, 3)),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et|tt|t*8|tL --pipeline-schedule zbv", "zbv", (1, 2, 8, 1)),
+        ("--pp-size 4 --pipeline-model-parallel-layout E(t*3|)*3t*3L --pipeline-slices 2", "slices", (3, 3, 3, 3)),
+    ],
+)
+def test_the_layers_of_all_stages_in_megatrons_letters(flags: str, kind: str, want: tuple[int, ...]) -> None:
+    from megatron_sp.estimate.stages import layers_of_stages
+
+    made = config(flags)
+    assert (made.parallel.pipeline_kind, layers_of_stages(made.model, made.parallel)) == (kind, want)
+    assert made.parallel.stages_per_pipeline_rank * made.parallel.pipeline_model_parallel_size == len(want)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*6|t*5L", "has 11 layers, and num_layers is 12"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*4|t*4|t*4L", "has 3 stages, and pipeline_model_parallel_size (2) takes 2"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*6|t*6L --num-virtual-stages-per-pipeline-rank 2",
+         "has 2 stages, and pipeline_model_parallel_size (2) with 2 stages on each takes 4"),
+        ("--pp-size 4 --pipeline-model-parallel-layout E|t*6|t*6|L", "stage 1 of 4 has only the embedding"),
+        ("--pp-size 4 --pipeline-model-parallel-layout Et*6|t*6||L", "stage 3 of 4 has no layer"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*12|L", "stage 2 of 2 has only the head"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*6|t*6mL", "m is a head for further tokens"),
+        ("--pp-size 2 --pipeline-model-parallel-layout t*6|t*6L", "the embedding (E) comes once, first"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*6|d*6L", "'d' means nothing there"),
+        ("--pp-size 2 --pipeline-model-parallel-layout E(t*99999|)*99999L", "that is more than 65536 letters"),
+        ("--pp-size 2 --pipeline-model-parallel-layout Et*6|t*6L --decoder-first-pipeline-num-layers 6", "has the layers of every stage"),
+        ("--pipeline-model-parallel-layout Et*12L", "--pipeline-model-parallel-layout is about the stages of a pipeline"),
+    ],
+)  # fmt: skip
+def test_letters_that_are_not_this_pipeline(flags: str, words: str) -> None:
+    test_what_contradicts_itself(flags, words)
