@@ -89,7 +89,7 @@ def baseline(stored: Stored) -> str:
     config = stored.config
     model, batch = config.model, config.batch
     passes = (batch.train_iters or 0) // (batch.eval_interval or sys.maxsize) + 1
-    wanted = passes * batch.eval_iters * (batch.global_batch_size or batch.micro_batch_size)
+    wanted = passes * batch.eval_iters * (batch.eval_global_batch_size or batch.global_batch_size or batch.micro_batch_size)
     assert model.seq_length
     valid = build_bert_datasets(
         config.data, seq_length=model.seq_length, seed=batch.seed, tokenizer=stored.tokenizer, vocab_size=model.vocab_size,

@@ -56,7 +56,7 @@ def all_sizes(batch: BatchConfig) -> tuple[int, ...]:
     scheduled: tuple[int, ...] = ()
     with suppress(ValueError):
         scheduled = tuple(size for _, size in read_steps(batch.step_batch_size_schedule or ()))
-    return tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2], *scheduled)))
+    return tuple(filter(None, (batch.global_batch_size, batch.eval_global_batch_size, *(batch.rampup_batch_size or ())[:2], *scheduled)))
 
 
 def settle_batch_size(batch: BatchConfig) -> None:
@@ -73,15 +73,23 @@ def batch_violations(config: Config, world_size: int) -> Iterator[str]:
     dp_size = max(1, config.parallel.dp_size(max(1, world_size)))
     unit = batch.micro_batch_size * dp_size
     unit_text = f"micro_batch_size * data-parallel size ({batch.micro_batch_size} * {dp_size} = {unit})"
-    size = batch.global_batch_size
+    size, of_evaluation = batch.global_batch_size, batch.eval_global_batch_size
+    if of_evaluation is not None and (text := _whole("eval_global_batch_size", of_evaluation, unit, unit_text)):
+        yield text
     if batch.step_batch_size_schedule is not None:
         yield from _steps(config, unit, unit_text)
         return
-    if size is not None and size % unit:
-        near = f"{size // unit * unit} or {(size // unit + 1) * unit}" if size > unit else str(unit)
-        yield f"global_batch_size ({size}) must be a multiple of {unit_text}: {division(size, unit)}; use {near}"
+    if size is not None and (text := _whole("global_batch_size", size, unit, unit_text)):
+        yield text
     if batch.rampup_batch_size is not None:
         yield from _ramp(batch, unit, unit_text)
+
+
+def _whole(name: str, size: int, unit: int, unit_text: str) -> str | None:
+    if size % unit == 0:
+        return None
+    near = f"{size // unit * unit} or {(size // unit + 1) * unit}" if size > unit else str(unit)
+    return f"{name} ({size}) must be a multiple of {unit_text}: {division(size, unit)}; use {near}"
 
 
 def _steps(config: Config, unit: int, unit_text: str) -> Iterator[str]:

@@ -161,7 +161,8 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
     config.parallel = ParallelConfig(  # not the run's: its pipeline, for one, is none of these processes
         tensor_model_parallel_size=options.tp_size, sequence_parallel_size=options.sp_size, context_parallel_size=options.cp_size
     )
-    config.batch.global_batch_size, config.batch.rampup_batch_size, config.batch.step_batch_size_schedule = None, None, None
+    batch = config.batch
+    batch.global_batch_size, batch.rampup_batch_size, batch.step_batch_size_schedule, batch.eval_global_batch_size = None, None, None, None
     raise_all(inference_violations(config, world_size))
     if not copies and world_size != product:
         raise ConfigError(

@@ -146,7 +146,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     if config.batch.global_batch_size is None and config.model.seq_length:
         config.batch.global_batch_size = gpus * config.batch.micro_batch_size if cpu else default_batch(config, gpus)
         extra.append(f"--global-batch-size {config.batch.global_batch_size}")
-    config.batch.rampup_batch_size, config.batch.step_batch_size_schedule = None, None
+    config.batch.rampup_batch_size, config.batch.step_batch_size_schedule, config.batch.eval_global_batch_size = None, None, None
     if config.parallel.use_distributed_optimizer:
         given.add(("parallel", "zero_stage"))
     one = config.parallel.replica_size

@@ -47,7 +47,7 @@ class Classification:
         """Set the global batch size, and the number of validation batches such that a validation covers every example once."""
         batch = config.batch
         full = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(world_size)
-        batch.global_batch_size, batch.eval_iters = full, -(-len(self.valid) // full)
+        batch.global_batch_size, batch.eval_iters = full, -(-len(self.valid) // (batch.eval_global_batch_size or full))
 
     def task(self) -> Task:
         """Return the task for ``training.loop.pretrain``."""
@@ -60,11 +60,11 @@ class Classification:
 
     def build_datasets(self, config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
         """Return data sets with all examples; ``num_samples`` is ignored, since epochs are cyclic."""
-        length, full = config.model.seq_length, config.batch.global_batch_size
-        assert length and full
+        length, size = config.model.seq_length, config.batch.eval_global_batch_size or config.batch.global_batch_size
+        assert length and size
         return Datasets(
             ClassificationDataset(self.train, self.labels, tokenizer, length),
-            ClassificationDataset(self.valid, self.labels, tokenizer, length, multiple_of=full), None,
+            ClassificationDataset(self.valid, self.labels, tokenizer, length, multiple_of=size), None,
         )  # fmt: skip
 
     def build_model(self, config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
@@ -100,10 +100,10 @@ class Classification:
         sizes, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
         model, weights = run.parts.model, run.parts.weights
         assert isinstance(dataset, ClassificationDataset)
-        each = sizes.full // (sizes.micro_batch_size * sizes.dp_size)
+        each = sizes.evaluation // (sizes.micro_batch_size * sizes.dp_size)
         model.eval()
         with BatchLoader(dataset, micro_batch_size=sizes.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
-            for start in range(0, len(dataset), sizes.full):
+            for start in range(0, len(dataset), sizes.evaluation):
                 run.context.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
                 weights.start_step(len(batches), model.unit_order(backward=False))  # type: ignore[operator]

@@ -299,14 +299,15 @@ def _evaluate(run: Run, kind: Split) -> bool:
         return True
     model.eval()
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
-    first_sample, count = passes_before * batch.eval_iters * batches.full, batches.full // (batches.micro_batch_size * batches.dp_size)
+    size = batches.evaluation
+    first_sample, count = passes_before * batch.eval_iters * size, size // (batches.micro_batch_size * batches.dp_size)
     began = time.monotonic()
     names = (*loss_of.names, *loss_of.metrics)
     total = torch.zeros(2 * len(names), dtype=torch.float64, device=context.groups.device)
     for index in range(batch.eval_iters):
         context.watchdog.beat(f"{kind} batch {index}")
         context.faults.at(f"{kind}.batch", step)
-        micro_batches = _next_micro_batches(run, loader, first_sample + index * batches.full, count)
+        micro_batches = _next_micro_batches(run, loader, first_sample + index * size, count)
         total += evaluate_batches(
             model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights, run.parts.pipeline
         )

@@ -22,6 +22,7 @@ class BatchPlan:
             ramp-up.
         steps: (samples, global batch size) pairs, the first of 0 samples: the size of steps that begin after so many
             samples; none: there are no such steps.
+        eval_size: global batch size of validation and test; None: ``full``.
     """
 
     micro_batch_size: int
@@ -31,6 +32,7 @@ class BatchPlan:
     increment: int = 0
     ramp_samples: int = 0
     steps: tuple[tuple[int, int], ...] = ()
+    eval_size: int | None = None
 
     @classmethod
     def from_config(cls, config: BatchConfig, dp_size: int, seq_length: int | None = None) -> BatchPlan:
@@ -41,7 +43,12 @@ class BatchPlan:
         full = config.global_batch_size or config.micro_batch_size * dp_size
         start, increment, ramp_samples = config.rampup_batch_size or (full, 0, 0)
         steps = steps_in_samples(config, seq_length or 1)
-        return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples, steps)
+        return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples, steps, config.eval_global_batch_size)
+
+    @property
+    def evaluation(self) -> int:
+        """Global batch size of validation and test."""
+        return self.eval_size or self.full
 
     @property
     def first(self) -> int:

@@ -399,12 +399,12 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
 
 def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closing: ExitStack) -> RunData:
     """Build data sets with as many samples as the run will read, and their loaders. Collective."""
-    batch, start, full = context.config.batch, plan.start, plan.batches.full
+    batch, start, each = context.config.batch, plan.start, plan.batches.evaluation
     train = plan.batches.samples_after(max(plan.train_iters - start.step, 0), start.consumed_samples)
     train = 0 if batch.skip_train else max(train, batch.train_samples or 0)  # a batch that is not full is dropped, but was asked for
     last_step = max(plan.train_iters, start.step, 1)  # a checkpoint may be beyond the end of a run that was made shorter
     passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
-    samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
+    samples = (train, passes * batch.eval_iters * each, batch.eval_iters * each)
     with all_ranks_agree(context.groups.control):
         datasets = context.task.build_datasets(context.config, tokenizer, samples)
         about_documents = warning_about_documents(context.config, datasets.train)

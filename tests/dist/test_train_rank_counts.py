@@ -82,6 +82,15 @@ def test_all_ranks_hold_the_same_weights(tmp_path: Path, data: tuple[object, ...
     assert_same_tensors(*(load_file(tmp_path / f"weights-{rank}.safetensors") for rank in (0, 1)))
 
 
+def test_batches_of_another_size_validate_the_same_samples(tmp_path: Path) -> None:
+    losses = []
+    for ranks, more in ((1, ("--eval-iters", 4)), (2, ("--eval-iters", 2, "--eval-global-batch-size", 8))):
+        run = tmp_path / str(ranks)
+        train(tmp_path, "--save", run, "--train-iters", 2, "--eval-interval", 1, *more, ranks=ranks).expect(0)
+        losses.append([r["loss"] for kind in ("valid", "test") for r in records(run, kind)])
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][1]
+
+
 def test_ramp_up_with_other_ranks(tmp_path: Path) -> None:
     """The batch grows with the samples consumed, whoever consumes them."""
     flags = ("--micro-batch-size", 1, "--global-batch-size", 8, "--rampup-batch-size", 4, 4, 10, "--adam-eps", 1e-3)

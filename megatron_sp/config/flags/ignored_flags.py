@@ -191,6 +191,7 @@ _IGNORED_VALUES = {
         transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps
         tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute use-fused-rmsnorm
         use-fast-softmax""",
+    "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
     "it is for TikTokenizer": "tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
     "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": """
         pad-vocab-size-to padded-vocab-size""",

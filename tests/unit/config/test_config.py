@@ -134,6 +134,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "recompute_num_layers (3) must be at most num_layers (2)",
     ),
     ({"batch__global_batch_size": 7, "batch__micro_batch_size": 2}, "(2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8"),
+    (
+        {"batch__eval_global_batch_size": 7, "batch__micro_batch_size": 2},
+        "eval_global_batch_size (7) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8",
+    ),
     ({"batch__global_batch_size": 1, "batch__micro_batch_size": 2}, "1 = 0 * 2 + 1; use 2"),
     ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (2, 2)}, "takes three integers, START INCREMENT SAMPLES, got 2: 2 2"),
     ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (0, 2, 9)}, "must be at least 1"),

@@ -79,7 +79,7 @@ def test_steps_in_tokens_are_those_of_megatron() -> None:
 @pytest.mark.parametrize("dp, size", list(product((1, 2, 4), (None, 8))))
 def test_from_config(dp: int, size: int | None) -> None:
     plan = BatchPlan.from_config(BatchConfig(micro_batch_size=2, global_batch_size=size), dp)
-    assert plan.global_batch_size(0) == plan.full == (size or 2 * dp)
+    assert plan.global_batch_size(0) == plan.full == plan.evaluation == (size or 2 * dp)
 
 
 def test_the_ramp_does_not_depend_on_the_ranks() -> None:
