@@ -49,7 +49,7 @@ EXTRAS = {
     # the documentation site, and its check in scripts/test.sh; MkDocs 2 drops plugins and hooks
     "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2"],
     "bench": ["transformers>=5.3", "matplotlib>=3.8"],
-    # Compiled against the installed torch: pip install --no-build-isolation 'megatron-sp[flash]'. Never needed.
+    # Compiled against the installed torch: pip install --no-build-isolation -e '.[flash]'. Never needed.
     "flash": ["flash-attn>=2.6; sys_platform == 'linux'"],
 }
 

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            print("--plot needs matplotlib: pip install 'megatron-sp[plot]'", file=sys.stderr)
+            print("--plot needs matplotlib: pip install -e '.[plot]'", file=sys.stderr)
             return 2
     cells = [(size * 1024, params) for size in options.sizes_kib for params in options.params]
     results: dict[str, Any] = {

@@ -26,7 +26,7 @@ def enter(command: str, module: str, argv: list[str] | None = None) -> NoReturn:
         if error.name != "megatron_sp":
             raise
         print(
-            f"{Path(sys.argv[0]).name}: the package megatron_sp is not installed in {sys.prefix}: run `pip install -e .` in"
+            f"error: the package megatron_sp is not installed in {sys.prefix}: run `pip install -e .` in"
             f" {Path(__file__).resolve().parents[1]}, or `python -m megatron_sp {command} ...` there",
             file=sys.stderr,
         )

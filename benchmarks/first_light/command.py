@@ -28,8 +28,8 @@ from first_light.plan import PARTS, parts_for
 from first_light.probe import probe
 from first_light.report import LOGS, NAME, PAGE, Report, open_report, read_report
 from first_light.runner import Machine, Runner
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, ConfigError, LockError
-from megatron_sp.utils.program import documented_parser
 
 BAD = 1
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from megatron_sp import __version__
+from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.program import code_of, run_program
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "pretrain": ("pretrain", "pretrain a GPT or a BERT; several processes: torchrun -m megatron_sp pretrain gpt FLAGS"),
     "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),
@@ -44,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     program = _find_program(given)
     if program is not None:
-        return code_of(program, "megatron-sp")
+        return code_of(program)
     parser = _parser()
     args, words = parser.parse_known_args(given)
-    if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if words and not getattr(args, "takes_words", False):  # those that do take a training's flags, too
+        parser.refuse(words, given)
     args.words = words
-    return code_of(lambda: args.run(args), "megatron-sp")
+    return code_of(lambda: args.run(args))
 
 
 def program() -> NoReturn:
@@ -68,11 +69,10 @@ def _find_program(words: list[str]) -> Callable[[], int | None] | None:
     return lambda: main(words[depth:], " ".join(["megatron-sp", *words[:depth]]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="megatron-sp",
         description="Megatron-style pretraining in plain PyTorch, and the tools around it; each command has its own --help",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_command(commands: Commands, name: str, text: str, **more: Any) -> argparse.ArgumentParser:
     """Add a command; its line in the list of commands is also the first sentence of its own --help."""
-    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False, **more)
+    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", **more)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -98,7 +98,7 @@ def _add_doctor(commands: Commands) -> None:
 def _add_data(commands: Commands) -> None:
     from megatron_sp.commands.data import add_actions
 
-    data = commands.add_parser("data", help="make, inspect, join and split data sets", allow_abbrev=False)
+    data = commands.add_parser("data", help="make, inspect, join and split data sets")
     add_actions(data, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
 
 
@@ -115,7 +115,7 @@ def _add_plan(commands: Commands) -> None:
 
     plan = _add_command(commands, "plan", text, usage=options.USAGE, epilog=options.EPILOG)
     options.add_arguments(plan)
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, takes_words=True)
 
 
 def _add_convert(commands: Commands) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
+from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each."
-    )
+    parser = CommandParser(prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each.")
     parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
     parser.add_argument(
         "--max-bytes",

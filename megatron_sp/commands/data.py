@@ -22,7 +22,7 @@ def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) ->
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        return actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
     verify = action(
         "verify",

@@ -213,7 +213,7 @@ def _extras() -> Iterator[Finding]:
         kernels = [availability.installed(name) for name in names]
         absent = [kernel.name for kernel in kernels if not kernel.available]
         found = ", ".join(f"{k.name} {k.version}" if k.available else f"{k.name} absent" for k in kernels)
-        yield Finding(f"extra {extra}", "ok", found, f"optional: pip install 'megatron-sp[{extra}]'" if absent else "")
+        yield Finding(f"extra {extra}", "ok", found, f"optional: pip install -e '.[{extra}]'" if absent else "")
 
 
 def _disk() -> Iterator[Finding]:

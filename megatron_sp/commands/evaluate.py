@@ -1,9 +1,9 @@
 """Evaluate a trained model: on a data set, on texts, on last-word prediction, on multiple-choice questions.
 
-    megatron-sp evaluate --load runs/quickstart --text book.txt
-    megatron-sp evaluate --load runs/quickstart --data-path data/corpus_text_document --split 97,3,0 --part valid
-    megatron-sp evaluate --load runs/quickstart --last-word lambada.jsonl --json lambada.json
-    bash scripts/launch.sh 2 tools/evaluate.py --load runs/quickstart --choices questions.jsonl
+    megatron-sp evaluate --load runs/quickstart/gpt --text book.txt
+    megatron-sp evaluate --load runs/quickstart/gpt --data-path data/corpus_text_document --split 97,3,0 --part valid
+    megatron-sp evaluate --load runs/quickstart/gpt --last-word lambada.jsonl --json lambada.json
+    bash scripts/launch.sh 2 tools/evaluate.py --load runs/quickstart/gpt --choices questions.jsonl
 
 A GPT supports all four. A BERT supports --data-path (its masked tokens) and --text (pseudo-perplexity). Processes
 beyond tp * sp are further copies of the model and share the work. Results go to stdout, everything else to stderr;
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_sp import __version__
 from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output_json
-from megatron_sp.utils.program import documented_parser, integer
+from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.config.schema import Config

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.launch import is_first_rank, launched_processes
-from megatron_sp.utils.program import documented_parser
 
 if TYPE_CHECKING:  # imports numpy, which needs memory: run_program() explains if there is none
     from megatron_sp.data.classification import Example, TextTable
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
 
     def say(line: str) -> None:
         if talks:
-            print(f"{prog or 'finetune_classifier.py'}: {line}", file=sys.stderr)
+            print(line, file=sys.stderr)
 
     try:
         table = table_of(options)
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
         check_labels(labels_of(table, train), valid)
         flags = pretraining_flags(options, rest, len(train))
     except ReportedError as error:
-        say(str(error))
+        say(f"error: {error}")
         raise SystemExit(error.exit_code) from None
     config = parse_config(flags, prog=prog, description="Fine-tune a classifier.", family="bert")
     from megatron_sp.tasks.classification import Classification

@@ -1,8 +1,8 @@
 """Continue text with a trained model, in one process or over several that share it, on CPUs or GPUs.
 
-    megatron-sp generate --load runs/quickstart --prompt "The for statement"
-    megatron-sp generate --load runs/quickstart --interactive
-    bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart --prompt "The for statement" --tensor-model-parallel-size 2
+    megatron-sp generate --load runs/quickstart/gpt --prompt "The for statement"
+    megatron-sp generate --load runs/quickstart/gpt --interactive
+    bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart/gpt --prompt "The for statement" --tensor-model-parallel-size 2
 
 Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout
 as it is generated, everything else to stderr. The same command gives the same text, and so does another layout, up to
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import integer
 
@@ -37,7 +38,7 @@ INSTEAD = {
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documented_parser(prog, __doc__)
     add_model_flags(parser)
     prompts = parser.add_argument_group("prompts (one of these; default: one prompt a line from stdin)").add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; empty: start a document")

@@ -1,6 +1,6 @@
 """Draw the curves of one or several runs: training and validation loss, learning rate, gradient norm, speed.
 
-    megatron-sp plot runs/quickstart
+    megatron-sp plot runs/quickstart/gpt
     megatron-sp plot runs/a runs/b -o compare.svg --x tokens
 
 Reads metrics.jsonl. Where a run was resumed, the steps of the old process beyond the checkpoint are omitted (the new
@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.report.sparkline import sparkline
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
 from megatron_sp.utils.output_file import write_output
 
@@ -147,7 +148,7 @@ def _short(value: float) -> str:
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documented_parser(prog, __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)"
@@ -176,7 +177,7 @@ def run_tool(options: argparse.Namespace) -> None:
             print(f"drawn to {output}")
             return
         except ImportError:
-            print("note: no picture without matplotlib; `pip install matplotlib` (or this package with [plot]) gets it", file=sys.stderr)
+            print("note: no picture without matplotlib; `pip install matplotlib` gets it", file=sys.stderr)
     draw_text(runs)
 
 

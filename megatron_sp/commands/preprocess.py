@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer
 
@@ -21,13 +21,12 @@ _LINE_SECONDS = 10.0
 _TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser; flags have Megatron's names."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Tokenize JSONL, plain text (.gz and .zst too), Parquet or Arrow into PREFIX_KEY_document.bin and .idx"
         " (PREFIX_KEY_sentence with --split-sentences), the data set format of Megatron.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",

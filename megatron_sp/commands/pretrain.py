@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") 
 
     Args:
         argv: the arguments after the program's name (default: this process's).
-        prog: the program's name in messages.
+        prog: the program's name in --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     programs = {"gpt": pretrain_gpt, "bert": pretrain_bert}
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") 
         raise SystemExit(EXIT_OK)
     if not words or words[0] not in programs:
         found = f", not {words[0]!r}" if words else ""
-        print(f"{prog}: the first word must be gpt or bert{found}: {prog} gpt --help", file=sys.stderr)
+        print(f"error: the first word must be gpt or bert{found}: {prog} gpt --help", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG)
     programs[words[0]](words[1:], f"{prog} {words[0]}")
 
@@ -65,7 +65,7 @@ def parse_config(
 
     Args:
         argv: the arguments after the program's name (default: this process's).
-        prog: the program's name in messages (default: this process's).
+        prog: the program's name in --help (default: this process's).
         description: first line of --help.
         world_size: number of processes (default: those that the launcher has started).
         family: family of the models that the program trains, "gpt" or "bert"; None: as given by --model-family.
@@ -84,7 +84,7 @@ def parse_config(
             answer = "" if request.action == "help" else _answer(request)
         except ReportedError as error:
             if speaks or not error.on_all_ranks:
-                print(f"{name}: {error}", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
         if request.action == "run":
             assert request.config is not None

@@ -188,5 +188,5 @@ def main(argv: Sequence[str]) -> int:
     try:
         return run(argv, os.environ)
     except ReportedError as error:
-        print(f"{Path(argv[0]).stem}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code

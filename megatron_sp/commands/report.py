@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from megatron_sp.report.page import write_page
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.format import format_bytes
-from megatron_sp.utils.program import documented_parser
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:

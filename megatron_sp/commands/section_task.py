@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import documented_parser, integer
+from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

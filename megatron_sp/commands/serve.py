@@ -1,8 +1,8 @@
 """Serve a trained GPT: OpenAI's completions API over HTTP, on this machine only unless told otherwise.
 
-    megatron-sp serve --load runs/quickstart
+    megatron-sp serve --load runs/quickstart/gpt
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for statement", "max_tokens": 30}'
-    bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart --tensor-model-parallel-size 2
+    bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart/gpt --tensor-model-parallel-size 2
 
 Concurrent requests are batched. There is no encryption, and without --api-key no authentication: docs/how-to/serve.md.
 Ctrl-C or SIGTERM ends the server once its pending requests are answered.
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, PeerError
-from megatron_sp.utils.program import documented_parser, integer
+from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.models.gpt import GPTModel

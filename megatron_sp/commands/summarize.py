@@ -5,7 +5,6 @@ Reads metrics.jsonl. If the run was interrupted and resumed, the steps that were
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.report.run_history import accuracies, are_equal, repetitions
+from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import DataError, ReportedError
 from megatron_sp.utils.run_log import read_records
 
@@ -61,7 +61,7 @@ def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Print the summary of a run; return the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description="The result of a run in a few lines.")
+    parser = CommandParser(prog=prog, description="The result of a run in a few lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
     args = parser.parse_args(argv)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
+from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.output_file import require_place
 from megatron_sp.utils.program import integer
@@ -17,10 +17,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     # imports numpy, which needs memory
     from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on JSONL.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")

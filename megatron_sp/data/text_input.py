@@ -414,7 +414,7 @@ def _package(name: str, path: str) -> Any:
     try:
         return _module(name)
     except ImportError as error:
-        raise ConfigError(f"{path}: reading it needs the package {name}: pip install {name}, or 'megatron-sp[data]' ({error})") from None
+        raise ConfigError(f"{path}: reading it needs the package {name}: pip install {name} ({error})") from None
 
 
 def _module(name: str) -> Any:

@@ -32,7 +32,7 @@ def check_picture(path: Path, context: bool = False) -> None:
         ConfigError: matplotlib or the folder is missing, or the file type is not supported.
     """
     if not (context and is_svg(path)) and not availability.find("matplotlib").available:
-        raise ConfigError("--picture needs matplotlib: pip install 'megatron-sp[plot]', or leave it out: the text has the bars as well")
+        raise ConfigError("--picture needs matplotlib: pip install -e '.[plot]', or leave it out: the text has the bars as well")
     require_place(path, "--picture")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {path}: the name must end in .png, .svg or .pdf")

@@ -210,7 +210,7 @@ def _require_model(head: dict[str, Any], model: nn.Module, name: str) -> None:
         return
     version = _version()
     if version is None:
-        raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install 'megatron-sp[hf]'")
+        raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install -e '.[hf]'")
     if not _within(version, spec, name):
         raise ConfigError(f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() it, and save it again")
 

@@ -24,7 +24,7 @@ def load_transformers() -> Any:
     try:
         return availability.load("transformers")
     except RuntimeError as error:
-        raise ConfigError(f"a model of transformers was asked for, and {error}: pip install 'megatron-sp[hf]'") from None
+        raise ConfigError(f"a model of transformers was asked for, and {error}: pip install -e '.[hf]'") from None
 
 
 def from_folder(folder: str, auto_class: str) -> Callable[[Config], nn.Module]:

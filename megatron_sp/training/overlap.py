@@ -173,7 +173,7 @@ class OverlapReport:
             return
         plots = availability.find("matplotlib")
         if not plots.available:
-            self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib (or this package with [plot]) gets it")
+            self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib gets it")
             return
         path = self._run_dir / PICTURE_NAME
         titles = {d: _summary([row for row in rows if row.direction == d]) for d in ("forward", "backward")}

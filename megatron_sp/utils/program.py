@@ -43,19 +43,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def documented_parser(prog: str | None, text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser that shows a module's docstring as it is laid out, and takes no abbreviated flags.
-
-    Args:
-        prog: name of the program; None: the script's.
-        text: the docstring.
-        epilog: end of --help.
-    """
-    return argparse.ArgumentParser(
-        prog=prog, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-
-
 def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
     """Return a converter for argparse's ``type=`` that accepts integers in [-high, high].
 
@@ -78,31 +65,26 @@ def first_words(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def code_of(main: Callable[[], int | None], name: str = "") -> int:
+def code_of(main: Callable[[], int | None]) -> int:
     """Call ``main`` and return its exit code, or that of its error, which is printed on standard error.
 
     Handles ``ReportedError``, Ctrl-C, out of memory and OSError; any other exception is a bug and is raised.
-
-    Args:
-        main: the program.
-        name: its name, printed before the message.
     """
-    prefix = name or "error"
     try:
         return main() or EXIT_OK
     except ReportedError as error:
-        print(f"{prefix}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
     except (MemoryError, RuntimeError, OSError) as error:
         if is_out_of_memory(error):
-            print(f"{prefix}: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
+            print(f"error: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
             return EXIT_CONFIG
         if isinstance(error, OSError) and error.strerror:
             place = str(error.filename or "the system")
-            print(f"{prefix}: {place if len(place) < 200 else place[:60] + '...'}: {error.strerror}", file=sys.stderr)
+            print(f"error: {place if len(place) < 200 else place[:60] + '...'}: {error.strerror}", file=sys.stderr)
             return EXIT_CONFIG if error.errno == errno.ENAMETOOLONG else EXIT_DISK
         raise
 

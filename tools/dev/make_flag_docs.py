@@ -12,6 +12,7 @@ from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
+from megatron_sp.config.flags.flag_help import flags_of
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.program import run_program
 
@@ -43,7 +44,7 @@ def _groups() -> Iterator[str]:
         kinds = field_kinds(cls)
         yield f"## {group}: {(cls.__doc__ or '').strip().rstrip('.').lower()}\n"
         yield "| flag | value | default | meaning |\n|---|---|---|---|"
-        for item in dataclasses.fields(cls):
+        for item in flags_of(cls):
             yield _row(item, kinds[item.name])
         yield ""
 

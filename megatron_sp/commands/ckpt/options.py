@@ -22,7 +22,7 @@ def add_actions(ckpt: argparse.ArgumentParser) -> None:
 
 
 def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
-    return actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    return actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
 
 
 def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("plan", metavar="PLAN", help="file of a schedule (plan.yaml), or `auto`: the preset of the model's family")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="FOLDER", help=_MODEL)
@@ -55,7 +55,7 @@ def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: 
 def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``megatron-sp schedule train`` with its own flags; all others are those of a training."""
     text = "train a transformers model from a local folder; start it with torchrun -m megatron_sp; other flags: those of pretrain_gpt.py"
-    parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".")
     plan = "plan.yaml; `auto`: the preset of the model's family; your own MODULE:FUNCTION, which gets (schedule, seq)"
     parser.add_argument("plan", metavar="PLAN", help=plan)
     parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")

@@ -71,7 +71,7 @@ def _process(rank: int, size: int, port: int, args: argparse.Namespace, prepare:
         sys.exit(_compare(args, prepare, Launch(rank, rank, size, size, 0, ("127.0.0.1", port))))
     except ReportedError as error:
         if rank == 0 or not error.on_all_ranks:
-            print(f"megatron-sp: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -53,7 +53,7 @@ def _transformers() -> ModuleType:
     try:
         return availability.load("transformers")
     except RuntimeError as error:
-        raise ConfigError(f"--model needs transformers, and {error}: pip install 'megatron-sp[hf]', or take --factory") from None
+        raise ConfigError(f"--model needs transformers, and {error}: pip install -e '.[hf]', or take --factory") from None
 
 
 def _read(folder: str) -> dict[str, Any]:

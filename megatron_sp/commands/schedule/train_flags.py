@@ -38,7 +38,7 @@ def parse_external(
         argv: the arguments after the program's name (default: this process's).
         description: first line of --help.
         family: "gpt" or "bert": the kind of data that the model is trained on.
-        prog: the program's name in messages.
+        prog: the program's name in --help.
     """
     from megatron_sp.commands.pretrain import parse_config  # not for `megatron-sp --help`
 
@@ -48,7 +48,7 @@ def parse_external(
         shape = [] if folder is None else flags_of(folder)
     except ReportedError as error:
         if is_first_rank():
-            print(f"{prog}: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     more = f"{description} Besides the flags below: --model FOLDER, a local config.json, and weights if they are there."
     return parse_config([*shape, *words], prog=prog, description=more, family=family), folder

@@ -45,14 +45,19 @@ def print_help(prog: str, description: str) -> None:
     for group, cls in GROUPS.items():
         print()
         print(_wrapped(f"{group} options: {cls.__doc__}", "", width))
-        for names, text in _flags_of(cls):
+        for names, text in _described_flags(cls):
             print(_entry(names, text, width))
 
 
-def _flags_of(cls: type) -> Iterator[tuple[str, str]]:
+def flags_of(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return a group's fields in the order in which they are listed: its own before those that it inherits (of experts)."""
+    return sorted(dataclasses.fields(cls), key=lambda item: item.name not in cls.__annotations__)
+
+
+def _described_flags(cls: type) -> Iterator[tuple[str, str]]:
     """Yield the names of each flag of a group, with a placeholder of its value, and its description."""
     kinds = field_kinds(cls)
-    for item in dataclasses.fields(cls):
+    for item in flags_of(cls):
         kind = kinds[item.name]
         spellings = (item.name.replace("_", "-"), *item.metadata["aliases"])
         if kind.base == "bool":  # a switch that is on is listed as the flag that turns it off

@@ -297,4 +297,4 @@ def test_a_run_on_cpus_asks_for_no_gpu() -> None:
 def test_a_message_names_the_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP", "none")
     assert main(["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]) == 2
-    assert capsys.readouterr().err == "pretrain_gpt_7b_16k: TP=none must be a whole number, 1 or more\n"
+    assert capsys.readouterr().err == "error: TP=none must be a whole number, 1 or more\n"

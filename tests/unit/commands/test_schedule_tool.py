@@ -62,7 +62,7 @@ def test_verify_starts_its_own_ranks(files: Path, capfd: pytest.CaptureFixture[s
     assert call("verify", "plan.yaml") == 0
     assert "Sequential over tp 2, sp 1, dp 1: equal: 6 comparisons" in capfd.readouterr().out
     assert call("verify", "wrong.yaml") == EXIT_CONFIG
-    assert capfd.readouterr().err.count("megatron-sp: ") == 1, "one rank says it"
+    assert capfd.readouterr().err.count("error: ") == 1, "one rank says it"
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_lines_that_cannot_be(files: Path, capsys: pytest.CaptureFixture[str], l
     Path("plan.yaml").write_text(LINE % line)
     assert call("check", "plan.yaml") == EXIT_CONFIG
     err = capsys.readouterr().err
-    assert said in err and err.startswith("megatron-sp: ") and len(err.splitlines()) == 1
+    assert said in err and err.startswith("error: ") and len(err.splitlines()) == 1
 
 
 def test_check_says_when_there_was_no_dry_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

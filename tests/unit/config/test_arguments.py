@@ -406,7 +406,7 @@ def outside(*words: str, **env: str) -> tuple[int, str, str]:
 
 def test_a_mistake_exits_2_quickly_and_loads_neither_torch_nor_numpy() -> None:
     code, out, err = outside(*SOUND.split(), "--num-layesr", "3")
-    assert (code, out, err) == (2, "", "train.py: --num-layesr is unknown: did you mean --num-layers?\n")
+    assert (code, out, err) == (2, "", "error: --num-layesr is unknown: did you mean --num-layers?\n")
     code, out, err = outside(*SOUND.split())
     assert (code, out, err) == (0, "2\n", "")
 
@@ -422,7 +422,7 @@ def test_only_rank_0_speaks() -> None:
 def test_help_names_every_flag_with_unit_and_default() -> None:
     code, out, err = outside("--help", COLUMNS="100")
     assert (code, err) == (0, "")
-    assert out.startswith("usage: train.py") and "Trains." in out
+    assert out.startswith("usage: train.py") and "Trains." in out and out.index("--num-layers INT") < out.index("--num-experts INT")
     text = " ".join(out.split())
     words = set(text.replace(",", " ").split())
     for cls in GROUPS.values():

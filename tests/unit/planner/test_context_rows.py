@@ -149,7 +149,7 @@ def test_two_pictures_one_below_the_other() -> None:
 ])  # fmt: skip
 def test_what_is_wrong_is_said(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = says(capsys, f"{PLAN} --cp-size 2 {flags}", code=2)
-    assert message in text and text.startswith("megatron-sp: ") and "Traceback" not in text
+    assert message in text and text.startswith("error: ") and "Traceback" not in text
 
 
 @pytest.mark.parametrize("words", ["300,x", "300,,5", "", "-3", "0", "999999999999", "3.5"])

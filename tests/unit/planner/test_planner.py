@@ -302,14 +302,7 @@ def test_bad_input_is_answered_in_a_sentence(flags: str, message: str, capsys: p
     if "--picture" in flags and not availability.find("matplotlib").available:
         pytest.skip("matplotlib is not installed")
     text = says(capsys, f"{MODEL} {flags}", code=2)
-    assert message in text and text.startswith("megatron-sp: ") and "Traceback" not in text
-
-
-def test_required_flags_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["plan"], ["plan", "--gpus", "8"], ["plan", "--gpus", "many", "--gpu", "h200"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(words)
-        assert caught.value.code == 2 and "usage: megatron-sp plan" in capsys.readouterr().err
+    assert message in text and text.startswith("error: ") and "Traceback" not in text
 
 
 BIG = "--num-layers 20 --hidden-size 16384 --num-attention-heads 64 --vocab-size 50304 --seq-length 8192"

@@ -21,17 +21,17 @@ def ends(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int,
     def main() -> int:
         raise error
 
-    code = code_of(main, "tool")
+    code = code_of(main)
     return code, capsys.readouterr().err
 
 
 def test_what_goes_wrong_is_one_message_and_a_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(lambda: 7) == 7
-    assert ends(DataError("no data"), capsys) == (4, "tool: no data\n")
+    assert ends(DataError("no data"), capsys) == (4, "error: no data\n")
     assert ends(KeyboardInterrupt(), capsys) == (130, "\n")
     code, said = ends(MemoryError("Unable to allocate 7 TiB"), capsys)
-    assert code == 2 and said.startswith("tool: out of memory: Unable to allocate 7 TiB: ")
-    assert ends(OSError(errno.EACCES, "Permission denied", "x"), capsys) == (6, "tool: x: Permission denied\n")
+    assert code == 2 and said.startswith("error: out of memory: Unable to allocate 7 TiB: ")
+    assert ends(OSError(errno.EACCES, "Permission denied", "x"), capsys) == (6, "error: x: Permission denied\n")
     code, said = ends(OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500), capsys)
     assert code == 2 and said.endswith("a...: File name too long\n") and len(said) < 120
     with pytest.raises(RuntimeError, match="a bug"):

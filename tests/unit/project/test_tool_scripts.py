@@ -24,7 +24,7 @@ def test_a_script_without_the_package_says_how_to_get_it(script: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd="/")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     said = re.fullmatch(
-        rf"{script}: the package megatron_sp is not installed in .*: run `pip install -e \.` in (.*),"
+        r"error: the package megatron_sp is not installed in .*: run `pip install -e \.` in (.*),"
         r" or `python -m megatron_sp ([a-z -]+) \.\.\.` there\n",
         done.stderr,
     )
