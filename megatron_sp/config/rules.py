@@ -73,7 +73,7 @@ def violations(config: Config, world_size: int) -> list[str]:
     What is about a model that is still to be taken from a checkpoint is checked when it has been (``training/checkpoint_model.py``).
     """
     about_model = (*_model(config), *_layout_of_model(config, world_size), *_kernels(config)) if config.knows_model else ()
-    return list(_ranges(config)) or [
+    return _range_texts(config) or [
         *about_model, *_layout(config, world_size), *batch_violations(config, world_size), *_length(config),
         *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
         *_logging(config, world_size),
@@ -82,11 +82,16 @@ def violations(config: Config, world_size: int) -> list[str]:
 
 def model_violations(config: Config) -> list[str]:
     """Return the violations of the model's rules only, for a shape that was not given by flags."""
-    return list(_ranges(config)) or [*_model(config), *expert_violations(config, 1)]
+    return _range_texts(config) or [*_model(config), *expert_violations(config, 1)]
 
 
-def _ranges(config: Config) -> Iterator[str]:
-    """Check the fields' smallest and largest values, and for unusable texts and paths."""
+def _range_texts(config: Config) -> list[str]:
+    return [text for texts in out_of_range(config).values() for text in texts]
+
+
+def out_of_range(config: Config) -> dict[tuple[str, str], list[str]]:
+    """Return what is wrong with single fields, by (group, name): too small or large values, unusable texts and paths."""
+    found: dict[tuple[str, str], list[str]] = {}
     for group, cls in GROUPS.items():
         for name, kind in field_kinds(cls).items():
             value, flag = getattr(getattr(config, group), name), f"--{name.replace('_', '-')}"
@@ -94,9 +99,14 @@ def _ranges(config: Config) -> Iterator[str]:
             values = value if isinstance(value, tuple) else () if value is None else (value,)
             if kind.base in ("int", "float"):
                 numbers = (each for each in values if not isinstance(each, str))  # --save-interval auto
-                yield from (text for each in numbers if (text := _out_of_bounds(flag, each, about, kind.base)))
+                texts = [text for each in numbers if (text := _out_of_bounds(flag, each, about, kind.base))]
             elif kind.base == "str":
-                yield from (text for each in values if (text := _unusable_text(flag, each, about["path"])))
+                texts = [text for each in values if (text := _unusable_text(flag, each, about["path"]))]
+            else:
+                continue
+            if texts:
+                found[group, name] = texts
+    return found
 
 
 def _out_of_bounds(flag: str, value: float, about: Mapping[str, Any], base: str) -> str | None:

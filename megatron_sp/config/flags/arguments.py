@@ -26,9 +26,11 @@ from megatron_sp.config.flags.config_file import Setting, canonical, read_config
 from megatron_sp.config.flags.deepspeed_config import settle
 from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
 from megatron_sp.config.flags.expert_dialects import HELD, settle_expert_dialect
+from megatron_sp.config.open_fields import OpenFields, certain_violations
 from megatron_sp.config.presets import PROGRAMS, preset_named
-from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import GROUPS, Config, raise_all
+from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.launch import launched_processes
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
@@ -57,6 +59,8 @@ class CommandLine:
     world_size: int | None = None
     help: bool = False
     problems: list[str] = field(default_factory=list)
+    world_size_is_open: bool = False  # it was given, and could not be read
+    has_all_settings: bool = True  # else those of the file are missing
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
     for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
         if present:
             line.problems.append(f"{name} is for a run's own program: leave it out")
-    config = _apply(_settings(line), line.problems, 1)
-    return config, set(config.given)
+    draft = _apply(_settings(line), line.problems, 1)
+    raise_all(draft.problems)
+    return draft.config, set(draft.config.given)
 
 
 def config_as_yaml(config: Config) -> str:
@@ -127,18 +132,35 @@ def config_as_yaml(config: Config) -> str:
 
 def _configure(line: CommandLine, world_size: int | None, family: str | None) -> Config:
     world_size = line.world_size or world_size or launched_processes()
-    config = _apply(_settings(line, family), line.problems, world_size)
+    draft = _apply(_settings(line, family), line.problems, world_size)
+    config = draft.config
     if family is not None and config.model.model_family != family:
         other = config.model.model_family
-        raise_all([f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py"])
-    validate(normalize(config), world_size)
-    return config
+        draft.problems.append(f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py")
+        config.model.model_family = "bert" if family == "bert" else "gpt"
+    rules = certain_violations(config, world_size, _open_fields(draft, line)) if line.has_all_settings else []
+    raise_all(draft.problems + rules)
+    return normalize(config)
+
+
+def _open_fields(draft: _Draft, line: CommandLine) -> OpenFields:
+    """Return the fields about which nothing is known, because of the draft's problems or because a problem says to set them."""
+    named = (canonical(flag) for problem in draft.problems for flag in re.findall(r"--[a-z][\w-]*", problem))
+    perhaps = {targets()[name][:2] for name in named if name in targets()} | draft.perhaps
+    return OpenFields(draft.meant, perhaps - draft.config.given.keys() - draft.meant, world_size=line.world_size_is_open)
 
 
 def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
     """Return the program's own settings, then those of the file, then those of the command line."""
     own = [] if family is None else [Setting("model-family", (family,), "this program")]
-    return own + (read_config_file(line.config_file) if line.config_file else []) + line.settings
+    of_file: list[Setting] = []
+    if line.config_file:
+        try:
+            of_file = read_config_file(line.config_file)
+        except ConfigError as error:
+            line.problems.append(str(error))
+            line.has_all_settings = False
+    return own + of_file + line.settings
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -200,6 +222,8 @@ def scan(argv: Sequence[str]) -> CommandLine:
             word = "--help"
         if not word.startswith("--") or word == "--":
             line.problems.append(_stray(word, previous))
+            if word.startswith("-"):  # one dash too few: its value would be reported as well
+                del rest[: next((i for i, other in enumerate(rest) if _is_flag(other)), len(rest))]
             continue
         spelling, equals, value = word.partition("=")
         name, previous = canonical(spelling), spelling
@@ -215,7 +239,9 @@ def scan(argv: Sequence[str]) -> CommandLine:
 
 def _stray(word: str, previous: str) -> str:
     if not previous or word.startswith("-"):
-        return f"unexpected '{word}': a flag begins with --"
+        name = canonical("-" + word)
+        meant = f", as in --{name}" if word.startswith("-") and name in targets() else ""
+        return f"unexpected '{word}': a flag begins with --{meant}"
     takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
     return f"unexpected '{word}': {previous} takes {takes}"
 
@@ -234,8 +260,10 @@ def _note(line: CommandLine, setting: Setting) -> None:
             line.world_size = FieldKind("int").parse(setting.words)
             if line.world_size < 1:
                 line.problems.append(f"--world-size ({line.world_size}) must be at least 1: it is the number of processes")
+                line.world_size_is_open = True
         except ValueError as error:
             line.problems.append(f"--world-size: {error}")
+            line.world_size_is_open = True
     elif setting.name == "config":
         line.config_file = setting.words[0] if setting.words and setting.words[0] else None
         if line.config_file is None:
@@ -290,6 +318,9 @@ class _Draft:
         held: words about experts that need to know all others, by name.
         ignored: reasons why flags have no meaning here, by the flag as it was spelled.
         deepspeed_file: path of DeepSpeed's JSON.
+        unread_tokens: names of such lengths that are not integers.
+        meant: fields that were given in a way that cannot be read.
+        perhaps: fields that may have been meant.
     """
 
     config: Config
@@ -300,18 +331,26 @@ class _Draft:
     held: dict[str, Setting] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     deepspeed_file: str | None = None
+    unread_tokens: list[str] = field(default_factory=list)
+    meant: set[tuple[str, str]] = field(default_factory=set)
+    perhaps: set[tuple[str, str]] = field(default_factory=set)
 
 
-def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
-    """Return the configuration that ``settings`` describe. Raises a ConfigError that lists all problems."""
+def _apply(settings: list[Setting], problems: list[str], world_size: int) -> _Draft:
+    """Return the configuration that ``settings`` describe, with everything that is wrong with them."""
     config = Config()
-    draft = _Draft(config, [*problems, *_start_from_preset(config, settings)], _features_asked_for(settings))
+    of_preset = _start_from_preset(config, settings)
+    draft = _Draft(config, [*problems, *of_preset], _features_asked_for(settings))
+    if of_preset:
+        draft.meant |= _fields_of_groups("model")
     for setting in settings:
         try:
             handle = next(handle for is_of_kind, handle in _HANDLERS if is_of_kind(setting))
             handle(draft, setting)
         except ValueError as error:
             draft.problems.append(f"{setting.where}: {error}{_known_elsewhere(setting)}")
+            draft.meant |= _fields_of(setting)
+            draft.unread_tokens += [setting.name] if setting.name in dialect.TOKEN_FLAGS else []
     for setting in draft.weak:
         if targets()[setting.name][:2] not in config.given:
             _assign(draft, setting)
@@ -321,18 +360,29 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
         overruled += settle_expert_dialect(config, settings, draft.held, world_size)
     except ValueError as error:
         draft.problems.append(str(error))
-    if not draft.problems:
-        draft.problems += _count_tokens(config, draft.tokens)
-    raise_all(draft.problems)
+        draft.perhaps |= {each for each in _fields_of_groups("model") if each[1].startswith(("moe", "num_experts"))}
+    _settle_tokens(draft)
     _settle_preset(config)
     config.ignored_flags = (*(f"{where} ({reason})" for where, reason in draft.ignored.items()), *overruled)
-    return config
+    return draft
 
 
 def _assign(draft: _Draft, setting: Setting) -> None:
     target = targets()[setting.name]
-    draft.config.given[target.group, target.name] = setting.where
     setattr(getattr(draft.config, target.group), target.name, _value(setting, target))
+    draft.config.given[target.group, target.name] = setting.where
+    draft.meant.discard((target.group, target.name))  # the last one counts
+
+
+def _fields_of(setting: Setting) -> set[tuple[str, str]]:
+    """Return the fields that a setting would set if it could be read."""
+    rewrite = dialect.REWRITTEN.get(setting.name)
+    names = [flag for flag, _ in rewrite.to] if rewrite else [setting.name]
+    return {targets()[name][:2] for name in names if name in targets()}
+
+
+def _fields_of_groups(*groups: str) -> set[tuple[str, str]]:
+    return {(group, item.name) for group in groups for item in dataclasses.fields(GROUPS[group])}
 
 
 def _rewrite(draft: _Draft, setting: Setting) -> None:
@@ -406,8 +456,13 @@ def _ignore(draft: _Draft, setting: Setting) -> None:
 
 
 def _reject(draft: _Draft, setting: Setting) -> None:
-    if not (_refusal(setting.name) and _is_off(setting.words)):
-        draft.problems.append(_unusable(setting))
+    if _refusal(setting.name) and _is_off(setting.words):
+        return
+    draft.problems.append(_unusable(setting))
+    if _refusal(setting.name) is None:
+        near = {targets()[name][:2] for name in nearest(setting.name, all_spellings()) if name in targets()}
+        draft.meant |= near if len(near) == 1 else set()
+        draft.perhaps |= near
 
 
 _Handler = Callable[[_Draft, Setting], None]
@@ -430,8 +485,16 @@ def _settle_deepspeed(draft: _Draft, world_size: int) -> list[str]:
     """Reconcile DeepSpeed's JSON, if there is one, with the settings; return notes about its keys that have no effect."""
     if draft.deepspeed_file is None:
         return []
-    found = read_deepspeed_config(draft.deepspeed_file)
-    draft.problems += settle(found, draft.config, world_size)
+    try:
+        found = read_deepspeed_config(draft.deepspeed_file)
+        problems = settle(found, draft.config, world_size)
+    except ConfigError as error:
+        problems = [str(error)]
+    if problems:
+        draft.problems += problems
+        settable = _fields_of_groups("batch", "optimizer", "precision", "parallel")
+        draft.perhaps |= {each for each in settable if not each[1].endswith("_parallel_size")}
+        return []
     return [*found.overruled, *filter(None, [found.note()])]
 
 
@@ -547,17 +610,31 @@ def _known_elsewhere(setting: Setting) -> str:
     return f" (a value of Megatron's that is not supported yet: {instead})" if instead else ""
 
 
-def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
-    """Convert lengths in tokens to steps or samples, as the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
-    if not tokens:
-        return []
+def _settle_tokens(draft: _Draft) -> None:
+    """Convert lengths in tokens; those that cannot be converted leave their fields open."""
+    kind = "samples" if draft.config.batch.train_iters is None else "iters"
+    draft.meant |= {_token_field(name, kind) for name in draft.unread_tokens}
+    if not draft.tokens:
+        return
+    is_open = bool(draft.meant & {("model", "seq_length"), ("batch", "global_batch_size"), ("batch", "train_iters")})
+    problems = [] if is_open else _count_tokens(draft.config, draft.tokens, kind)
+    draft.problems += problems
+    if problems or is_open:
+        draft.meant |= {_token_field(name, kind) for name in draft.tokens}
+
+
+def _token_field(name: str, kind: str) -> tuple[str, str]:
+    return "batch" if name == "train-tokens" else "optimizer", f"{name.removesuffix('-tokens').replace('-', '_')}_{kind}"
+
+
+def _count_tokens(config: Config, tokens: dict[str, int], kind: str) -> list[str]:
+    """Convert lengths in tokens to samples, or to steps (``kind`` "iters"), rounded up; they take precedence, as in Megatron-DeepSpeed."""
     negative = [f"--{name} ({value}) must be at least 0" for name, value in tokens.items() if value < 0]
     if negative:
         return negative
     batch, size = config.batch, config.model.seq_length
     if not size or size < 1:
         return [f"--{next(iter(tokens))} needs --seq-length, to be turned into samples"]
-    kind = "samples" if batch.train_iters is None else "iters"
     if kind == "iters":
         if batch.global_batch_size is None or batch.rampup_batch_size or batch.step_batch_size_schedule:
             return [f"--{next(iter(tokens))} with --train-iters needs a constant --global-batch-size, to be turned into steps"]
@@ -568,5 +645,5 @@ def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
             limit = getattr(batch, f"train_{kind}")
             setattr(batch, f"train_{kind}", count if limit is None else min(limit, count))
         else:
-            setattr(config.optimizer, f"{name.removesuffix('-tokens').replace('-', '_')}_{kind}", count)
+            setattr(config.optimizer, _token_field(name, kind)[1], count)
     return []
