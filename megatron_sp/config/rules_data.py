@@ -7,15 +7,18 @@ from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.config.split_groups import read_groups
 
 
 def data_violations(config: Config) -> Iterator[str]:
     """Yield a message for each violated rule about data."""
     data, vocab_size = config.data, config.model.vocab_size
     own_paths = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_data_path")]
+    groups = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_weighted_split_paths")]
     sources = [flag for flag, given in (
         ("--mock-data", data.mock_data), ("--data-path", data.data_path),
         ("/".join(f"--{name}-data-path" for name in own_paths), own_paths),
+        ("/".join(f"--{name}-weighted-split-paths" for name in groups), groups),
     ) if given]  # fmt: skip
     if not sources:
         yield "there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens"
@@ -23,6 +26,12 @@ def data_violations(config: Config) -> Iterator[str]:
         yield f"{' and '.join(sources)} exclude each other: give one source of data"
     if own_paths and "train" not in own_paths and not config.batch.skip_train:
         yield f"--{own_paths[0]}-data-path needs --train-data-path too"
+    for name in groups:
+        yield from _groups(f"{name}_weighted_split_paths", getattr(data, f"{name}_weighted_split_paths"), several=name != "train")
+    if groups and "train" not in groups and not config.batch.skip_train:
+        yield f"--{groups[0]}-weighted-split-paths needs --train-weighted-split-paths too"
+    if data.multiple_validation_sets:
+        yield from _single_sets(config)
     yield from _split(config)
     if data.tokenizer_type is None and config.knows_model:
         yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
@@ -38,6 +47,33 @@ def data_violations(config: Config) -> Iterator[str]:
     if data.eod_id is not None and vocab_size and data.eod_id >= vocab_size:
         yield f"eod_id ({data.eod_id}) must be below vocab_size ({vocab_size}): it is one of the ids"
     yield from _bert_data(config)
+
+
+def _groups(name: str, texts: tuple[str, ...], *, several: bool) -> Iterator[str]:
+    try:
+        groups = read_groups(texts)
+    except ValueError as error:
+        yield f"{name}: {error}"
+        return
+    if len(groups) > 1 and not several:
+        yield f"{name} has {len(groups)} groups ({', '.join(group.name for group in groups[:4])}): training takes one; put all into it"
+
+
+def _single_sets(config: Config) -> Iterator[str]:
+    data = config.data
+    if not (data.valid_data_path or data.test_data_path):
+        yield "--multiple-validation-sets is about the sets of --valid-data-path and --test-data-path: give one of them, or leave it out"
+    for name, words in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
+        if numbers := [word for word in words if _is_number(word)]:
+            yield f"{name} has weights ({numbers[0]}, ...), and with --multiple-validation-sets there is no blend: leave them out"
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _bert_data(config: Config) -> Iterator[str]:

@@ -29,6 +29,12 @@ class DataConfig:
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone (replaces --split)", path=True)
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", path=True)
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", path=True)
+    train_weighted_split_paths: tuple[str, ...] = flag(
+        (), '"NAME: WEIGHT BEGIN:END PREFIX, ...": a blend of parts of data sets for training, instead of the others'
+    )
+    valid_weighted_split_paths: tuple[str, ...] = flag((), "the same for validation; each of several groups is evaluated")
+    test_weighted_split_paths: tuple[str, ...] = flag((), "the same for the test")
+    multiple_validation_sets: bool = flag(False, "evaluate each set of --valid-data-path and --test-data-path by itself, not their blend")
     data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)", path=True)
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (

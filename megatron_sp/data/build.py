@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
@@ -22,10 +23,17 @@ from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import ConfigError, DataError
 
 SPLITS = ("train", "valid", "test")
 _CACHE_FOLDER = "index-cache"
+
+
+class NamedSet(NamedTuple):
+    """A data set, with the name by which its loss is told from those of others; empty if it is the only one."""
+
+    name: str
+    dataset: Dataset
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Datasets:
     """Data sets of a run, with warnings and notes about them; None where no samples are requested or the split has no share.
 
     ``fingerprint`` is that of the training data (without any, of the first data set present), for the checkpoint.
+    ``named`` has all sets of "valid" and "test" where a split has several; ``valid`` and ``test`` are the first ones.
     """
 
     train: Dataset | None
@@ -40,6 +49,12 @@ class Datasets:
     test: Dataset | None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    named: Mapping[str, tuple[NamedSet, ...]] = field(default_factory=dict)
+
+    def evaluated(self, split: str) -> tuple[NamedSet, ...]:
+        """Return what an evaluation of "valid" or "test" goes through."""
+        only = self.valid if split == "valid" else self.test
+        return self.named.get(split) or (() if only is None else (NamedSet("", only),))
 
     @property
     def fingerprint(self) -> str:
@@ -50,7 +65,7 @@ class Datasets:
     @property
     def evaluation_fingerprints(self) -> dict[str, str]:
         """Fingerprints of the validation and test data."""
-        return {name: d.fingerprint() for name, d in (("valid", self.valid), ("test", self.test)) if d is not None}
+        return {" ".join(filter(None, (split, name))): d.fingerprint() for split in ("valid", "test") for name, d in self.evaluated(split)}
 
 
 def build_datasets(
@@ -98,10 +113,10 @@ def build_datasets(
 
     made = _build(data, num_samples, mock, len, from_file)
     notes, about_ends = _check_ends(data, tokenizer, list(stretches.values()))
-    train, valid, test = (None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made)
+    made = [[(name, _packed(dataset, data, tokenizer)) for name, dataset in sets] for sets in made]
     more = [f" (the blend repeats {len(found)} of its data sets)" if found[1:] else "" for found in warnings.values()]
     repeated = tuple(found[0] + rest for found, rest in zip(warnings.values(), more, strict=True))
-    return Datasets(train, valid, test, (*repeated, *about_ends), tuple(notes))
+    return _gathered(made, (*repeated, *about_ends), tuple(notes))
 
 
 def build_bert_datasets(
@@ -135,8 +150,7 @@ def build_bert_datasets(
     def mock(name: str, num: int) -> RowDataset:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
-    train, valid, test = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
-    return Datasets(train, valid, test)
+    return _gathered(_build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file))
 
 
 def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:
@@ -166,10 +180,19 @@ class _FromFile(Protocol):
     ) -> FileDataset: ...
 
 
+_Made = list[list[tuple[str, RowDataset]]]  # of each split, the sets with their names
+
+
+def _gathered(made: _Made, warnings: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Datasets:
+    train, valid, test = (sets[0][1] if sets else None for sets in made)
+    named = {split: tuple(NamedSet(*each) for each in sets) for split, sets in zip(SPLITS, made, strict=True) if len(sets) > 1}
+    return Datasets(train, valid, test, warnings, notes, named)
+
+
 def _build(
     data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], RowDataset], units: Callable[[IndexedDataset], int],
     from_file: _FromFile,
-) -> list[RowDataset | None]:  # fmt: skip
+) -> _Made:  # fmt: skip
     """Build the three splits from the flags.
 
     Args:
@@ -177,9 +200,9 @@ def _build(
             the data set of a range of these units.
     """
     if data.mock_data:
-        return [mock(name, n) if n else None for name, n in zip(SPLITS, num_samples, strict=True)]
+        return [[("", mock(name, n))] if n else [] for name, n in zip(SPLITS, num_samples, strict=True)]
     builder = _Builder(data, units, from_file)
-    return [builder.build(k, n) if n else None for k, n in enumerate(num_samples)]
+    return [builder.build(k, n) if n else [] for k, n in enumerate(num_samples)]
 
 
 class _Builder:
@@ -189,39 +212,64 @@ class _Builder:
         self.data, self.units, self.from_file = data, units, from_file
         self._open: dict[str, IndexedDataset] = {}
         self.own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        if not data.data_path and not any(self.own_paths):
+        texts = (data.train_weighted_split_paths, data.valid_weighted_split_paths, data.test_weighted_split_paths)
+        self.groups = tuple(map(read_groups, texts))
+        if not data.data_path and not any(self.own_paths) and not any(texts):
             raise ConfigError("there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens")
         if data.data_path and any(self.own_paths):
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
 
-    def build(self, split: int, num_samples: int) -> RowDataset | None:
-        """Return the data set of one split, or None if it has no share of the data."""
+    def build(self, split: int, num_samples: int) -> list[tuple[str, RowDataset]]:
+        """Return the data sets of one split and their names; none if it has no share of the data."""
         name = SPLITS[split]
+        if self.groups[split]:
+            return [(group.name, self._of_group(group, split, num_samples)) for group in self.groups[split]]
         paths = self.data.data_path or self.own_paths[split]
         if not paths or (self.data.data_path and _share(self.data.split, split) == 0):
-            return None
+            return []
+        if self.data.multiple_validation_sets and name != "train" and not self.data.data_path:
+            return [(set_name, self._single(prefix, split, num_samples)) for set_name, prefix in zip(_names(paths), paths, strict=True)]
         blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
         if len(blend.prefixes) > 1:
-            return self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples)
-        one_epoch = self.data.dataloader_type == "cyclic" and name == "train"  # the sampler reshuffles each epoch itself
+            return [("", self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples))]
         if blend.weights and self.data.data_path:  # a blend of one data set asks for a blend's surplus, which may take another epoch
             (num_samples,) = samples_per_set(normalized(blend.weights), num_samples)
-        return self._single(blend.prefixes[0], split, None if one_epoch else num_samples)
+        return [("", self._single(blend.prefixes[0], split, self._wanted(split, num_samples)))]
 
-    def _single(self, prefix: str, split: int, num_samples: int | None, turn: int = 0) -> FileDataset:
+    def _wanted(self, split: int, num_samples: int) -> int | None:
+        """Return how many samples the only data set of a split must have; None: one epoch, since the sampler reshuffles each itself."""
+        return None if self.data.dataloader_type == "cyclic" and SPLITS[split] == "train" else num_samples
+
+    def _of_group(self, group: SplitGroup, split: int, num_samples: int) -> RowDataset:
+        """Return a blend of parts of data sets; one alone asks for no surplus."""
+        if len(group.prefixes) == 1:
+            return self._single(group.prefixes[0], split, self._wanted(split, num_samples), share=group.ranges[0])
+        blend = Blend(group.prefixes, group.weights)
+        return self._by_weight(blend, split, num_samples, group.ranges)
+
+    def _single(
+        self, prefix: str, split: int, num_samples: int | None, turn: int = 0, share: tuple[float, float] | None = None
+    ) -> FileDataset:  # fmt: skip
         if prefix not in self._open:
             self._open[prefix] = IndexedDataset(prefix)
         indexed = self._open[prefix]
         units = self.units(indexed)
         bounds = split_bounds(self.data.split, units)[split] if self.data.data_path else (0, units)
+        if share is not None:
+            bounds = round(share[0] * float(units)), round(share[1] * float(units))
+            if bounds[0] == bounds[1]:
+                raise DataError(f"{indexed.prefix}: {share[0]:g}:{share[1]:g} of its {units} documents is none: give it a larger share")
         folder = self.data.data_cache_path or os.path.join(os.path.dirname(indexed.prefix), _CACHE_FOLDER)
         return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder, turn)
 
-    def _by_weight(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
-        """Blend the sets in proportion to their weights, repeating each as often as needed."""
+    def _by_weight(
+        self, blend: Blend, split: int, num_samples: int, shares: Sequence[tuple[float, float] | None] = ()
+    ) -> BlendedDataset:  # fmt: skip
+        """Blend the sets, or these shares of them, in proportion to their weights, repeating each as often as needed."""
         assert blend.weights is not None
         wanted = samples_per_set(normalized(blend.weights), num_samples)
-        datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
+        parts = zip(blend.prefixes, wanted, shares or [None] * len(wanted), strict=True)
+        datasets = [self._single(prefix, split, n, share=share) for prefix, n, share in parts]
         return self._mixed(datasets, blending_weights(blend.weights), num_samples)
 
     def _by_size(self, blend: Blend, split: int, num_samples: int) -> RowDataset:
@@ -249,6 +297,12 @@ class _Builder:
             lambda: dict(zip(("set", "sample"), build_blending_indices(weights, num_samples), strict=True)),
         )
         return arrays["set"], arrays["sample"]
+
+
+def _names(prefixes: tuple[str, ...]) -> list[str]:
+    """Return short names of data sets: the last part of each prefix, with its folder where two are alike."""
+    short = [os.path.basename(prefix.rstrip("/")) for prefix in prefixes]
+    return [name if short.count(name) == 1 else prefix.strip("/") for name, prefix in zip(short, prefixes, strict=True)]
 
 
 def _seed_of(seed: int, turn: int) -> int:

@@ -193,7 +193,8 @@ def _fill(config: Config) -> None:
     if config.batch.train_iters is None and config.batch.train_samples is None:
         config.batch.train_iters = 10**6
     data = config.data
-    if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
+    sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path, data.train_weighted_split_paths)
+    if not any((*sources, data.valid_weighted_split_paths, data.test_weighted_split_paths)):
         data.mock_data = True
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -287,48 +287,62 @@ def _evaluate_once(run: Run, kind: Split) -> bool:
 
 
 def _evaluate(run: Run, kind: Split) -> bool:
-    """Log the mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one. Collective.
+    """Log the mean losses of each data set over --eval-iters batches, in a validation those after the previous one's. Collective.
 
     Returns:
         False if a signal to any rank, or the kill switch, interrupted it; nothing is logged then but that.
     """
-    context, step, batches = run.context, run.state.progress.step, run.plan.batches
-    batch, model, loss_of = context.config.batch, run.parts.model, context.task.loss
-    loader = run.data.valid_loader if kind == "valid" else run.data.test_loader
-    if loader is None or batch.eval_iters == 0:
+    context, step, sets = run.context, run.state.progress.step, run.data.evaluated[kind]
+    if not sets or context.config.batch.eval_iters == 0:
         return True
-    model.eval()
+    began, found = time.monotonic(), []
+    run.parts.model.eval()
+    try:
+        for _, loader in sets:
+            means = _mean_losses(run, kind, loader)
+            if means is None:
+                return False
+            found.append(means)
+    finally:
+        run.parts.model.train()
+    context.faults.at(f"{kind}.record", step)
+    loss_of, record = context.task.loss, dict[str, Any]()
+    for (name, _), means in zip(sets, found, strict=True):
+        loss, others = means[0], {each.replace(" ", "_"): value for each, value in zip(loss_of.reported[1:], means[1:], strict=True)}
+        shown = [f"{each} {value:.4f}" for each, value in zip(loss_of.reported, means, strict=True)]
+        if loss_of.of_tokens:
+            others["perplexity"] = math.exp(min(loss, 700.0))
+            shown.append(f"perplexity {others['perplexity']:.2f}")
+        context.console.line(f"{kind} {f'of {name} ' if name else ''}at step {step}: {', '.join(shown)}")
+        require_finite_loss(kind, loss, step)
+        if not record:  # of several sets the first is what reports and curves go by
+            record = {"loss": loss, "loss_hex": loss.hex(), **others}
+        if name:
+            record |= {f"{key}/{name}": value for key, value in {"loss": loss, **others}.items()}
+    run.metrics.write(kind, step=step, seconds=time.monotonic() - began, **record)
+    run.reporter.pause_ended()
+    return True
+
+
+def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float] | None:
+    """Return the mean losses and metrics over the batches of one evaluation; None if it was interrupted. Collective."""
+    context, step, batches = run.context, run.state.progress.step, run.plan.batches
+    batch, loss_of, size = context.config.batch, context.task.loss, run.plan.batches.evaluation
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
-    size = batches.evaluation
     first_sample, count = passes_before * batch.eval_iters * size, size // (batches.micro_batch_size * batches.dp_size)
-    began = time.monotonic()
-    names = (*loss_of.names, *loss_of.metrics)
-    total = torch.zeros(2 * len(names), dtype=torch.float64, device=context.groups.device)
+    total = torch.zeros(2 * len(loss_of.reported), dtype=torch.float64, device=context.groups.device)
     for index in range(batch.eval_iters):
         context.watchdog.beat(f"{kind} batch {index}")
         context.faults.at(f"{kind}.batch", step)
         micro_batches = _next_micro_batches(run, loader, first_sample + index * size, count)
         total += evaluate_batches(
-            model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights, run.parts.pipeline
+            run.parts.model, loss_of, micro_batches, run.attention.kernel.name, context.groups, run.parts.weights, run.parts.pipeline
         )
         if preempted := _who_stops(run):
-            model.train()
             context.console.line(f"{kind} at step {step}: interrupted by {_PREEMPTIONS[preempted]}")
-            return False
-    values = all_reduce(total, context.groups.world).tolist()
-    model.train()
-    means = [s / c if c > 0 else 0.0 for s, c in zip(values[: len(names)], values[len(names) :], strict=True)]
-    loss, others = means[0], {name.replace(" ", "_"): value for name, value in zip(names[1:], means[1:], strict=True)}
-    shown = [f"{name} {value:.4f}" for name, value in zip(names, means, strict=True)]
-    if loss_of.of_tokens:
-        others["perplexity"] = math.exp(min(loss, 700.0))
-        shown.append(f"perplexity {others['perplexity']:.2f}")
-    context.faults.at(f"{kind}.record", step)
-    context.console.line(f"{kind} at step {step}: {', '.join(shown)}")
-    require_finite_loss(kind, loss, step)
-    run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
-    run.reporter.pause_ended()
-    return True
+            return None
+    sums, counts = all_reduce(total, context.groups.world).view(2, -1).tolist()
+    return [s / c if c > 0 else 0.0 for s, c in zip(sums, counts, strict=True)]
 
 
 @contextlib.contextmanager

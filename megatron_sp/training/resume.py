@@ -71,7 +71,7 @@ def resume_samples(
     then = stored.get("evaluation_data")
     for name, now in datasets.evaluation_fingerprints.items():
         if isinstance(then, dict) and then.get(name, now) != now:
-            what = "validation" if name == "valid" else name
+            what = name.replace("valid", "validation", 1)
             tell(f"note: the {what} data have changed, or are repeated differently: do not compare their losses with earlier ones")
     old, new = stored.get("data_fingerprint"), datasets.fingerprint
     if old is None or datasets.train is None:  # converted, it is not known; or there is nothing to train on

@@ -23,7 +23,7 @@ and everywhere 7 if another rank is lost. Resuming is checked in ``training/resu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -187,12 +187,16 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RunData:
-    """Data sets of a run, and a loader for each; None where there is no such split."""
+    """Data sets of a run, and a loader for each.
+
+    Attributes:
+        train_loader: None if there are no training data.
+        evaluated: what an evaluation of "valid" or "test" goes through, with the names of the sets.
+    """
 
     datasets: Datasets
     train_loader: BatchLoader | None
-    valid_loader: BatchLoader | None
-    test_loader: BatchLoader | None
+    evaluated: Mapping[str, tuple[tuple[str, BatchLoader], ...]]
 
 
 @dataclass(frozen=True)
@@ -413,20 +417,21 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         context.console.line(f"warning: {warning}")
     for note in datasets.notes:
         context.console.line(f"note: {note}")
+    workers, training = context.config.data.num_workers, datasets.train
     return RunData(
         datasets,
-        _open_loader(context, datasets.train, closing, num_workers=context.config.data.num_workers, digests=True, deal_rows=deal_rows),
-        _open_loader(context, datasets.valid, closing),
-        _open_loader(context, datasets.test, closing),
+        None if training is None else _open_loader(context, training, closing, num_workers=workers, digests=True, deal_rows=deal_rows),
+        {
+            split: tuple((name, _open_loader(context, dataset, closing)) for name, dataset in datasets.evaluated(split))
+            for split in ("valid", "test")
+        },
     )
 
 
 def _open_loader(
-    context: RunContext, dataset: Dataset | None, closing: ExitStack, *, num_workers: int = 0, digests: bool = False,
+    context: RunContext, dataset: Dataset, closing: ExitStack, *, num_workers: int = 0, digests: bool = False,
     deal_rows: RowDealer | None = None,
-) -> BatchLoader | None:  # fmt: skip
-    if dataset is None:
-        return None
+) -> BatchLoader:  # fmt: skip
     config, groups = context.config, context.groups
     loader = BatchLoader(
         dataset, micro_batch_size=config.batch.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size,

@@ -75,6 +75,11 @@ class Loss:
     of_tokens: bool = True
     hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor] | None = None
 
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of what a validation reports: the terms and the metrics."""
+        return (*self.names, *self.metrics)
+
 
 @dataclass
 class StepResult:

@@ -90,6 +90,27 @@ def test_each_validation_takes_the_samples_after_those_of_the_one_before(tmp_pat
     assert len(losses) == 3 and len(set(losses)) == 3
 
 
+def test_each_of_several_validation_sets_has_its_own_losses(tmp_path: Path) -> None:
+    a = write_data(tmp_path / "a" / "a")
+    data = (
+        "--vocab-size", 60, "--train-weighted-split-paths", f"T: 1 0:0.6 {a}",
+        "--valid-weighted-split-paths", f"V1: 1 0.6:0.8 {a}", f"V2: 1 0.8:1 {a}",
+    )  # fmt: skip
+    common = ("--train-iters", 2, "--eval-interval", 1, "--eval-iters", 1)
+    outcome = train(tmp_path, "--save", tmp_path / "both", *common, data=data).expect(0, "valid of V1 at step 1: lm loss")
+    assert "valid of V2 at step 2: lm loss" in outcome.text
+    both = records(tmp_path / "both", "valid")
+    for number, name in enumerate(("V1", "V2")):
+        run = tmp_path / name
+        train(tmp_path, "--save", run, *common, data=(*data[:5], data[5 + number])).expect(0, "valid at step 1: lm loss")
+        alone = records(run, "valid")
+        assert [r[f"loss/{name}"] for r in both] == [r["loss"] for r in alone]
+        assert [r[f"perplexity/{name}"] for r in both] == [r["perplexity"] for r in alone]
+        assert ([r["loss_hex"] for r in both] == [r["loss_hex"] for r in alone]) == (name == "V1"), "reports go by the first"
+    then = state(tmp_path / "both")["evaluation_data"]
+    assert set(then) == {"valid V1", "valid V2"} and state(tmp_path / "V1")["evaluation_data"]["valid"] == then["valid V1"]
+
+
 def test_a_validation_changes_nothing(tmp_path: Path) -> None:
     """Dropout is on: had validation used any random state or left the model in another mode, the losses would differ."""
     for name, flags in (("a", ()), ("b", ("--eval-interval", 1, "--eval-iters", 1))):

@@ -80,6 +80,8 @@ def _rewritten() -> Iterator[str]:
             yield f"| `--{name} {value}` | {' '.join(settings)} |"
     for name in dialect.TOKEN_FLAGS:
         yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
+    for name, flag in dialect.GROUP_FILES.items():
+        yield f"| `--{name} FILE` | `--{flag}` with what the file has in double quotes, or line by line |"
     for name, (num_words, meaning) in HELD.items():
         yield f"| `--{name}{' N' * num_words}` | {meaning} |"
     yield "| `--num-experts N N ...` | a number for each of these layers, all the same; 1 for a dense MLP |"

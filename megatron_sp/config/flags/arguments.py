@@ -30,11 +30,15 @@ from megatron_sp.config.open_fields import OpenFields, certain_violations
 from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import GROUPS, Config, raise_all
+from megatron_sp.config.split_groups import read_group_file
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.launch import launched_processes
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
-_SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS, *HELD)
+_SPECIAL = (
+    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS, *HELD,
+    *dialect.GROUP_FILES,
+)  # fmt: skip
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
 
@@ -425,6 +429,11 @@ def _keep_deepspeed_file(draft: _Draft, setting: Setting) -> None:
     draft.deepspeed_file = FieldKind("str").parse(setting.words)
 
 
+def _read_groups(draft: _Draft, setting: Setting) -> None:
+    texts = read_group_file(FieldKind("str").parse(setting.words), setting.where)
+    _assign(draft, Setting(dialect.GROUP_FILES[setting.name], texts, setting.where))
+
+
 def _skip_preset(draft: _Draft, setting: Setting) -> None:
     """Do nothing: ``_start_from_preset`` has applied it before all settings."""
 
@@ -472,6 +481,7 @@ _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the fir
     (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
     (lambda setting: " ".join(setting.words).lower() in dialect.REWRITTEN_VALUES.get(setting.name, {}), _rewrite_value),
     (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),
+    (lambda setting: setting.name in dialect.GROUP_FILES, _read_groups),
     (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
     (lambda setting: setting.name == "preset", _skip_preset),
     (lambda setting: setting.name == "profile-steps", _split_profile_steps),

@@ -98,6 +98,9 @@ MEGATRON_CHOICES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Values that Megatron knows and this package does not: what there is instead."""
 
+GROUP_FILES = {f"{name}-weighted-split-paths-path": f"{name}-weighted-split-paths" for name in ("train", "valid", "test")}
+"""Files with what another flag takes from the command line, by that flag."""
+
 TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
 """Megatron-DeepSpeed's lengths in tokens; ``arguments`` turns them into samples or steps."""
 
@@ -316,9 +319,8 @@ _REFUSED = {
         kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
     "random layer token dropping leaves tokens out of the middle layers, and here every layer computes all": "random-ltd",
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
-        data-args-path per-split-data-args-path titles-data-path full-validation multiple-validation-sets sample-rate
-        train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path extra-eval-data-path
-        train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-split-paths-path skip-train-iteration-range
+        data-args-path per-split-data-args-path titles-data-path full-validation sample-rate aml-data-download-path extra-eval-data-path
+        skip-train-iteration-range
         loss-on-targets-only reweight-loss-based-on-position-frequency""",
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
         sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",

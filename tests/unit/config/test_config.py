@@ -50,6 +50,10 @@ def _steps(schedule: str, micro: int = 1) -> dict[str, Any]:
     return {"batch__step_batch_size_schedule": (schedule,), "batch__micro_batch_size": micro}
 
 
+def _groups(**texts: tuple[str, ...]) -> dict[str, Any]:
+    return {"data__mock_data": False} | {f"data__{name}_weighted_split_paths": each for name, each in texts.items()}
+
+
 ROPE = {"model__position_embedding_type": "rope"}
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__num_layers": 0}, "--num-layers (0) must be at least 1"),
@@ -222,6 +226,27 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data__data_path": ("x",)}, "--mock-data and --data-path exclude each other"),
     ({"data__mock_data": False, "data__data_path": ("x",), "data__train_data_path": ("y",)}, "--data-path and --train-data-path exclude"),
     ({"data__mock_data": False, "data__valid_data_path": ("y",)}, "--valid-data-path needs --train-data-path too"),
+    (_groups(train=("a: 1 0:1 x", "b: 1 0:1 y")), "train_weighted_split_paths has 2 groups (a, b): training takes one"),
+    (_groups(valid=("a: 1 0:1 x",)), "--valid-weighted-split-paths needs --train-weighted-split-paths too"),
+    (_groups(train=("a: 1 0:1 x",), valid=("v: 1 0:1 x", "v: 1 0:1 y")), "valid_weighted_split_paths: two groups have the name 'v'"),
+    (_groups(train=("1 0:1 x",)), "expected WEIGHT BEGIN:END PREFIX between two commas, got '1 x'"),
+    (_groups(train=("a",)), "expected \"NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX\" in quotes, got 'a'"),
+    (_groups(train=("a: 1 0:1 x y",)), "between two commas, got '1 0:1 x y'"),
+    (_groups(train=("a: 1 all x",)), "in numbers, such as 0.3 0:0.95 x, got '1 all x'"),
+    (_groups(train=("a: 0 0:1 x",)), "'0' must be a weight above 0"),
+    (_groups(train=("a: 1 0.5:0.5 x",)), "'0.5:0.5' must be BEGIN:END with 0 <= BEGIN < END <= 1"),
+    (_groups(train=("a: 1 0:95 x",)), "'0:95' must be BEGIN:END"),
+    (_groups(train=("a: 1 0:1 x",)) | {"data__data_path": ("x",)}, "--data-path and --train-weighted-split-paths exclude each other"),
+    ({"data__multiple_validation_sets": True}, "--multiple-validation-sets is about the sets of --valid-data-path"),
+    (
+        {
+            "data__mock_data": False,
+            "data__train_data_path": ("x",),
+            "data__valid_data_path": ("1", "y"),
+            "data__multiple_validation_sets": True,
+        },
+        "--valid-data-path has weights (1, ...), and with --multiple-validation-sets there is no blend",
+    ),
     ({"data__split": "a,b"}, "split ('a,b') must be up to three numbers joined by commas"),
     ({"data__split": "1,2,3,4"}, "has 4 numbers"),
     ({"data__split": "0,0,0"}, "whose sum is above 0"),

@@ -81,7 +81,7 @@ class Script:
         run = SimpleNamespace(
             context=context, continues_own=self.continues_own, evaluated=list(self.evaluated), reporter=reporter,
             plan=SimpleNamespace(batches=self.batches, start=self.start, train_iters=self.train_iters, lr_schedule=self),
-            data=SimpleNamespace(train_loader=self, valid_loader=self, test_loader=self),
+            data=SimpleNamespace(train_loader=self),
             layout=SimpleNamespace(overlap_report=None),
             parts=SimpleNamespace(weights=SimpleNamespace(settle=nothing), scaler=SimpleNamespace(scale=1.0), optimizer=None),
             state=SimpleNamespace(progress=self.progress, units=[], samples=SimpleNamespace(add=nothing)),

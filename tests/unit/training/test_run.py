@@ -205,7 +205,7 @@ def _is_closed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no model"), contextlib.ExitStack() as closing:
         prepare(make_context(tmp_path / "run", "--num-workers", 2, "--eval-iters", 1), closing)
     (data,) = opened
-    for loader in (data.train_loader, data.valid_loader, data.test_loader):
+    for loader in (data.train_loader, *(loader for split in ("valid", "test") for _, loader in data.evaluated[split])):
         assert loader is not None
         with pytest.raises(RuntimeError, match=re.escape("after close()")):
             loader.step(0, 1)
