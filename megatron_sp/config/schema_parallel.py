@@ -338,4 +338,5 @@ class KernelConfig:
         low=1,
         high=1024,
     )
+    allow_oom: bool = flag(False, "start even if the run is predicted to need more memory than there is (else exit code 2)")
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")

@@ -28,8 +28,8 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.norm import NormSpec, norm
 from megatron_sp.planner.machine import Machine
-from megatron_sp.training.memory_estimate import host_memory_bytes
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.host_memory import host_memory_bytes
 from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import num_cores
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.fits import HOW_TO_START, host_need, num_samples_of, order_bytes
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_rank import largest_form
 from megatron_sp.estimate.memory_saves import copy_bytes
@@ -24,6 +25,7 @@ from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.training.checkpoint_model import check_model, take_model
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
+from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
 
 @dataclass(frozen=True)
@@ -172,12 +174,28 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     workload = workload_of(config, world_size, device)
     form = largest_form(workload)
+    ignored = (f"ignored: {each}" for each in config.ignored_flags)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
         form.zero.kept_params, form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
         find_suggestions(config, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), *notes, choice))),
+        tuple(filter(None, (*ignored, *notes, choice, _refused_here(config, world_size, device)))),
     )  # fmt: skip
+
+
+def _refused_here(config: Config, world_size: int, device: Device) -> str:
+    """Return a line if this host has too little memory to start all processes of the run on it; of GPUs nothing is known here."""
+    available = host_memory_bytes()
+    if available is None or config.kernels.allow_oom or config.batch.skip_train:
+        return ""
+    order = order_bytes(config, num_samples_of(config))
+    need = order + (round(host_need(config, world_size)) * world_size if device == "cpu" else 0)
+    if max(need - order, order) <= available + swap_bytes():
+        return ""
+    return (
+        f"this host would refuse to start all of it: {format_bytes(need)} are certainly needed, {format_bytes(available)} are available"
+        f" ({HOW_TO_START})"
+    )
 
 
 def complete(config: Config, world_size: int) -> list[str]:

@@ -1,4 +1,9 @@
-"""Predicted memory of a run, compared with the available memory before it starts, and with measurements after some steps."""
+"""Predicted memory of a run, compared with the available memory before it starts, and with measurements after some steps.
+
+A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be another
+one, without a message. It is refused only for what is certain (``estimate/fits.py``); what
+may be too much is a warning, and --allow-oom makes it one in any case.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,14 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.fits import CERTAIN, HOW_TO_START, host_need, order_bytes
+from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
 from megatron_sp.estimate.traffic import traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
+from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
 STEPS = 10  # after which prediction and measurement are compared
 
@@ -57,16 +65,40 @@ class MemoryEstimate:
         """Return log lines if there is too little memory, with suggestions; else an empty list.
 
         Raises:
-            ConfigError: on a CPU, not even the memory held for the whole run fits: the system would kill a process
-                without a message.
+            ConfigError: it certainly does not fit, and --allow-oom is not given.
         """
         available, whose = self._available()
-        if available is None:
-            return []
-        lines = shortage(self._config, self._world_size, self._kind, available, whose)
-        if self._kind == "cpu" and self.memory.resident > available + swap_bytes() // self._local_world_size:
-            raise ConfigError("\n".join([lines[0].removeprefix("warning: "), *lines[1:]]))
+        lines = [] if available is None else shortage(self._config, self._world_size, self._kind, available, whose)
+        if lines and self._exceeds(available or 0):
+            self._refuse(lines)
+        if self._kind == "cuda":
+            lines += self._shortage_of_host()
         return lines
+
+    def _exceeds(self, available: int) -> bool:
+        """Return whether a rank certainly needs more than this on its device, and on a CPU than its share of swap space besides."""
+        if self._kind == "cuda":
+            return CERTAIN * self.memory.peak > available
+        need = host_need(self._config, self._world_size)
+        return need > available + swap_bytes() // self._local_world_size
+
+    def _shortage_of_host(self) -> list[str]:
+        """Return log lines if the host has too little memory for what its GPUs put there. Raises ConfigError like ``warning``."""
+        host, ranks = host_memory_bytes(), self._local_world_size
+        need = self.memory.host + self.memory.optimizer_host - copy_bytes(self._config, self._world_size)  # a save goes without its copy
+        if host is None or need * ranks <= host:
+            return []
+        lines = [
+            f"warning: a rank is predicted to need {format_bytes(need)} of host memory for what it offloads, and {format_bytes(host)} are"
+            f" available to {ranks} {'process' if ranks == 1 else 'processes'}: offload less, or start fewer processes on a host"
+        ]
+        if CERTAIN * need * ranks > host:  # pinned memory cannot be swapped
+            self._refuse(lines)
+        return lines
+
+    def _refuse(self, lines: list[str]) -> None:
+        if not self._config.kernels.allow_oom:
+            raise ConfigError("\n".join([lines[0].removeprefix("warning: "), *lines[1:], f"  {HOW_TO_START}"]))
 
     def explain(self) -> list[str]:
         """Return lines with a breakdown of a rank's memory and suggestions to lower it, for an out-of-memory message."""
@@ -139,30 +171,17 @@ def resident_bytes() -> int:
         return 0
 
 
-def host_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes still available to processes of this host or container; None if they cannot be read."""
-    found = []
-    try:
-        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    except (OSError, ValueError, KeyError, IndexError):
-        pass
-    try:
-        folder = root / "sys/fs/cgroup"
-        limit = (folder / "memory.max").read_text().strip()
-        # the page cache of files is reclaimed when memory is needed
-        kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            found.append(int(limit) - int((folder / "memory.current").read_text()) + int(kinds.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found)) if found else None
+def require_order_fits(config: Config, num_samples: tuple[int, int, int]) -> None:
+    """Check that the order of all samples, which is built in memory, fits into it.
 
-
-def swap_bytes() -> int:
-    """Return the free swap space of this host in bytes; 0 if it cannot be read."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-        return int(lines["SwapFree"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError, IndexError):
-        return 0
+    Args:
+        num_samples: samples of training, validation and test.
+    Raises:
+        ConfigError: it does not, and --allow-oom is not given.
+    """
+    need, host = order_bytes(config, sum(num_samples)), host_memory_bytes()
+    if host is not None and need > host + swap_bytes() and not config.kernels.allow_oom:
+        raise ConfigError(
+            f"the order of {sum(num_samples):,} samples takes at least {format_bytes(need)}, and {format_bytes(host)} of this host are"
+            f" available: lower --train-iters, --train-samples or --eval-iters, or raise --eval-interval\n  {HOW_TO_START}"
+        )

@@ -8,11 +8,11 @@ with an exit code of ``utils/errors.py``:
     find_origin         3  the checkpoint is missing, damaged, or another run's        2  its shape does not fit the flags
     build_tokenizer     4  a file is missing, or is not the checkpoint's               3  the checkpoint is of another model
     plan_steps          2  --train-samples is less than one step                       3  the checkpoint's counts are invalid
-    build_data          4  a data set is missing, damaged or too short
+    build_data          4  a data set is missing, damaged or too short    2  the order of its samples does not fit into memory
     settle_split        -  (--cp-comm-type auto measures here)
     choose_attention    2  the requested kernel does not run here    (--attention-backend auto measures here)
     choose_layout       -  (--sp-overlap-mode auto measures here)
-    estimate_memory     2  the ranks of this host need more memory than it has
+    estimate_memory     2  the ranks of this host need more memory than it has, or one more than its GPU
     build_model         2  the ranks have different models; out of memory
     load_checkpoint     3  tensors are missing or damaged    4  the training data differ    2  the learning-rate schedule differs
     announce            -  (metrics.jsonl says ``start``, run_status.json says "running")
@@ -58,7 +58,7 @@ from megatron_sp.training.balance_rows import row_dealer, warning_about_document
 from megatron_sp.training.checkpoint_model import check_model, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
-from megatron_sp.training.memory_estimate import MemoryEstimate
+from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
@@ -410,6 +410,7 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
     passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
     samples = (train, passes * batch.eval_iters * each, batch.eval_iters * each)
     with all_ranks_agree(context.groups.control):
+        require_order_fits(context.config, samples)
         datasets = context.task.build_datasets(context.config, tokenizer, samples)
         about_documents = warning_about_documents(context.config, datasets.train)
         deal_rows = None if datasets.train is None else row_dealer(context.config, datasets.train, context.groups.dp_size)
@@ -531,7 +532,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
 
 
 def estimate_memory(context: RunContext, layout: RunLayout, attention: AttentionChoice) -> MemoryEstimate:
-    """Predict the memory of this rank, and warn if it will not do. Collective, unless --skip-train is given."""
+    """Predict the memory of this rank; refuse what cannot do, and warn of what may not. Collective, unless --skip-train is given."""
     launch, status = context.launch, context.status
     estimate = MemoryEstimate(
         context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name,

@@ -226,8 +226,14 @@ def too_little(rank: int) -> None:
 
 
 def test_too_little_memory_is_a_warning_with_remedies_before_the_first_step(tmp_path: Path) -> None:
-    outcome = train(tmp_path, "--train-iters", 1, ranks=2, setup=too_little)
+    outcome = train(tmp_path, "--train-iters", 1, "--allow-oom", ranks=2, setup=too_little)
     outcome.expect(0, "warning: a rank is predicted to need", "--zero-stage ", "step 1/1")
     text = outcome.texts[0]
     assert text.index("warning: a rank") < text.index("parameters in") and text.count(": predicted ") == 3
     assert "warning: a rank" not in outcome.texts[1]
+
+
+def test_a_run_that_takes_the_machine_down_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    outcome = train(tmp_path, "--seq-length", 30_000_000, "--hidden-size", 8192, "--train-iters", 1, ranks=2)
+    outcome.expect(2, "a rank is predicted to need ", "iB and there are ", "available to 2 processes", "--allow-oom: start all the same")
+    assert outcome.texts[1] == "" and "Traceback" not in outcome.text

@@ -22,6 +22,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate import suggestions as remedies
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.suggestions import find_suggestions, plan_of, shortage
+from megatron_sp.planner import dry_run
 from megatron_sp.planner.dry_run import plan_run
 
 MODEL = (
@@ -102,6 +103,16 @@ def test_a_launcher_says_how_many_processes(capsys: pytest.CaptureFixture[str], 
     assert "8 processes on" in says(capsys, "--dry-run")
     monkeypatch.setenv("RANK", "1")
     assert says(capsys, "--dry-run") == "", "rank 0 alone speaks"
+
+
+def test_it_says_what_its_host_would_refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs it knows nothing, and of other hosts neither."""
+    monkeypatch.setattr(dry_run, "host_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(dry_run, "swap_bytes", lambda: 0)
+    refused = "this host would refuse to start all of it: "
+    assert refused in says(capsys, "--dry-run", "--device", "cpu")
+    for more in (["--device", "cuda"], ["--device", "cpu", "--allow-oom"]):
+        assert refused not in says(capsys, "--dry-run", *more)
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.paths import ROOT
@@ -14,38 +12,24 @@ from megatron_sp.estimate import memory_shape
 from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels
 from megatron_sp.training import fused
 from megatron_sp.training import memory_estimate as foresight
-from megatron_sp.training.memory_estimate import MemoryEstimate, host_memory_bytes, resident_bytes
+from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
+from megatron_sp.utils.errors import ConfigError
 
 GIB = 2**30
 
 
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 500 --micro-batch-size 2 --mock-data --lr 1"
+    " --train-iters 1"
+)
+
+
 def config(*flags: str) -> Config:
-    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 500 --micro-batch-size 2"
-    return config_from_args([*shape.split(), "--mock-data", "--lr", "1", "--train-iters", "1", *flags], world_size=4)
+    return config_from_args([*SHAPE.split(), *flags], world_size=4)
 
 
 def foresee(*flags: str, mode: str = "none") -> MemoryEstimate:
     return MemoryEstimate(config(*flags), {"mode": mode, "chunks": 2}, 4, 2, torch.device("cpu"))
-
-
-def host(root: Path, available_kib: int | None, limit: str = "max", current: int = 0, cached: int = 0) -> Path:
-    (root / "proc").mkdir(parents=True)
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    if available_kib is not None:
-        (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:   {available_kib} kB\n")
-    (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
-    (root / "sys/fs/cgroup/memory.current").write_text(f"{current}\n")
-    (root / "sys/fs/cgroup/memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
-    return root
-
-
-def test_memory_of_a_host_and_of_a_container(tmp_path: Path) -> None:
-    assert host_memory_bytes(host(tmp_path / "a", 1000)) == 1000 * 1024
-    assert host_memory_bytes(host(tmp_path / "b", 1000, "500000", 400000, 50000)) == 150000
-    assert host_memory_bytes(host(tmp_path / "c", None, "500000", 600000)) == 0
-    assert host_memory_bytes(host(tmp_path / "d", 1000, "nonsense")) == 1000 * 1024
-    assert host_memory_bytes(tmp_path / "nowhere") is None
-    assert (host_memory_bytes() or 1) > 0 and resident_bytes() >= 0
 
 
 def test_the_share_of_a_rank_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +43,60 @@ def test_the_share_of_a_rank_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.startswith("warning: a rank is predicted to need") and "are available to 2 processes" in first and len(rest) == 3
     monkeypatch.setattr(foresight, "host_memory_bytes", lambda: None)
     assert foreseen.warning() == [], "unknown is no reason to warn"
+
+
+def test_what_certainly_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the prediction may be an error of it; swap space counts, and a save's copy does not."""
+    foreseen, saving = foresee(), foresee("--save", "run", "--save-interval", "1")
+    need = 2 * round(0.9 * foreseen.memory.peak)
+    for swap in (0, 1000):
+        monkeypatch.setattr(foresight, "swap_bytes", lambda swap=swap: swap)
+        monkeypatch.setattr(foresight, "host_memory_bytes", lambda swap=swap: need - swap + 2)
+        assert foreseen.warning()[0].startswith("warning: a rank is predicted to need") and saving.warning()
+        monkeypatch.setattr(foresight, "host_memory_bytes", lambda swap=swap: need - swap - 4)
+        with pytest.raises(ConfigError, match=r"(?s)^a rank is predicted .* available to 2 processes.*  --allow-oom: start all the same$"):
+            foreseen.warning()
+        assert foresee("--allow-oom").warning()[0].startswith("warning: a rank is predicted")
+
+
+def test_stages_of_a_pipeline_share_a_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage holds more than the others, and its need is not that of all."""
+    foreseen = MemoryEstimate(config("--pp-size", "4", "--num-layers", "4"), {"mode": "none", "chunks": 2}, 4, 4, torch.device("cpu"))
+    monkeypatch.setattr(foresight, "swap_bytes", lambda: 0)
+    monkeypatch.setattr(foresight, "host_memory_bytes", lambda: int(4 * 0.89 * foreseen.memory.peak))
+    assert foreseen.warning()[0].startswith("warning: a rank is predicted to need")
+
+
+def test_what_exceeds_a_gpu_or_its_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreseen(*flags: str) -> MemoryEstimate:
+        return MemoryEstimate(config("--device", "cuda", *flags), {"mode": "none", "chunks": 2}, 4, 2, torch.device("cuda"))
+
+    plain, offloaded = foreseen(), foreseen("--offload-optimizer", "--bf16")
+    gpu = {"bytes": plain.memory.peak - 1}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gpu["bytes"]))
+    monkeypatch.setattr(foresight, "host_memory_bytes", lambda: 2 * offloaded.memory.optimizer_host)
+    assert plain.warning()[0].startswith("warning: a rank is predicted to need")
+    gpu["bytes"] = plain.memory.peak // 2
+    with pytest.raises(ConfigError, match="on this GPU"):
+        plain.warning()
+    gpu["bytes"] = GIB
+    assert offloaded.warning() == []
+    monkeypatch.setattr(foresight, "host_memory_bytes", lambda: offloaded.memory.optimizer_host)
+    with pytest.raises(ConfigError, match=r"of host memory for what it offloads, and .* available to 2 processes"):
+        offloaded.warning()
+
+
+def test_the_order_of_too_many_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(*flags: str) -> Config:
+        return config_from_args([word for word in SHAPE.split() if word != "--mock-data"] + ["--data-path", "corpus", *flags])
+
+    monkeypatch.setattr(foresight, "swap_bytes", lambda: 0)
+    monkeypatch.setattr(foresight, "host_memory_bytes", lambda: 12 * 10**9)
+    require_order_fits(config(), (10**12, 0, 0))  # made up as they are read
+    require_order_fits(files(), (10**9 - 10, 5, 5))
+    with pytest.raises(ConfigError, match=r"the order of 1,000,000,001 samples takes at least 11.2 GiB.*\n  --allow-oom"):
+        require_order_fits(files(), (10**9, 1, 0))
+    require_order_fits(files("--allow-oom"), (10**9, 1, 0))
 
 
 def test_scores_in_memory_are_counted_whoever_chose_them() -> None:
