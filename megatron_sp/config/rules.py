@@ -72,10 +72,10 @@ def violations(config: Config, world_size: int) -> list[str]:
 
     What is about a model that is still to be taken from a checkpoint is checked when it has been (``training/checkpoint_model.py``).
     """
-    about_model = (*_model(config), *_layout_of_model(config, world_size), *_kernels(config)) if config.knows_model else ()
     return _range_texts(config) or [
-        *about_model, *_layout(config, world_size), *batch_violations(config, world_size), *_length(config),
-        *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
+        *(_about_model(config, world_size) if config.knows_model else ()), *_layout(config, world_size),
+        *batch_violations(config, world_size), *_length(config), *_learning_rate(config), *_optimizer(config),
+        *_precision(config), *data_violations(config), *_checkpoint(config),
         *_logging(config, world_size),
     ]  # fmt: skip
 
@@ -188,7 +188,8 @@ def _head_dim_known(model: ModelConfig) -> bool:
     )
 
 
-def _layout_of_model(config: Config, world_size: int) -> Iterator[str]:
+def _about_model(config: Config, world_size: int) -> Iterator[str]:
+    yield from _model(config)
     yield from pipeline_violations(config)
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
@@ -197,6 +198,7 @@ def _layout_of_model(config: Config, world_size: int) -> Iterator[str]:
     yield from expert_violations(config, world_size)
     yield from shared_expert_violations(config)
     yield from lifeless_router(config)
+    yield from _kernels(config)
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:

@@ -14,7 +14,8 @@ from support.training import NO_DROPOUT, records, state, tensors, train
 from megatron_sp.commands.cli import main
 from megatron_sp.convert.model import Model
 
-SHAPE = ("--use-checkpoint-args", "--seq-length", 16, "--attention-dropout", 0, "--hidden-dropout", 0, "--optimizer", "sgd", "--lr", "0.1")
+OWN = ("--use-checkpoint-args", "--num-layers", 3, "--hidden-size", 24, "--seq-length", 16)  # not those of all tests' tiny model
+SHAPE = (*OWN, "--attention-dropout", 0, "--hidden-dropout", 0, "--optimizer", "sgd", "--lr", "0.1")
 LAYOUTS = {
     "tp2 sp2": (4, ("--tp-size", 2, "--sequence-parallel", "--sp-size", 2)),
     "dp2 stage 3": (2, ("--zero-stage", 3)),
@@ -56,7 +57,7 @@ def test_a_resume_without_a_schedule_or_data_in_the_checkpoint(tmp_path: Path) -
     moments = {f"optimizer.{kind}.{n}": t.abs() for kind in ("exp_avg", "exp_avg_sq") for n, t in contents(model).items()}
     stored = replace(model, store=Tensors({**contents(model), **moments}), step=7, consumed_samples=28)
     write_run(stored, tmp_path / "run")
-    words = ("--use-checkpoint-args", "--seq-length", 16, "--load", tmp_path / "run", "--save", tmp_path / "on", "--train-iters", 9)
+    words = (*OWN, "--load", tmp_path / "run", "--save", tmp_path / "on", "--train-iters", 9)
     train(tmp_path, *words, data=("--mock-data", "--vocab-size", 37)).expect(0, "resumed from")
     assert [record["step"] for record in records(tmp_path / "on", "train")] == [8, 9]
 
