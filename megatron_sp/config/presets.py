@@ -47,22 +47,22 @@ def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: in
 
 
 def _classic(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int, dropout: float) -> dict[str, Any]:
-    """Flags of GPT-2's block, shared by GPT-3 and Megatron's BERT: pre-LayerNorm, biases, tanh GELU, learned positions, tied head."""
+    """Flags of GPT-2's block, shared by GPT-3 and BERT: pre-LayerNorm, biases, GELU, learned positions, tied head."""
     return {
         **_shape(layers, hidden, heads, seq_length, vocab_size), "max_position_embeddings": seq_length,
-        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "norm_epsilon": 1e-5, "gelu_approximate": "tanh",
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "norm_epsilon": 1e-5,
         "attention_dropout": dropout, "hidden_dropout": dropout,
     }  # fmt: skip
 
 
 def _gpt2(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
-    flags = _classic(layers, hidden, heads, 1024, 50257, dropout=0.1)
+    flags = {**_classic(layers, hidden, heads, 1024, 50257, dropout=0.1), "gelu_approximate": "tanh"}
     return Preset("gpt", flags, num_params, "Radford et al. 2019, released weights")
 
 
 def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
     """GPT-3 preset, with dense attention in all layers (the paper alternates it with banded sparse) and without dropout (unstated)."""
-    flags = _classic(layers, hidden, heads, 2048, 50257, dropout=0.0)
+    flags = {**_classic(layers, hidden, heads, 2048, 50257, dropout=0.0), "gelu_approximate": "tanh"}
     return Preset("gpt", flags, num_params, "Brown et al. 2020, arXiv:2005.14165, table 2.1")
 
 
@@ -139,7 +139,7 @@ _OLMOE = _Llama("Muennighoff et al. 2024, arXiv:2409.02060, released weights", 4
 
 
 def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
-    """BERT preset as Megatron trains it: pre-norm blocks and a final norm, instead of post-norm blocks."""
+    """BERT preset as Megatron trains it: pre-norm blocks and a final norm, tanh GELU in the blocks, the exact one in the head."""
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
 
 

@@ -19,7 +19,7 @@ from megatron_sp.config.rules_batch import all_sizes, batch_violations, settle_b
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
-from megatron_sp.config.rules_model import settle_groups, variant_violations
+from megatron_sp.config.rules_model import settle_gelu, settle_groups, variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
 from megatron_sp.config.schema_data import default_type
@@ -52,6 +52,8 @@ def normalize(config: Config) -> Config:
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
     settle_batch_size(config.batch)
+    if config.knows_model:
+        settle_gelu(model)
     settle_stages(config)
     lines = (*settle_source(config), *settle_comm_type(config.parallel), *settle_experts(config), *concede(config), *settle_groups(config))
     config.ignored_flags += lines

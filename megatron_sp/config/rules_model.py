@@ -32,6 +32,13 @@ def settle_groups(config: Config) -> Iterator[str]:
         yield "--group-query-attention (without --num-query-groups it is one key/value head for all query heads, as in Megatron-LM)"
 
 
+def settle_gelu(model: ModelConfig) -> None:
+    """Say which GELU the model has where no flag does, so that a checkpoint holds what it was trained with; idempotent."""
+    if model.is_bert:
+        model.bert_head_activation = model.head_activation  # first: it depends on whether the next field was given
+    model.gelu_approximate = "tanh" if model.has_tanh_gelu else "none"
+
+
 def variant_violations(model: ModelConfig) -> Iterator[str]:
     """Yield a message for each violated rule."""
     chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]

@@ -11,6 +11,7 @@ from megatron_sp.utils.flag_field import flag
 
 ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
 """What stands between the linear layers of an MLP; ``ops/activation.py`` computes it."""
+HeadActivation = Literal["gelu_tanh", "gelu", "relu"]
 
 
 @dataclass
@@ -100,9 +101,15 @@ class ModelConfig(ExpertConfig):
     geglu: bool = flag(False, "gated GELU MLP (--gelu-approximate says which)")
     relu: bool = flag(False, "ReLU MLP")
     squared_relu: bool = flag(False, "squared ReLU MLP")
-    gelu_approximate: Literal["tanh", "none"] = flag("tanh", "GELU as tanh approximation (GPT-2, Megatron's fused kernel) or exact erf")
+    gelu_approximate: Literal["tanh", "none"] | None = flag(
+        None,
+        "GELU as tanh approximation or exact erf (default: as in Megatron, tanh where the MLP has biases, since its kernel of bias and GELU"
+        " is that, and exact without them)",
+    )
     bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(
-        None, "BERT: activation of the head for masked tokens; gelu is the exact one (default: GELU as --gelu-approximate says)"
+        None,
+        "BERT: activation of the head for masked tokens; gelu is the exact one (default: as in Megatron gelu, unless --gelu-approximate is"
+        " given, which then holds here, too)",
     )
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
     add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection even with --disable-bias-linear")
@@ -184,9 +191,14 @@ class ModelConfig(ExpertConfig):
         return self.swiglu or self.geglu
 
     @property
+    def has_tanh_gelu(self) -> bool:
+        """True if the MLP's GELU is the tanh approximation; where nothing is said, as in Megatron: with biases, or gated."""
+        return self.mlp_bias or self.geglu if self.gelu_approximate is None else self.gelu_approximate == "tanh"
+
+    @property
     def activation(self) -> ActivationName:
         """Activation of the MLP."""
-        tanh = self.gelu_approximate == "tanh"
+        tanh = self.has_tanh_gelu
         if self.swiglu:
             return "swiglu"
         if self.geglu:
@@ -196,7 +208,7 @@ class ModelConfig(ExpertConfig):
         return "gelu_tanh" if tanh else "gelu"
 
     @property
-    def head_activation(self) -> ActivationName:
+    def head_activation(self) -> HeadActivation:
         """Activation of BERT's masked-token head."""
         return self.bert_head_activation or ("gelu_tanh" if self.gelu_approximate == "tanh" else "gelu")
 

@@ -22,7 +22,7 @@ from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
-from megatron_sp.training.checkpoint_model import check_model, take_model
+from megatron_sp.training.checkpoint_model import check_model, keep_gelu, take_model
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
@@ -218,6 +218,7 @@ def complete(config: Config, world_size: int) -> list[str]:
     if stored is not None and point.source is not None:
         from megatron_sp.training.run_tokenizer import find_tokenizer
 
+        notes += keep_gelu(stored, config)
         goes_on = not config.batch.skip_train and not finetunes
         find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)
     if config.model.vocab_size is None:

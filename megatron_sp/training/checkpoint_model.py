@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, ModelConfig, diff
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
@@ -132,6 +133,28 @@ _OF_TABLE = (
 )
 
 
+def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
+    """Take the kinds of GELU from the checkpoint where no flag says which: their defaults have not always been those of Megatron.
+
+    Returns:
+        A line for each that a new training would have otherwise.
+    """
+    old, model, lines = stored_configuration(stored, normalize=True)[0].model, config.model, list[str]()
+    of_mlp, of_head = (
+        config.says("model", name) or name in config.preset_fields for name in ("gelu_approximate", "bert_head_activation")
+    )  # fmt: skip
+    for name, what, is_said in (
+        ("gelu_approximate", "activation", of_mlp), ("bert_head_activation", "head_activation", of_mlp or of_head)
+    ):  # fmt: skip
+        before, now = getattr(old, what), getattr(model, what)
+        alike = old.is_bert == model.is_bert and before.removesuffix("_tanh") == now.removesuffix("_tanh")
+        if not is_said and alike and before != now:
+            setattr(model, name, getattr(old, name))
+            flag = f"--{name.replace('_', '-')} {getattr(model, name)}"
+            lines.append(f"{flag}: the checkpoint was trained so; {now} would be a new training's, and is not taken")
+    return lines
+
+
 def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> list[str]:
     """Compare the stored configuration with this one.
 
@@ -143,6 +166,7 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
         CheckpointError: the model is another one; the message lists the differences.
     """
     old, _ = stored_configuration(stored)
+    settle_gelu(old.model)
     if old.model.vocab_size is None:
         old.model.vocab_size = config.model.vocab_size
     rows = list(_differences(old.model, config.model, MODEL))

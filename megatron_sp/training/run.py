@@ -55,7 +55,7 @@ from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.balance_rows import row_dealer, warning_about_documents
-from megatron_sp.training.checkpoint_model import check_model, take_model
+from megatron_sp.training.checkpoint_model import check_model, keep_gelu, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
@@ -342,6 +342,8 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
             context.console.line(f"ignored: {note}")
     if folder is None or stored is None:
         return None
+    for line in keep_gelu(stored, config):
+        context.console.line(line)
     return Origin(folder, stored, point.goes_on, point.continues_own, checkpoint.finetune and not point.goes_on, adopts_tokenizer)
 
 

@@ -46,7 +46,7 @@ QWEN3: dict[str, Any] = {
     **MIXTRAL, "qk_layernorm": True, "kv_channels": 8, "moe_ffn_hidden_size": 12, "moe_router_topk": 3, "moe_router_pre_softmax": True,
 }  # fmt: skip
 OLMOE: dict[str, Any] = {**MIXTRAL, "qk_layernorm": True, "qk_layernorm_scope": "all", "moe_router_pre_softmax": True}
-BERT: dict[str, Any] = {**SIZES, "model_family": "bert", "max_position_embeddings": 16, "norm_epsilon": 1e-12}
+BERT: dict[str, Any] = {**SIZES, "model_family": "bert", "max_position_embeddings": 16, "norm_epsilon": 1e-12, "gelu_approximate": "tanh"}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes of a classifier
     "gpt2": (GPT2, 0),
     "gpt2-untied": ({**GPT2, "untie_embeddings_and_output_weights": True, "gelu_approximate": "none", "vocab_size": 131}, 0),

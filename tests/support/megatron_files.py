@@ -219,7 +219,7 @@ def arguments(c: ModelConfig, kind: Kind, **more: Any) -> Namespace:
         "rotary_percent": c.rotary_percent, "normalization": c.normalization, "norm_epsilon": c.norm_epsilon, "swiglu": c.swiglu,
         "squared_relu": c.squared_relu, "add_bias_linear": not c.disable_bias_linear, "add_qkv_bias": c.add_qkv_bias,
         "apply_layernorm_1p": c.apply_layernorm_1p, "qk_layernorm": c.qk_layernorm,
-        "bias_gelu_fusion": c.gelu_approximate == "tanh" and not c.disable_bias_linear,
+        "bias_gelu_fusion": c.has_tanh_gelu and not c.disable_bias_linear,
         "openai_gelu": False, "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights,
         "make_vocab_size_divisible_by": kind.divisible_by, "padded_vocab_size": padded_rows(c.vocab_size or 0, kind),
         "vocab_size": c.vocab_size,

@@ -113,7 +113,8 @@ def gpt_loss(
     if c.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][positions]
     x = drop(x, -1, SITE_EMBEDDING)
-    tanh = c.gelu_approximate == "tanh"
+    biased = not c.disable_bias_linear or c.add_mlp_bias
+    tanh = c.gelu_approximate == "tanh" if c.gelu_approximate else biased or c.geglu
     kind = "swiglu" if c.swiglu else "squared_relu" if c.squared_relu else "relu" if c.relu else "geglu" if c.geglu else "gelu"
     kind += "_tanh" if tanh and kind in ("gelu", "geglu") else ""
     for layer in range(c.num_layers):

@@ -127,12 +127,15 @@ class Bert:
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
-        return misfit(
+        found = misfit(
             config, model_family="bert", norm_placement=self.placement, position_embedding_type="learned_absolute",
             normalization="LayerNorm", swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
             apply_layernorm_1p=False, num_groups=config.num_attention_heads, head_activation=config.activation,
             head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
+        if found is None or config.head_activation == config.activation:
+            return found
+        return f"{found} (there blocks and head have one activation, as a run with --gelu-approximate none has)"
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {

@@ -207,6 +207,8 @@ def note_of_activation(model: Model, *, legacy: bool) -> None:
     """Add a note for the user about flags that Megatron does not read from a checkpoint."""
     if legacy and needs_openai_gelu(model.config):
         model.notes.append("give Megatron --openai-gelu --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
+    elif model.config.activation == "gelu" and not model.config.disable_bias_linear:
+        model.notes.append("give Megatron --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
 
 
 def require_fit(model: Model, whose: str, *, legacy: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import STATE_NAME
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
 from megatron_sp.config.rules import normalize
+from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
@@ -224,7 +226,8 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
         return {**old, "has_optimizer": has_optimizer}
     if has_optimizer:
         model.notes.append(_NOTE)
-    config = Config(model=model.config)
+    config = Config(model=replace(model.config))
+    settle_gelu(config.model)
     dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER) and not is_expert_bias(name)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
     tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)

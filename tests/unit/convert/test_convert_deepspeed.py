@@ -184,7 +184,7 @@ def test_sixteen_bits_there_and_back(tmp_path: Path) -> None:
     assert_equal(stored(tmp_path / "again"), tensors)
     (folder,) = (tmp_path / "again" / "checkpoints").glob("step-*")
     config = NativeReader(folder).state["config"]
-    resolved = {"max_position_embeddings": 16, "kv_channels": 6}
+    resolved = {"max_position_embeddings": 16, "kv_channels": 6, "gelu_approximate": "none"}
     assert config["precision"]["bf16"] and ModelConfig(**config["model"]) == replace(model.config, **resolved)
     assert run(*back, tmp_path / "wide", "--no-optimizer", "--dtype", "float32") == 0
     wide = {n.removeprefix("optimizer.master."): t for n, t in tensors.items() if n.startswith("optimizer.master.")}

@@ -428,6 +428,7 @@ def test_words_that_cannot_be(
     ("gpt2", {"squared_relu": True}, "gpt2: squared_relu is True, not False"),
     ("gpt2", {"use_parallel_residual": True}, "gpt2: use_parallel_residual is True, not False"),
     ("megatron-bert", {"bert_head_activation": "relu"}, "bert: head_activation is relu, not gelu"),
+    ("megatron-bert", {"gelu_approximate": None}, "not gelu_tanh (there blocks and head have one activation, as a run with --gelu-approx"),
 ])  # fmt: skip
 def test_a_model_that_no_class_of_theirs_computes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: dict[str, Any], said: str

@@ -368,7 +368,7 @@ def test_a_release_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             [],
             "than exact GELU, which Megatron has not: it cannot",
         ),
-        ("gpt", {"disable_bias_linear": True}, [], "the tanh approximation of GELU without biases"),
+        ("gpt", {"disable_bias_linear": True, "gelu_approximate": "tanh"}, [], "the tanh approximation of GELU without biases"),
         ("gpt", {"num_layers": 3}, ["--target-pipeline-parallel-size", 2], "num_layers (3) must be a multiple of"),
         ("llama", {}, ["--target-tensor-parallel-size", 4], "num_query_groups (2) must be a multiple of"),
     ],
@@ -387,8 +387,8 @@ def test_models_that_megatron_does_not_have(
 def test_a_bert_with_one_gelu_is_one_of_the_older_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, more: tuple[str, ...]
 ) -> None:
-    """Ours has the tanh approximation in the head as in the MLP unless told otherwise: that is --openai-gelu."""
-    config = config_of("bert", bert_head_activation=None)
+    """The tanh approximation in the head as in the MLP is --openai-gelu."""
+    config = config_of("bert", bert_head_activation="gelu_tanh")
     tensors = random_tensors(config)
     write_run(Model(config, Tensors(tensors)), tmp_path / "run")
     words = ("--to", target, "--output", tmp_path / "theirs", "--target-tensor-parallel-size", 2, "--verify", *more)

@@ -51,6 +51,24 @@ def test_all_positions_or_the_masked_ones_alone(placement: str, monkeypatch: pyt
     assert_law(grads_of(model, batch), alone, FP64)
 
 
+@pytest.mark.parametrize(("words", "in_mlp", "in_head"), [
+    ({}, "tanh", "none"), ({"disable_bias_linear": True}, "none", "none"), ({"gelu_approximate": "tanh"}, "tanh", "tanh"),
+    ({"gelu_approximate": "none"}, "none", "none"),
+])  # fmt: skip
+@torch.no_grad()
+def test_gelu_is_megatrons(words: dict[str, Any], in_mlp: str, in_head: str) -> None:
+    """In the MLP as its kernel of bias and GELU has it, in the head exact; torch computes both."""
+    model, _ = make(norm_epsilon=1e-5, **words)
+    x = torch.randn(tiny.S, tiny.B, model.config.hidden_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mlp, head = model.stack.layers[0].mlp, model.lm_head
+    gelu = torch.nn.functional.gelu
+    wide = gelu(torch.nn.functional.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias), approximate=in_mlp)
+    want = torch.nn.functional.linear(wide, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    torch.testing.assert_close(mlp(x, None, None), x + want, rtol=1e-12, atol=1e-13)
+    dense = gelu(torch.nn.functional.linear(x, head.dense.weight, head.dense.bias), approximate=in_head)
+    torch.testing.assert_close(head(x), head.layernorm(dense), rtol=1e-12, atol=1e-13)
+
+
 @torch.no_grad()
 def test_loss_and_hits_are_those_of_the_predictions() -> None:
     model, batch = make()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.training.checkpoint_model import MODEL, NEW_RUNS, RUNS, check_model, take_model
+from megatron_sp.training.checkpoint_model import MODEL, NEW_RUNS, RUNS, check_model, keep_gelu, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --vocab-size 98"
@@ -205,3 +205,42 @@ def test_the_tokenizer_is_the_checkpoints_where_no_flag_names_one() -> None:
         assert (config.data.tokenizer_type, config.model.vocab_size) == (type_of, size)
     config = parse("--load run --use-checkpoint-args --preset gpt2-124m")  # which has a vocabulary
     assert take_model(stored("--eod-id 5"), config, 1) and config.data.eod_id == 5
+
+
+def as_before(flags: str) -> dict[str, Any]:
+    """The configuration of a checkpoint of the time when GELU was the tanh approximation wherever nothing else was said."""
+    config = parse(flags)
+    config.model.gelu_approximate, config.model.bert_head_activation = "tanh", None
+    return {"config": config.to_dict()}
+
+
+BERT = "--preset bert-base"
+
+
+@pytest.mark.parametrize(("flags", "lines"), [
+    (BERT, ["--bert-head-activation gelu_tanh: the checkpoint was trained so; gelu would be a new training's"]),
+    (f"{BERT} --disable-bias-linear", ["--gelu-approximate tanh: the checkpoint", "--bert-head-activation gelu_tanh: the checkpoint"]),
+    (f"{SHAPE} --disable-bias-linear", ["--gelu-approximate tanh: the checkpoint was trained so; gelu would be a new training's"]),
+    (SHAPE, []), ("--preset gpt2-124m", []),
+])  # fmt: skip
+def test_a_checkpoint_keeps_the_gelu_that_it_was_trained_with(flags: str, lines: list[str]) -> None:
+    before, now = as_before(flags), parse(f"--load run {flags}")
+    told = keep_gelu(before, now)
+    assert len(told) == len(lines) and all(line.startswith(start) for line, start in zip(told, lines, strict=True))
+    assert now.model.activation == "gelu_tanh" and (not now.model.is_bert or now.model.head_activation == "gelu_tanh")
+    assert check_model(before, now, finetunes=False) == []
+    assert keep_gelu({"config": now.to_dict()}, parse(flags)) == told  # the next checkpoint says it itself
+    adopted = parse("--load run --finetune --use-checkpoint-args", "bert" if now.model.is_bert else None)
+    take_model(before, adopted, 1)
+    assert (adopted.model.activation, adopted.model.head_activation) == (now.model.activation, now.model.head_activation)
+
+
+@pytest.mark.parametrize(("flags", "row"), [
+    (f"{BERT} --bert-head-activation gelu", "head_activation: gelu_tanh in the checkpoint, gelu here"),
+    (f"{SHAPE} --gelu-approximate none", "activation: gelu_tanh in the checkpoint, gelu here"),
+])  # fmt: skip
+def test_another_gelu_that_is_asked_for_is_refused(flags: str, row: str) -> None:
+    now = parse(flags)
+    assert keep_gelu(as_before(flags), now) == []
+    with pytest.raises(CheckpointError, match=row):
+        check_model(as_before(flags), now, finetunes=True)
