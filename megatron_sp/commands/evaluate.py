@@ -77,6 +77,8 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
         raise ConfigError("--stride needs --data-path or --text: it shifts windows over a text")
     if options.split is not None and options.data_path is None:
         raise ConfigError("--split needs --data-path: it selects a part of a data set")
+    if config.model.is_bert and options.bos is not None:
+        raise ConfigError("--bos and --no-bos are for models that continue text, and this is a BERT: leave it out")
     if config.model.is_bert and (options.last_word or options.choices or options.stride):
         raise ConfigError(
             "--last-word, --choices and --stride need a model that continues text, and this is a BERT: use --data-path or --text"

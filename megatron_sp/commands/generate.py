@@ -132,7 +132,7 @@ def continue_prompts(
     """Generate all continuations of these prompts, on every rank; rank 0 prints them, then the speed."""
     from megatron_sp.inference.generation import generate
 
-    ids = [tokenizer.encode(text) for text in texts]
+    ids = [[*tokenizer.begin, *tokenizer.encode(text)] for text in texts]
     stop = [tokenizer.encode(text) for text in options.stop]
     eod = tokenizer.eod
     tokens = generate(

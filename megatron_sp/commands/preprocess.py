@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_sp.data.preprocess import PreprocessReport, Progress
 
 _LINE_SECONDS = 10.0
-_TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
+_TOKENIZERS = (*SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
 
 
 def build_parser(prog: str | None = None) -> CommandParser:
@@ -60,6 +61,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--merge-file", metavar="FILE", default=None, help="GPT-2's merges.txt")
     add("--vocab-size", type=integer(2**31 - 1), default=None, metavar="N", help="ids of NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
+    add("--bos", action=argparse.BooleanOptionalAction, default=None,
+        help="begin every document with the tokenizer's BOS token, or not (default: as the tokenizer's own texts do: the template of a"
+        " tokenizer.json, and Llama2Tokenizer always)")  # fmt: skip
     add("--split-sentences", action="store_true", help="one sequence for each sentence (do this for BERT), not one for each document")
     add(
         "--workers",
@@ -88,7 +92,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         part = Part.parse(args.part)
         options = PreprocessOptions(
             inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size,
-            json_keys=tuple(args.json_keys), append_eod=args.append_eod, workers=args.workers,
+            json_keys=tuple(args.json_keys), append_eod=args.append_eod, bos=args.bos, workers=args.workers,
             input_format=args.input_format, text_unit=args.text_unit, skip_bad_lines=args.skip_bad_lines,
             split_sentences=args.split_sentences, part=part,
         )  # fmt: skip
@@ -112,6 +116,8 @@ def summary(report: PreprocessReport, sentences: bool = False) -> str:
         + (f" {report.num_sequences[key]} sentences," if sentences else "") + f" {report.num_tokens[key]} tokens"
         for key, output in report.outputs.items()
     ]  # fmt: skip
+    if report.begin:
+        lines.append(f"every document begins with BOS, id {' '.join(map(str, report.begin))} (--no-bos leaves it out)")
     if report.num_skipped:
         lines.append(f"warning: {report.num_skipped} bad lines were skipped")
     lines.append(f"{report.num_input_bytes / 1e6:.1f} MB in {report.seconds:.1f} s, {rate:.1f} MB/s")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config
+from megatron_sp.config.schema_data import SENTENCEPIECE
 
 MOST_CTAS = 64
 """NCCL's own limit."""
@@ -104,7 +105,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
     """Drop tokenizer files that the chosen type of tokenizer does not read."""
     data = config.data
     readers = {
-        "tokenizer_model": ("SentencePieceTokenizer", "HuggingFaceTokenizer"), "merge_file": ("GPT2BPETokenizer",),
+        "tokenizer_model": (*SENTENCEPIECE, "HuggingFaceTokenizer"), "merge_file": ("GPT2BPETokenizer",),
         "vocab_file": ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
     }  # fmt: skip
     for name, kinds in readers.items():

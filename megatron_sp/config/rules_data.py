@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config
-from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.config.split_groups import read_groups
 
 
@@ -35,7 +35,7 @@ def data_violations(config: Config) -> Iterator[str]:
     yield from _split(config)
     if data.tokenizer_type is None and config.knows_model:
         yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
-    of_a_file = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+    of_a_file = (*SENTENCEPIECE, "HuggingFaceTokenizer")
     if data.tokenizer_type in of_a_file and not data.tokenizer_model:
         yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model FILE"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):

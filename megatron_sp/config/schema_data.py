@@ -9,6 +9,8 @@ from megatron_sp.utils.flag_field import flag
 
 WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
 """Kinds of tokenizer that read --vocab-file."""
+SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer")
+"""Kinds of tokenizer that read a SentencePiece model."""
 
 
 def default_type(data: DataConfig, vocab_size: int | None) -> Any:
@@ -39,8 +41,8 @@ class DataConfig:
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (
         Literal[
-            "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
-            "ByteTokenizer", "NullTokenizer",
+            "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase",
+            "BertWordPieceCase", "ByteTokenizer", "NullTokenizer",
         ] | None
     ) = flag(
         None,
@@ -48,7 +50,9 @@ class DataConfig:
         " GPT2BPETokenizer with --merge-file, BertWordPieceLowerCase with --vocab-file alone, else Null with --vocab-size)",
     )  # fmt: skip
     tokenizer_model: str | None = flag(
-        None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it", path=True
+        None,
+        "SentencePiece model file (Llama2Tokenizer: one with BOS); of HuggingFaceTokenizer tokenizer.json, or the folder that holds it",
+        path=True,
     )
     eod_id: int | None = flag(
         None,

@@ -16,7 +16,6 @@ from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import name_files
-from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer
 from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.files import write_synced
 
@@ -35,8 +34,7 @@ def of_model(model: Model, folder: Path) -> tuple[dict[str, int | None], list[st
         notes = [] if model.config.is_bert else [f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"]
         return dict.fromkeys(_IDS), notes
     is_bert, vocab_size = model.config.is_bert, model.config.vocab_size or 0
-    bos = tokenizer.eod if isinstance(tokenizer, GPT2BPETokenizer) else getattr(tokenizer, "bos", None)
-    ids = dict(zip(_IDS, (None, None, tokenizer.pad) if is_bert else (bos, tokenizer.eod, tokenizer.pad), strict=True))
+    ids = dict(zip(_IDS, (None, None, tokenizer.pad) if is_bert else (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
     beyond = [name for name, token in ids.items() if token is not None and token >= vocab_size]
     notes = [f"{name} is null: the tokenizer's is {ids[name]}, and the model's vocabulary has {vocab_size} entries" for name in beyond]
     return {name: None if name in beyond else token for name, token in ids.items()}, notes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import build_tokenizer
 from megatron_sp.data.tokenizers.files import CONFIG, TOKENIZER_MODEL, name_files
@@ -50,7 +50,7 @@ def write(model: Model, folder: Path, model_type: str) -> list[str]:
     try:
         if not name_files(data, model.tokenizer, folder):
             return []
-        if model.tokenizer_type in WORDPIECE and data.tokenizer_type in WORDPIECE:
+        if any(model.tokenizer_type in kinds and data.tokenizer_type in kinds for kinds in (WORDPIECE, SENTENCEPIECE)):
             data.tokenizer_type = model.tokenizer_type  # type: ignore[assignment]
         words = _words(data, folder, model_type)
     except ReportedError as error:
@@ -61,7 +61,8 @@ def write(model: Model, folder: Path, model_type: str) -> list[str]:
     write_synced(folder / CONFIG, (json.dumps(words, indent=2) + "\n").encode("utf-8"))
     if words["tokenizer_class"] != _BY_SENTENCEPIECE:
         return []
-    return [f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions from 5 on)"]
+    bos = f"; it puts no {words['bos_token']} before a text, as this training did" if data.tokenizer_type == "Llama2Tokenizer" else ""
+    return [f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions from 5 on){bos}"]
 
 
 def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
@@ -80,7 +81,11 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, **roles}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return words
+    if tokenizer.bos is not None:
+        words["bos_token"] = tokenizer.piece(tokenizer.bos)
     if (made := library_tokenizer(tokenizer)) is not None:
+        if tokenizer.begin:
+            made.post_processor = _front(tokenizer)
         write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
         return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
     if model_type in _NOT_BY_SENTENCEPIECE:
@@ -89,3 +94,11 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
         return f"{_NO_JSON}, and letters it has no piece for spell a special one: use the sentencepiece package on {TOKENIZER_MODEL}"
     unknown = tokenizer.piece(tokenizer.unknown)
     return {**words, "tokenizer_class": _BY_SENTENCEPIECE, "unk_token": unknown, "split_special_tokens": True}
+
+
+def _front(tokenizer: SentencePieceTokenizer) -> Any:
+    """Return a template of the tokenizers library that puts BOS before a text."""
+    from tokenizers import processors
+
+    pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]
+    return processors.TemplateProcessing(single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces)

@@ -5,7 +5,7 @@ are byte-identical for any number of workers. The death of a worker is an error,
 everything has succeeded (``writer``).
 
 JSONL: one object per line; each of --json-keys becomes a separate data set. A blank line or an empty text is an empty
-document: it counts in the document index and has no tokens, and --append-eod adds nothing to it. Plain text: documents
+document: it counts in the document index and has no tokens, and neither BOS nor --append-eod adds one. Plain text: documents
 are the paragraphs between blank lines, lines, or whole files (--text-unit). A document is one sequence, or with
 --split-sentences one sequence per sentence (``sentences``), as BERT needs it.
 """
@@ -29,7 +29,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.idx_format import token_dtype
 from megatron_sp.data.sentences import split_sentences
 from megatron_sp.data.text_input import WHOLE, InputFormat, Part, TextChunk, TextUnit, check_input, input_bytes, is_json, read_chunks
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, choose_bos
 from megatron_sp.data.writer import IndexedDatasetWriter, make_folder
 from megatron_sp.utils.errors import ConfigError, DataError
 
@@ -46,6 +46,7 @@ class PreprocessOptions:
     vocab_size: int | None = None
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
+    bos: bool | None = None
     workers: int = 1
     input_format: InputFormat = "auto"
     text_unit: TextUnit = "paragraph"
@@ -56,7 +57,7 @@ class PreprocessOptions:
 
 @dataclass
 class PreprocessReport:
-    """Result of ``preprocess``; ``num_tokens`` and ``num_sequences`` are per key."""
+    """Result of ``preprocess``; ``num_tokens`` and ``num_sequences`` are per key, ``begin`` has the ids before each document."""
 
     num_documents: int = 0
     num_skipped: int = 0
@@ -64,6 +65,7 @@ class PreprocessReport:
     num_tokens: dict[str, int] = field(default_factory=dict)
     num_sequences: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
+    begin: tuple[int, ...] = ()
     seconds: float = 0.0
 
 
@@ -95,6 +97,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     tokenizer = _check(options)
     began = time.monotonic()
     report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0), num_sequences=dict.fromkeys(options.json_keys, 0))
+    report.begin = tokenizer.begin
     bytes_total = input_bytes(options.inputs) // options.part.count
     bytes_read = 0
     with contextlib.ExitStack() as stack:
@@ -133,8 +136,17 @@ def _check(options: PreprocessOptions) -> Tokenizer:
         check_input(path, options.input_format, options.part)
         if not is_json(path, options.input_format) and options.json_keys != ("text",):
             raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl")
+    if options.bos and options.split_sentences:
+        raise ConfigError("--bos is for GPT's documents, and --split-sentences for BERT, whose samples begin with [CLS]: leave one out")
     make_folder(options.output_prefix)
-    return build_tokenizer(options.data, options.vocab_size)
+    return _tokenizer_of(options)
+
+
+def _tokenizer_of(options: PreprocessOptions) -> Tokenizer:
+    """Build the tokenizer; BERT's sentences never begin with BOS."""
+    tokenizer = build_tokenizer(options.data, options.vocab_size)
+    choose_bos(tokenizer, False if options.split_sentences else options.bos)
+    return tokenizer
 
 
 # ---- encoding, in the workers ----
@@ -145,7 +157,7 @@ class Encoder:
 
     def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer | None = None) -> None:
         self.options = options
-        self.tokenizer = tokenizer or build_tokenizer(options.data, options.vocab_size)
+        self.tokenizer = tokenizer or _tokenizer_of(options)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __call__(self, chunk: TextChunk) -> Encoded:
@@ -188,6 +200,8 @@ class Encoder:
         """Encode a document as one sequence, or one per sentence; sequences without tokens are omitted."""
         parts = split_sentences(text) if self.options.split_sentences else [text]
         sequences = [ids for part in parts if (ids := self.tokenizer.encode(part))]
+        if sequences:
+            sequences[0][:0] = self.tokenizer.begin
         if sequences and self.options.append_eod:
             sequences[-1].append(self.tokenizer.eod)
         return [np.array(ids, self.dtype) for ids in sequences]

@@ -12,7 +12,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.config.schema import Config, DataConfig
-from megatron_sp.config.schema_data import WORDPIECE
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.experts import expert_biases
@@ -24,7 +24,7 @@ from megatron_sp.utils.errors import CheckpointError, DataError
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
 _OF_A_CLASSIFIER = "classification_head.weight"
 _HAS_OWN_VOCABULARY = (
-    "SentencePieceTokenizer",
+    *SENTENCEPIECE,
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
     "ByteTokenizer",
@@ -115,5 +115,7 @@ def find_stored(
 def _take_tokenizer(data: DataConfig, path: Path) -> None:
     if data.tokenizer_type in WORDPIECE and not path.is_dir() and path.suffix != ".json":
         data.vocab_file = str(path)  # case is as in training
+    elif data.tokenizer_type in SENTENCEPIECE and not path.is_dir() and path.suffix != ".json":
+        data.tokenizer_model = str(path)  # and so is BOS
     else:
         name_path(data, path)

@@ -27,6 +27,7 @@ from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.rules import inference_violations
 from megatron_sp.config.schema import Config, ParallelConfig, raise_all
+from megatron_sp.data.tokenizers import choose_bos
 from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.parallel_context import ParallelContext
@@ -209,6 +210,7 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
         stored = find_stored(
             folder, None, what, instead, lambda line: team.say(f"warning: {line}"), options.tokenizer_model, checkpointer=reader
         )
+        choose_bos(stored.tokenizer, options.bos)
     on_gpu = team.device.type == "cuda"
     dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if on_gpu else "float32"
     model = stored.load(cls, team.device, getattr(torch, dtype), team.layout)

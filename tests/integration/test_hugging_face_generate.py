@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from support import stored_models
 from support.convert_models import BERT, GPT2, LLAMA
-from test_hugging_face_tokenizers import gpt2_data, save_run, sentencepiece_data, train_llama
+from test_hugging_face_tokenizers import CORPUS, gpt2_data, save_run, sentencepiece_data, train_llama
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import build_tokenizer
+from megatron_sp.inference.generation import TextStream
+from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
 
@@ -84,6 +87,54 @@ def test_generate_stops_at_the_end_of_a_document(make: Any, rotary: bool, tmp_pa
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "again" / file).exists() == (tmp_path / "hf" / file).exists()
         assert ids_of(tmp_path / "again", file) == ids_of(tmp_path / "hf", file)
+
+
+def begun_llama_data(folder: Path) -> DataConfig:
+    """As Llama 3's: the template of tokenizer.json puts <s> before a text."""
+    tokenizer = transformers.LlamaTokenizerFast.from_pretrained(train_llama(folder), local_files_only=True)
+    tokenizer.add_bos_token = True
+    tokenizer.save_pretrained(folder)
+    return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
+
+
+def llama_2_data(folder: Path) -> DataConfig:
+    """A SentencePiece model with <s>, as Megatron's Llama2Tokenizer reads it."""
+    with open(folder / "llama.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True, minloglevel=2,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+        )  # fmt: skip
+    return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(folder / "llama.model"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [begun_llama_data, llama_2_data, sentencepiece_data])
+def test_greedy_text_is_that_of_transformers(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a text stands what the tokenizer's own do begin with; nothing did here."""
+    (tmp_path / "files").mkdir()
+    data = make(tmp_path / "files")
+    tokenizer = build_tokenizer(data)
+    config = Config(data=data, model=ModelConfig(**LLAMA, init_method_std=0.5))
+    config.model.vocab_size = tokenizer.vocab_size
+    stored_models.save(tmp_path / "run", config, {3: GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32)})
+    convert(tmp_path / "run", "hf", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True)
+    prompt = theirs("The dog", return_tensors="pt", return_token_type_ids=False)
+    assert prompt.input_ids[0].tolist() == [*tokenizer.begin, *tokenizer.encode("The dog")]
+    assert (prompt.input_ids[0, 0] == 1) == (len(tokenizer.begin) == 1) == (make is not sentencepiece_data)
+    new = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :].tolist()
+    convert(tmp_path / "hf", "megatron_sp", tmp_path / "back")
+    for run in ("run", "back"):
+        flags = ["--load", str(tmp_path / run), "--prompt", "The dog", "--greedy", "--max-new-tokens", "8"]
+        capsys.readouterr()
+        assert main(["generate", *flags]) == 0
+        mine = capsys.readouterr().out
+        stored = find_stored(tmp_path / run, None, "GPT", {}, print)
+        stream = TextStream(stored.tokenizer.decode, prompt.input_ids[0].tolist())
+        assert mine == "The dog" + "".join(stream.add(token) for token in new if token != tokenizer.eod) + stream.flush() + "\n"
+    assert main(["generate", *flags, "--no-bos"]) == 0
+    assert (capsys.readouterr().out == mine) == (make is sentencepiece_data)
 
 
 def test_a_model_without_a_tokenizer_has_none_of_them_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

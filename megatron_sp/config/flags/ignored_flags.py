@@ -76,7 +76,7 @@ REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
 
 VALUE_SPELLINGS: dict[str, dict[str, str]] = {
     "tokenizer-type": {
-        "GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
         "HFTokenizer": "HuggingFaceTokenizer", "PretrainedFromHF": "HuggingFaceTokenizer", "Llama3Tokenizer": "HuggingFaceTokenizer",
     },
     "position-embedding-type": {"absolute": "learned_absolute", "rotary": "rope"},

@@ -24,6 +24,8 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group "model" with further flags for tools that run on several processes, and the group "layout"."""
     model = add_checkpoint_flags(parser)
+    model.add_argument("--bos", action=argparse.BooleanOptionalAction, default=None,
+                       help="texts begin with the tokenizer's BOS token, or not (default: as the tokenizer's own do)")  # fmt: skip
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
                        help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
     model.add_argument(

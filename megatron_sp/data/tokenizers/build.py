@@ -6,10 +6,10 @@ import hashlib
 from typing import Any
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import WORDPIECE, default_type
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
-from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
+from megatron_sp.data.tokenizers.spm import Llama2Tokenizer, SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError
@@ -37,10 +37,10 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
             "there is no tokenizer: give --tokenizer-type (ByteTokenizer needs no file), --tokenizer-model FILE, --vocab-file FILE, or"
             " --vocab-size N for text that is integers"
         )
-    if kind == "SentencePieceTokenizer":
+    if kind in SENTENCEPIECE:
         if not data.tokenizer_model:
-            raise ConfigError("--tokenizer-type SentencePieceTokenizer needs --tokenizer-model FILE")
-        tokenizer = SentencePieceTokenizer(data.tokenizer_model)
+            raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model FILE")
+        tokenizer = (Llama2Tokenizer if kind == "Llama2Tokenizer" else SentencePieceTokenizer)(data.tokenizer_model)
     elif kind == "HuggingFaceTokenizer":
         if not data.tokenizer_model:
             raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE, a tokenizer.json")
@@ -63,8 +63,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         tokenizer = NullTokenizer(vocab_size, data.eod_id)
     else:
         raise ConfigError(
-            f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer,"
-            f" {', '.join(WORDPIECE)}, ByteTokenizer or NullTokenizer"
+            f"--tokenizer-type {kind} is not known: use {', '.join(SENTENCEPIECE)}, HuggingFaceTokenizer,"
+            f" GPT2BPETokenizer, {', '.join(WORDPIECE)}, ByteTokenizer or NullTokenizer"
         )
     if data.eod_id is not None:
         _end_documents_with(tokenizer, data.eod_id)

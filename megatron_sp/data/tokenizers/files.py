@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import SENTENCEPIECE
 from megatron_sp.data.tokenizers.hugging_face import FILE
 from megatron_sp.data.tokenizers.tokenizer import read_bounded
 from megatron_sp.utils.errors import DataError
@@ -31,7 +33,7 @@ def name_files(data: DataConfig, names: Collection[str], folder: Path, config: P
     Raises:
         DataError: tokenizer_config.json is invalid, or has settings that are not supported for a vocab.txt.
     """
-    kind = ("HuggingFaceTokenizer" if FILE in names else "SentencePieceTokenizer" if TOKENIZER_MODEL in names
+    kind = ("HuggingFaceTokenizer" if FILE in names else _kind_of_model(config) if TOKENIZER_MODEL in names
             else "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= set(names) else None)  # fmt: skip
     if kind is None and "vocab.txt" in names:
         kind = "BertWordPieceLowerCase" if _lowers_case(config) else "BertWordPieceCase"
@@ -41,7 +43,7 @@ def name_files(data: DataConfig, names: Collection[str], folder: Path, config: P
     data.tokenizer_model = data.vocab_file = data.merge_file = None
     if kind == "HuggingFaceTokenizer":
         data.tokenizer_model = str(folder / FILE)
-    elif kind == "SentencePieceTokenizer":
+    elif kind in SENTENCEPIECE:
         data.tokenizer_model = str(folder / TOKENIZER_MODEL)
     elif kind == "GPT2BPETokenizer":
         data.vocab_file, data.merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
@@ -62,23 +64,41 @@ def name_path(data: DataConfig, path: Path) -> None:
             raise DataError(f"{path} holds no tokenizer: none of {', '.join(NAMES[:2])}, vocab.json with merges.txt, or vocab.txt is there")
         return
     data.tokenizer_model = data.vocab_file = data.merge_file = None
+    config = path.parent / CONFIG
     if path.suffix == ".txt":
-        config = path.parent / CONFIG
         data.tokenizer_type = "BertWordPieceLowerCase" if _lowers_case(config if config.exists() else None) else "BertWordPieceCase"
         data.vocab_file = str(path)
+        return
+    data.tokenizer_model = str(path)
+    if path.suffix == ".json":
+        data.tokenizer_type = "HuggingFaceTokenizer"
     else:
-        data.tokenizer_type = "HuggingFaceTokenizer" if path.suffix == ".json" else "SentencePieceTokenizer"
-        data.tokenizer_model = str(path)
+        data.tokenizer_type = _kind_of_model(config if config.exists() else None)  # type: ignore[assignment]
+
+
+def _kind_of_model(config: Path | None) -> str:
+    """Return the type of tokenizer for a .model file: whether texts begin with BOS is what the tokenizer_config.json beside it says."""
+    document = _read_config(config)
+    if isinstance(document, dict) and document.get("add_bos_token", str(document.get("tokenizer_class")).startswith("LlamaTokenizer")):
+        return "Llama2Tokenizer"
+    return "SentencePieceTokenizer"
+
+
+def _read_config(config: Path | None) -> Any:
+    """Return the contents of a tokenizer_config.json; None without one."""
+    if config is None:
+        return None
+    try:
+        return json.loads(read_bounded(config, _MAX_CONFIG_BYTES, "it says how text becomes words").decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{config}: is not JSON ({error})") from None
 
 
 def _lowers_case(config: Path | None) -> bool:
     """Return ``do_lower_case`` of the tokenizer_config.json beside a vocab.txt; True without one, as in BERT's tokenizer."""
     if config is None:
         return True
-    try:
-        document = json.loads(read_bounded(config, _MAX_CONFIG_BYTES, "it says how text becomes words").decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{config}: is not JSON ({error})") from None
+    document = _read_config(config)
     lowers = document.get("do_lower_case", True) if isinstance(document, dict) else None
     if not isinstance(lowers, bool):
         raise DataError(f"{config}: do_lower_case must be true or false, found {str(lowers)[:60]!r}")

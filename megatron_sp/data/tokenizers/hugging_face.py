@@ -2,9 +2,10 @@
 
 The tokenizers library does the work; it is imported when the first tokenizer is created. Only local files are read,
 nothing is downloaded, and no Python code that comes with a model is run. Ids are those of the model's own tokenizer
-without special tokens added around the text; a special token spelled out in the text is encoded as that token. The
-end-of-document token and BERT's special tokens are those named in ``tokenizer_config.json`` or
-``special_tokens_map.json`` beside the file, else recognised by name.
+without special tokens added around the text; a special token spelled out in the text is encoded as that token. What the
+template of a ``tokenizer.json`` puts before a text is ``begin``; what it puts behind one is left out. The end-of-
+document token and BERT's special tokens are those named in ``tokenizer_config.json`` or ``special_tokens_map.json``
+beside the file, else recognised by name.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _KNOWN = {
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACES_OF_BYTES = "\u0120\u010a\u0109\u010d"  # how byte-level vocabularies write a space, a newline, a tab and a carriage return
 _METASPACE = "\u2581"
+_ANY_TEXT = "a"
 
 
 class _Wrapped(LibraryTokenizer):
@@ -54,7 +56,10 @@ class _Wrapped(LibraryTokenizer):
             raise DataError(f"{where}: its vocabulary is empty")
         self.cls, self.sep, self.mask, self.pad = (_find(role, named, ids) for role in ("cls", "sep", "mask", "pad"))
         self.eod = _find_eod(named, ids, self.sep, where)
-        self.bos = ids.get(named.get("bos", ""))  # other programs put it before a text; nothing here does
+        self.bos = ids.get(named.get("bos", ""))
+        self.begin = self._template_front(tokenizer)
+        if self.bos is None and len(self.begin) == 1:
+            self.bos = self.begin[0]
         vocab_size, fingerprint = max(ids.values()) + 1, hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents)
         super().__init__(tokenizer, vocab_size, fingerprint.hexdigest())
         self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)
@@ -66,6 +71,13 @@ class _Wrapped(LibraryTokenizer):
             starts[:1] = True
             starts[1:] |= self._before_word[ids[:-1]]
         return starts
+
+    def _template_front(self, tokenizer: Any) -> tuple[int, ...]:
+        """Return the ids that the file's own template puts before a text, as transformers does; not BERT's [CLS]."""
+        made = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
+        mask: list[int] = made.special_tokens_mask
+        front = tuple(made.ids[: mask.index(0) if 0 in mask else 0])
+        return () if front == (self.cls,) and self.cls != self.bos else front
 
 
 class HuggingFaceTokenizer(_Wrapped):
@@ -118,6 +130,7 @@ class GPT2BPETokenizer(_Wrapped):
         special = [piece for known in _KNOWN.values() for piece in known if piece in vocab]
         tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
         super().__init__(tokenizer, {}, str(vocab_file), data + b"\0" + rules)
+        self.bos = self.eod
 
 
 def _vocabulary(data: bytes, path: str | Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.schema_data import WORDPIECE, default_type
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
 from megatron_sp.data.tokenizers.hugging_face import FILE
 from megatron_sp.data.tokenizers.tokenizer import MAX_BYTES, Tokenizer, read_bounded
 from megatron_sp.utils.errors import CheckpointError, DataError
@@ -31,7 +31,7 @@ _BESIDE_FILE = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 _BESIDE = (*_BESIDE_FILE, "generation_config.json", "chat_template.jinja")
 _NAMES = {FILE, _MODEL, _VOCAB, _MERGES, _PIECES, *_BESIDE}
 _FIELDS_OF = {
-    "HuggingFaceTokenizer": {"tokenizer_model": FILE}, "SentencePieceTokenizer": {"tokenizer_model": _MODEL},
+    "HuggingFaceTokenizer": {"tokenizer_model": FILE}, **{kind: {"tokenizer_model": _MODEL} for kind in SENTENCEPIECE},
     "GPT2BPETokenizer": {"vocab_file": _VOCAB, "merge_file": _MERGES}, **{kind: {"vocab_file": _PIECES} for kind in WORDPIECE},
 }  # fmt: skip
 _FOLDER = re.compile(rf"{FOLDER}(-[0-9a-f]{{12}})?")
@@ -77,7 +77,7 @@ class Record(NamedTuple):
 def own_files(data: DataConfig) -> dict[str, Path]:
     """Return the files of a tokenizer by the names under which they are kept; empty for one that needs no files."""
     kind = data.tokenizer_type or default_type(data, None)
-    if kind == "SentencePieceTokenizer" and data.tokenizer_model:
+    if kind in SENTENCEPIECE and data.tokenizer_model:
         return {_MODEL: Path(data.tokenizer_model)}
     if kind == "GPT2BPETokenizer" and data.vocab_file and data.merge_file:
         return {_VOCAB: Path(data.vocab_file), _MERGES: Path(data.merge_file)}

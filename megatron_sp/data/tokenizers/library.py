@@ -28,6 +28,9 @@ class LibraryTokenizer:
         fingerprint: hash of everything that determines what ``encode`` returns.
     """
 
+    bos: int | None = None
+    begin: tuple[int, ...] = ()
+
     def __init__(self, tokenizer: Any, vocab_size: int, fingerprint: str) -> None:
         self._tokenizer, self.vocab_size, self._fingerprint = tokenizer, vocab_size, fingerprint
 

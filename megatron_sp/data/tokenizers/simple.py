@@ -16,6 +16,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    bos: int | None = None
+    begin: tuple[int, ...] = ()
     cls: int | None = None
     sep: int | None = None
     mask: int | None = None
@@ -52,6 +54,9 @@ class NullTokenizer:
     Raises:
         ConfigError: the vocabulary has fewer than 2 ids, or ``eod`` is outside it.
     """
+
+    bos: int | None = None
+    begin: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 2:

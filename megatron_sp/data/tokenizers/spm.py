@@ -28,6 +28,8 @@ class SentencePieceTokenizer:
         ConfigError: the sentencepiece package is not installed.
     """
 
+    begin: tuple[int, ...] = ()
+
     def __init__(self, model: str | Path) -> None:
         try:
             import sentencepiece
@@ -43,6 +45,7 @@ class SentencePieceTokenizer:
             raise DataError(f"{model}: not a SentencePiece model: give the .model file, not the .vocab")
         self.vocab_size: int = self._processor.GetPieceSize()
         self.eod = self._find_eod(model)
+        self.bos = None if self._processor.bos_id() < 0 else int(self._processor.bos_id())
         self.cls, self.sep, self.mask, self.pad = (self._find(f"[{n.upper()}]", f"<{n}>") for n in ("cls", "sep", "mask", "pad"))
         self._begins, self._before_word = self._word_tables()
         self._fingerprint = hashlib.sha256(b"SentencePieceTokenizer " + contents).hexdigest()
@@ -129,6 +132,22 @@ class SentencePieceTokenizer:
         if self._processor.eos_id() < 0:
             raise DataError(f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document")
         return int(self._processor.eos_id())
+
+
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """A SentencePiece model whose texts begin with BOS, as those of Llama 2 and Megatron's tokenizer of this name do; else the same.
+
+    Raises:
+        DataError: the model has no such id; or as for ``SentencePieceTokenizer``.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        super().__init__(model)
+        if self.bos is None:
+            raise DataError(
+                f"{model}: has no id that begins a text, which Llama2Tokenizer needs: use --tokenizer-type SentencePieceTokenizer"
+            )
+        self.begin = (self.bos,)
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,16 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int:
         """Id that ends a document."""
+        ...
+
+    @property
+    def bos(self) -> int | None:
+        """Id that may stand before a text; None if the vocabulary has no such token."""
+        ...
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Ids with which a text begins where it is given to a GPT: BOS if that is the tokenizer's habit, often nothing."""
         ...
 
     @property
@@ -52,7 +62,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, without ``eod``."""
+        """Encode a text, without ``begin`` and ``eod``."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -62,6 +72,26 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of everything that determines what ``encode`` returns."""
         ...
+
+
+def choose_bos(tokenizer: Any, bos: bool | None) -> None:
+    """Let texts begin with BOS (--bos) or not (--no-bos) instead of as the tokenizer's own do.
+
+    Args:
+        tokenizer: its ``begin`` is set.
+        bos: None: leave the tokenizer's habit.
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    if bos is False:
+        tokenizer.begin = ()
+    elif bos and not tokenizer.begin:
+        if tokenizer.bos is None:
+            raise ConfigError(
+                "--bos: the tokenizer has no token that begins a text (a bos_token in the tokenizer_config.json beside its file, or a"
+                " SentencePiece model's own): leave --bos out"
+            )
+        tokenizer.begin = (tokenizer.bos,)
 
 
 def well_formed(text: str) -> str:

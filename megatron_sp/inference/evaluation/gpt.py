@@ -13,7 +13,7 @@ from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.inference.evaluation import measures
 from megatron_sp.inference.evaluation.items import read_choices, read_documents, read_last_words
 from megatron_sp.inference.evaluation.measures import Numbers
-from megatron_sp.inference.evaluation.rows import ScoredTokens, continuation, encoded, windows
+from megatron_sp.inference.evaluation.rows import ScoredTokens, continuation, encoded, front, windows
 from megatron_sp.inference.evaluation.scoring import score_rows
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
@@ -73,12 +73,12 @@ class GPTEvaluation:
         return tokens
 
     def of_text(self, path: str | Path) -> Numbers:
-        """Compute the loss on separate texts: each follows an end-of-document token, its own end is not scored."""
+        """Compute the loss on separate texts: each follows BOS or an end-of-document token, its own end is not scored."""
         with self.team.agree():
-            texts = read_documents(path, self.reading.limit)
+            texts, before = read_documents(path, self.reading.limit), front(self.tokenizer)
             rows = [
                 row for ids in encoded(self.tokenizer, texts, str(path))
-                for row in windows([self.tokenizer.eod, *ids], self.reading.length, self.reading.stride)
+                for row in windows([*before, *ids], self.reading.length, self.reading.stride, len(before))
             ]  # fmt: skip
         return measures.perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
 

@@ -40,8 +40,13 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list
     return found
 
 
-def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[ScoredTokens]:
-    """Yield rows in which every token but the first is scored exactly once.
+def front(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens before a text, which are not scored: those with which its texts begin, else the one that ends documents."""
+    return list(tokenizer.begin) or [tokenizer.eod]
+
+
+def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int, num_known: int = 1) -> Iterator[ScoredTokens]:
+    """Yield rows in which every token but the first ``num_known`` is scored exactly once.
 
     Args:
         tokens: a document, or several concatenated.
@@ -49,7 +54,7 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
         stride: offset between consecutive windows; with ``length`` they do not overlap, with less every scored token
             after the first window has at least ``length - stride`` tokens of context.
     """
-    scored, start = 0, 0  # the labels 1 to ``scored`` are done
+    scored, start = num_known - 1, 0  # the labels 1 to ``scored`` are done
     while scored < len(tokens) - 1:
         stop = min(start + length, len(tokens) - 1)
         yield ScoredTokens(tokens[start : stop + 1], scored - start)
@@ -60,8 +65,8 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
     """Return a row with the tokens of ``context + text``, of which those of ``text`` are scored.
 
     Both are encoded together, as they would be in a corpus, and split where the encoding of the context alone ends;
-    trailing spaces of the context belong to the text. A context that is too long is truncated on the left; an empty one
-    becomes an end-of-document token.
+    trailing spaces of the context belong to the text. Before them stands what texts begin with (BOS); with nothing before
+    the text, an end-of-document token. A context that is too long is truncated on the left.
 
     Args:
         length: tokens that the model reads at once.
@@ -74,8 +79,8 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
     kept = context.rstrip()
     whole = tokenizer.encode(context + text)
     known = min(len(tokenizer.encode(kept)), len(whole) - 1) if kept else 0
-    if known == 0:
-        whole, known = [tokenizer.eod, *whole], 1
+    before = list(tokenizer.begin) if known else front(tokenizer)
+    whole, known = [*before, *whole], len(before) + known
     num_scored = len(whole) - known
     if num_scored > length:
         raise DataError(f"{where}: '{text[:40]}...' has {num_scored} tokens, the model reads {length} at once: shorten it")

@@ -58,11 +58,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, at least one, and its text for ``echo``; ``has_ends``: the text includes end-of-document tokens."""
+    """A prompt.
+
+    Attributes:
+        ids: its token ids, at least one.
+        text: its text, for ``echo``.
+        has_ends: the text includes end-of-document tokens.
+        num_unwritten: number of leading tokens that are not in the text: BOS.
+    """
 
     ids: list[int]
     text: str
     has_ends: bool = False
+    num_unwritten: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,9 @@ def _of_text(text: str, tokenizer: Tokenizer) -> Prompt:
         ids = tokenizer.encode(text)
     except ReportedError as error:
         raise ApiError(400, f"the prompt cannot be read: {error}", "prompt") from None
-    return Prompt(ids, text, has_ends=True) if ids else Prompt([tokenizer.eod], "")
+    if not ids:
+        return Prompt(list(tokenizer.begin) or [tokenizer.eod], "", num_unwritten=len(tokenizer.begin))
+    return Prompt([*tokenizer.begin, *ids], text, has_ends=True, num_unwritten=len(tokenizer.begin))
 
 
 def _of_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:

@@ -134,7 +134,7 @@ class Sequence:
             else:
                 info = self._describe(self.prompt.ids[: at + 1], logits[at - 1], offset)
             found.append(info)
-            if token != self._tokenizer.eod or self.prompt.has_ends:
+            if at >= self.prompt.num_unwritten and (token != self._tokenizer.eod or self.prompt.has_ends):
                 offset += len(whole.add(token))
         return found
 

@@ -13,10 +13,10 @@ import pytest
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert.tokenizer_files import find_files, find_named, tell
-from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, hugging_face
+from megatron_sp.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, choose_bos, hugging_face
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.kept import find_moved
-from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 
 PIECES = ["a", "b", "ab", "\u0120", "\u0120a", "\u010a", "<|endoftext|>", "<x>", "[SEP]"]
 
@@ -58,6 +58,48 @@ def test_the_end_of_a_document_is_what_the_file_beside_it_says_or_else_a_known_n
     (folder / "special_tokens_map.json").unlink()
     write(folder, byte_level(("[SEP]",), [piece for piece in PIECES if piece != "<|endoftext|>"]))
     assert HuggingFaceTokenizer(folder).eod == HuggingFaceTokenizer(folder).sep == 7
+
+
+def template(*front: str, behind: tuple[str, ...] = ()) -> dict[str, Any]:
+    ids = {"<|endoftext|>": 7, "<x>": 8}
+    single = [*({"SpecialToken": {"id": piece, "type_id": 0}} for piece in front), {"Sequence": {"id": "A", "type_id": 0}},
+              *({"SpecialToken": {"id": piece, "type_id": 0}} for piece in behind)]  # fmt: skip
+    special = {piece: {"id": piece, "ids": [ids[piece]], "tokens": [piece]} for piece in (*front, *behind)}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+
+
+def test_a_text_begins_as_the_template_of_the_file_says(tmp_path: Path) -> None:
+    document = byte_level(("<|endoftext|>", "<x>"))
+    assert (HuggingFaceTokenizer(write(tmp_path, document)).begin, HuggingFaceTokenizer(tmp_path).bos) == ((), None)
+    for front, behind, begin in (
+        (("<x>",), (), (8,)),
+        (("<x>", "<|endoftext|>"), (), (8, 7)),
+        ((), ("<x>",), ()),
+        (("<x>",), ("<x>",), (8,)),
+    ):
+        made = HuggingFaceTokenizer(write(tmp_path, document | {"post_processor": template(*front, behind=behind)}))
+        assert made.begin == begin and made.encode("ab") == [2] and made.bos == (8 if begin == (8,) else None)
+    write(tmp_path, document | {"post_processor": template("<x>")}, cls_token="<x>")
+    assert HuggingFaceTokenizer(tmp_path).begin == (), "BERT's [CLS], which its samples have already"
+    write(tmp_path, document | {"post_processor": template("<x>")}, cls_token="<x>", bos_token="<x>")
+    assert HuggingFaceTokenizer(tmp_path).begin == (8,)
+
+
+def test_bos_or_not(tmp_path: Path) -> None:
+    document = byte_level(("<|endoftext|>", "<x>"))
+    for post_processor, own in ((None, ()), (template("<x>"), (8,))):
+        write(tmp_path, document | {"post_processor": post_processor}, bos_token="<x>")
+        for bos, begin in ((None, own), (True, (8,)), (False, ())):
+            made = HuggingFaceTokenizer(tmp_path)
+            choose_bos(made, bos)
+            assert made.begin == begin and made.fingerprint() == HuggingFaceTokenizer(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match="--bos: the tokenizer has no token that begins a text"):
+        choose_bos(ByteTokenizer(), True)
 
 
 def test_ids_may_have_holes(tmp_path: Path) -> None:

@@ -53,6 +53,43 @@ def test_one_document_per_line(tmp_path: Path) -> None:
     assert report.num_input_bytes == sum((tmp_path / n).stat().st_size for n in ("a.jsonl", "b.json"))
 
 
+def with_bos(tmp_path: Path) -> DataConfig:
+    """A tokenizer.json of words whose template puts <s> before a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    made = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, ".": 4}, unk_token="b"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return DataConfig(tokenizer_model=str(tmp_path / "tokenizer.json"))
+
+
+def test_documents_begin_with_bos_where_the_tokenizers_own_texts_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    data, path = with_bos(tmp_path), jsonl(tmp_path / "a.jsonl", ["a b.", "", "b. a."])
+    for options, first, last in (
+        ({}, [0, 2, 3, 4], [0, 3, 4, 2, 4]),
+        ({"append_eod": True, "workers": 2}, [0, 2, 3, 4, 1], [0, 3, 4, 2, 4, 1]),
+        ({"bos": False}, [2, 3, 4], [3, 4, 2, 4]),
+        ({"bos": True}, [0, 2, 3, 4], [0, 3, 4, 2, 4]),
+    ):
+        report = run(tmp_path, path, data=data, **options)
+        made = IndexedDataset(tmp_path / "out_text_document")
+        assert [made.get(i).tolist() for i in range(2)] == [first, last] and made.document_index.tolist() == [0, 1, 1, 2]
+        assert report.begin == ((0,) if first[0] == 0 else ())
+    run(tmp_path, path, data=data, split_sentences=True)
+    assert IndexedDataset(tmp_path / "out_text_sentence").get(0)[0] != 0, "BERT's sentences have [CLS] in front, later"
+    with pytest.raises(ConfigError, match="--bos is for GPT's documents"):
+        run(tmp_path, path, data=data, split_sentences=True, bos=True)
+    with pytest.raises(ConfigError, match="--bos: the tokenizer has no token that begins a text"):
+        run(tmp_path, path, bos=True)
+    for flags, says in (([], "every document begins with BOS, id 0 (--no-bos leaves it out)"), (["--no-bos"], "")):
+        assert main(["--input", path, "--output-prefix", str(tmp_path / "x"), "--tokenizer-model", str(data.tokenizer_model), *flags]) == 0
+        out = capsys.readouterr().out
+        assert says in out and ("BOS" in out) == bool(says)
+
+
 def test_empty_documents_have_no_sequence_and_no_eod(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n\n{"text": ""}\n  \n{"text": "y"}')  # and no newline at the end

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.tokenizer import well_formed
 from megatron_sp.data.tokenizers.train import texts_of_jsonl, train_sentencepiece
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
@@ -178,6 +179,24 @@ def test_which_id_ends_a_document(tmp_path: Path) -> None:
     assert with_eod.eod == 3
     with pytest.raises(DataError, match="neither an end-of-sentence id nor a piece <eod>"):
         SentencePieceTokenizer(train_plain(tmp_path / "c", eos_id=-1))
+
+
+def test_texts_of_llama_2_begin_with_bos(model: Path, tmp_path: Path) -> None:
+    with_bos = train_plain(tmp_path / "bos.model")
+    plain, llama = (build_tokenizer(DataConfig(tokenizer_type=f"{kind}Tokenizer", tokenizer_model=str(with_bos)))
+                    for kind in ("SentencePiece", "Llama2"))  # type: ignore[arg-type]  # fmt: skip
+    assert (plain.bos, plain.begin, llama.begin) == (1, (), (1,))
+    assert plain.fingerprint() == llama.fingerprint() and plain.encode("a b") == llama.encode("a b")
+    with pytest.raises(DataError, match="has no id that begins a text, which Llama2Tokenizer needs"):
+        build_tokenizer(DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(model)))
+    for config, kind in (
+        ({}, "SentencePiece"), ({"add_bos_token": True}, "Llama2"), ({"tokenizer_class": "LlamaTokenizer"}, "Llama2"),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, "SentencePiece"),
+    ):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        data = DataConfig()
+        name_path(data, with_bos)
+        assert data.tokenizer_type == f"{kind}Tokenizer"
 
 
 def test_build(model: Path) -> None:

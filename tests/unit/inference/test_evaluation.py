@@ -19,7 +19,7 @@ from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.inference.evaluation import items, measures
-from megatron_sp.inference.evaluation.rows import continuation, encoded, windows
+from megatron_sp.inference.evaluation.rows import continuation, encoded, front, windows
 from megatron_sp.inference.evaluation.scoring import RowScore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
@@ -100,6 +100,23 @@ def test_text_has_the_loss_of_a_plain_loop(run: tuple[Path, GPTModel], tmp_path:
     assert numbers["bits_per_byte"] == pytest.approx(np.mean(losses) / math.log(2), rel=1e-6)
     assert numbers["windows"] == len(pieces)
     assert (got["task"], got["stride"], got["step"], got["dp"]) == ("text", stride, 2, 1)
+
+
+class Begun(ByteTokenizer):
+    """Bytes whose texts begin with two tokens."""
+
+    begin = (256, 7)
+
+
+def test_texts_begin_with_bos_which_is_not_scored() -> None:
+    """The first tokens of a context are the first to go where it is too long."""
+    tokens = [*front(Begun()), *b"abcdef"]
+    assert list(windows(tokens, 4, 4, 2)) == [([256, 7, *b"abc"], 1), (list(b"cdef"), 0)]
+    assert list(windows(tokens[:3], 4, 4, 2)) == [([256, 7, 97], 1)] and list(windows(tokens[:2], 4, 4, 2)) == []
+    assert continuation(Begun(), "ab ", "cd", 20, "here") == ([256, 7, *b"ab cd"], 3)
+    assert continuation(Begun(), "", "gh", 20, "here") == ([256, 7, *b"gh"], 1)
+    assert continuation(Begun(), "abcdef", "gh", 4, "here") == (list(b"defgh"), 2)
+    assert front(ByteTokenizer()) == [256]
 
 
 def test_a_plain_file_is_one_document(run: tuple[Path, GPTModel], tmp_path: Path, capsys: Any) -> None:

@@ -262,6 +262,17 @@ def test_the_end_of_a_document_that_a_prompt_spells_out_has_its_room() -> None:
         assert [info.offset for info in told] == offsets
 
 
+def test_bos_stands_before_a_text_and_takes_no_room_in_it() -> None:
+    class Begun(ByteTokenizer):
+        begin = (7,)
+
+    for prompt, ids, offsets in (("ab", [7, 97, 98], [0, 0, 1]), ([97, 98], [97, 98], [0, 1]), ("", [7], [0])):
+        spec = parse_body(json.dumps({"prompt": prompt, "echo": True, "logprobs": 0}).encode(), Begun(), "m", LIMITS)
+        assert (spec.prompts[0].ids, spec.prompts[0].text) == (ids, "ab" if prompt else "")
+        told = Sequence(spec, spec.prompts[0], 0, 0, Begun())._of_prompt(torch.zeros(3, 257))
+        assert [info.offset for info in told] == offsets
+
+
 def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine) -> None:
     long = [Client(engine, **ENDLESS) for _ in range(7)]  # 3 run, 4 wait
     with pytest.raises(ApiError, match="7 of 7 places taken") as caught:
