@@ -21,7 +21,7 @@ from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
 from megatron_sp.config.rules_model import settle_gelu, settle_groups, variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
-from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
+from megatron_sp.config.schema import GROUPS, Config, ModelConfig, OptimizerConfig, raise_all
 from megatron_sp.config.schema_data import default_type
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 from megatron_sp.utils.numbers import division
@@ -502,10 +502,25 @@ def _learning_rate(config: Config) -> Iterator[str]:
         yield f"min_lr ({opt.min_lr}) must be at most lr ({opt.lr})"
     if opt.lr_warmup_init > opt.lr:
         yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most lr ({opt.lr})"
+    yield from _decoupled_rate(opt)
     total = batch.train_samples if by_samples else batch.train_iters
     horizon = getattr(opt, f"lr_decay_{kind}") or total
     if total is not None and horizon is not None:
         yield from _horizon(opt, kind, horizon)
+
+
+def _decoupled_rate(opt: OptimizerConfig) -> Iterator[str]:
+    """Check the schedule of embeddings and output layer, which has the same shape between other rates."""
+    peak, floor = opt.decoupled_lr, opt.decoupled_min_lr
+    if peak is None:
+        if floor is not None:
+            yield f"--decoupled-min-lr {floor:g} is the floor of --decoupled-lr: give that, too, or leave it out"
+        return
+    if (opt.min_lr if floor is None else floor) > peak:
+        name = "min_lr" if floor is None else "decoupled_min_lr"
+        yield f"{name} ({opt.min_lr if floor is None else floor}) must be at most decoupled_lr ({peak}): give --decoupled-min-lr"
+    if opt.lr_warmup_init > peak:
+        yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most decoupled_lr ({peak}): both rates begin there"
 
 
 def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:

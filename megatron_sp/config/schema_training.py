@@ -53,6 +53,10 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam means AdamW")
     lr: float | None = flag(None, "peak learning rate (required to train)", low=0, high=math.inf)
     min_lr: float = flag(0.0, "floor of the schedule", low=0)
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of the word embeddings and the output layer's weight (default: --lr)", low=0, high=math.inf
+    )
+    decoupled_min_lr: float | None = flag(None, "with --decoupled-lr: floor of their schedule (default: --min-lr)", low=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", "shape of the decay after warm-up"
     )

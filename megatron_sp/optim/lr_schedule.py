@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_sp.config.schema import BatchConfig, OptimizerConfig
@@ -27,6 +27,7 @@ class LRSchedule:
         style, wsd_style, wsd_length: shape of the decay.
         decay_start, decay_end, decay_style: ramp of the weight decay over the ``length`` of the run.
         length: samples of the run.
+        decoupled_peak, decoupled_floor: those of word embeddings and output layer; None: as all others.
     """
 
     peak: float
@@ -41,6 +42,8 @@ class LRSchedule:
     decay_end: float
     decay_style: str
     length: int
+    decoupled_peak: float | None = None
+    decoupled_floor: float | None = None
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> LRSchedule:
@@ -65,7 +68,8 @@ class LRSchedule:
             wsd_length=wsd_length,
             decay_start=decay if config.start_weight_decay is None else config.start_weight_decay,
             decay_end=decay if config.end_weight_decay is None else config.end_weight_decay,
-            decay_style=config.weight_decay_incr_style, length=length,
+            decay_style=config.weight_decay_incr_style, length=length, decoupled_peak=config.decoupled_lr,
+            decoupled_floor=config.decoupled_min_lr,
         )  # fmt: skip
 
     def lr(self, samples: int) -> float:
@@ -83,6 +87,13 @@ class LRSchedule:
         done = (samples - self.warmup) / max(self.horizon - self.warmup, 1)
         share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
         return self.floor + share * (self.peak - self.floor)
+
+    def decoupled_lr(self, samples: int) -> float | None:
+        """Return the learning rate of word embeddings and output layer in a step, given the samples before it; None: ``lr``."""
+        if self.decoupled_peak is None:
+            return None
+        floor = self.floor if self.decoupled_floor is None else self.decoupled_floor
+        return replace(self, peak=self.decoupled_peak, floor=floor).lr(samples)
 
     def _wsd_share(self, samples: int) -> float:
         begin = self.horizon - self.wsd_length
@@ -106,5 +117,5 @@ class LRSchedule:
         return self.decay_start + share * (self.decay_end - self.decay_start)
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as it is stored in a checkpoint."""
-        return asdict(self)
+        """Return the schedule as it is stored in a checkpoint; rates that there are not are left out, as in older versions."""
+        return {name: value for name, value in asdict(self).items() if value is not None}

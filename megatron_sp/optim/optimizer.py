@@ -11,9 +11,9 @@ finite, before the host knows. Where the update is the host's own, or apex's, th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class FlatOptimizer:
             the model's device.
         kernel: whose kernel updates with AdamW; the state is the same.
         counted_elsewhere: units, by index, that another rank of ``whole`` has, too, and counts in the norm.
+        decoupled: names of the parameters that have the decoupled learning rate, if a step has one.
 
     Attributes:
         counted_units: units whose parts of this rank go into sums over ``holders``.
@@ -63,11 +64,13 @@ class FlatOptimizer:
         kernel: Literal["torch", "apex"] = "torch",
         whole: Group | None = None,
         counted_elsewhere: Collection[int] = (),
+        decoupled: Collection[str] = (),
     ) -> None:
         self.units, self.config, self.tp, self.host, self.kernel = units, config, tp, host, kernel
         is_sharded = bool(units) and units[0].zero.stage > 0
         self.holders = everybody if is_sharded else whole or tp
         self.counted_units = [unit for i, unit in enumerate(units) if is_sharded or i not in counted_elsewhere]
+        self._runs = [_runs(unit, decoupled if config.decoupled_lr is not None else ()) for unit in units]
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -84,8 +87,9 @@ class FlatOptimizer:
         return all_reduce(mine, self.holders).sqrt()
 
     def step(
-        self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0, updated: Callable[[int], None] | None = None
-    ) -> None:
+        self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0, updated: Callable[[int], None] | None = None,
+        decoupled_lr: float | None = None,
+    ) -> None:  # fmt: skip
         """Clip and unscale the gradients, and update the parameters.
 
         Args:
@@ -94,9 +98,10 @@ class FlatOptimizer:
             grad_norm: norm of the unscaled gradients; finite.
             grad_scale: factor by which the loss was multiplied.
             updated: called with the index of each unit when this rank's range of its parameters has been updated.
+            decoupled_lr: learning rate of the decoupled parameters (default: ``lr``).
         """
         divisor = self._divisor(torch.tensor(grad_norm, dtype=torch.float64), grad_scale)
-        self._step(lr, weight_decay, divisor, None, updated)
+        self._step((lr, lr if decoupled_lr is None else decoupled_lr), weight_decay, divisor, None, updated)
 
     @property
     def updates_on_device(self) -> bool:
@@ -105,19 +110,19 @@ class FlatOptimizer:
 
     def step_on_device(
         self, lr: float, weight_decay: float, grad_norm: Tensor, grad_scale: float, skip: Tensor,
-        updated: Callable[[int], None] | None = None,
+        updated: Callable[[int], None] | None = None, decoupled_lr: float | None = None,
     ) -> None:  # fmt: skip
         """Queue ``step`` before the host knows its outcome; ``take_back`` must follow if it was left out.
 
         Args:
-            lr, weight_decay, grad_scale, updated: as of ``step``; ``updated`` is called in any case.
+            lr, weight_decay, grad_scale, updated, decoupled_lr: as of ``step``; ``updated`` is called in any case.
             grad_norm: norm of the unscaled gradients, an fp64 scalar on the device.
             skip: bool scalar on the device, true if the step is to be left out.
         """
         divisor: Tensor | None = None  # the kernels write gradients that they divide back: not where nothing is divided
         if self.config.clip_grad > 0 or grad_scale != 1.0:
             divisor = torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))  # who looks for what is not finite finds it as it came
-        self._step(lr, weight_decay, divisor, skip.float(), updated)
+        self._step((lr, lr if decoupled_lr is None else decoupled_lr), weight_decay, divisor, skip.float(), updated)
 
     def _divisor(self, grad_norm: Tensor, grad_scale: float) -> Tensor:
         """Return what the gradients are to be divided by, an fp64 scalar, from the norm without the scale."""
@@ -125,8 +130,10 @@ class FlatOptimizer:
         return scale if clip <= 0 else scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)
 
     def _step(
-        self, lr: float, weight_decay: float, divisor: Tensor | None, skip: Tensor | None, updated: Callable[[int], None] | None
+        self, rates: tuple[float, float], weight_decay: float, divisor: Tensor | None, skip: Tensor | None,
+        updated: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
+        """Update all units; ``rates``: learning rate of most parameters, and of the decoupled ones."""
         self.num_updates += 1
         if not self.units:
             return
@@ -136,25 +143,31 @@ class FlatOptimizer:
         if divisor is not None and not divisor.is_cuda and float(divisor) == 1.0:  # a GPU would have to be waited for
             divisor = None
         in_kernel = divisor.to(master.device, torch.float32) if by_kernel and divisor is not None else None
-        scalars = UpdateScalars.create(lr, self.num_updates, master.device, divisor=in_kernel, skip=skip)
+        most, *others = (
+            UpdateScalars.create(rate, self.num_updates, master.device, divisor=in_kernel, skip=skip) for rate in dict.fromkeys(rates)
+        )
+        scalars = (most, *(others or [most]))
         for index in range(len(self.units)):
             grads = self._grads(index)
             if not by_kernel and divisor is not None:
                 grads.div_(divisor)
-            self._update(index, grads, scalars, lr, weight_decay, updated)
+            self._update(index, grads, scalars, rates, weight_decay, updated)
 
     def take_back(self) -> None:
         """Take note that the update queued last was left out."""
         self.num_updates -= 1
 
     def _update(
-        self, index: int, grads: Tensor, scalars: UpdateScalars, lr: float, weight_decay: float,
+        self, index: int, grads: Tensor, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float,
         updated: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """Update a unit's range of the master weights, and the parameters after it."""
         unit, state = self.units[index], self.states[index]
-        for part, decay in self._parts(unit, weight_decay):
-            self._update_part(unit, state, grads, part, scalars, lr, decay)
+        for run in self._runs[index]:
+            part = within(run.elements, unit.shard)
+            if part:
+                own, decay = int(run.is_decoupled), weight_decay if run.is_decayed else 0.0
+                self._update_part(unit, state, grads, slice(part.start, part.stop), scalars[own], rates[own], decay)
         if self.host is None:
             unit.refresh_params()
         else:
@@ -165,12 +178,6 @@ class FlatOptimizer:
     def _grads(self, index: int) -> Tensor:
         """Return this rank's range of a unit's gradients, on the device of the master weights."""
         return self.units[index].grad_shard if self.host is None else self.host.grads(index)
-
-    def _parts(self, unit: FlatUnit, weight_decay: float) -> Iterator[tuple[slice, float]]:
-        for elements, decay in ((range(unit.num_decayed), weight_decay), (range(unit.num_decayed, unit.numel), 0.0)):
-            part = within(elements, unit.shard)
-            if part:
-                yield slice(part.start, part.stop), decay
 
     def _update_part(
         self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, scalars: UpdateScalars, lr: float, weight_decay: float
@@ -189,6 +196,26 @@ class FlatOptimizer:
                 lr=scalars.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=scalars.divisor,
                 found_inf=scalars.skip,
             )  # fmt: skip
+
+
+class _Run(NamedTuple):
+    """Elements of a unit's full buffers that are updated alike."""
+
+    elements: range
+    is_decayed: bool
+    is_decoupled: bool
+
+
+def _runs(unit: FlatUnit, decoupled: Collection[str]) -> list[_Run]:
+    """Return a unit's elements in order, in runs as long as possible; padding goes with the parameter before it."""
+    stop, found = unit.num_decayed, list[_Run]()
+    for slot in reversed([slot for slot in unit.slots if slot.decayed]):
+        own = slot.name in decoupled
+        if found and found[-1].is_decoupled == own:
+            stop = found.pop().elements.stop
+        found.append(_Run(range(slot.start, stop), True, own))
+        stop = slot.start
+    return [*reversed(found), _Run(range(unit.num_decayed, unit.numel), False, False)]
 
 
 class LossScaler:

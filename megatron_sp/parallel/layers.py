@@ -263,6 +263,11 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     return found
 
 
+def table_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of word embeddings and output layer, which may have a learning rate of their own."""
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding))
+
+
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
     """Make every layer of ours write its weight gradients to ``main_grad`` (None: return them to autograd again)."""
     for module in model.modules():

@@ -108,6 +108,8 @@ def problems(config: Config) -> Iterator[str]:
                         (kernels.recompute_qkv, "--recompute-qkv"), (parallel.delay_wgrad, "--delay-wgrad")):  # fmt: skip
         if given:
             yield f"{flag} changes megatron_sp's own blocks, which an external model does not have: leave it out"
+    if config.optimizer.decoupled_lr is not None:
+        yield "--decoupled-lr is for the embedding and output layer of megatron_sp's own models: leave it out"
     data = config.data
     for given, flag in ((data.reset_position_ids, "--reset-position-ids"), (data.reset_attention_mask, "--reset-attention-mask"),
                         (data.bert_pack_sequences, "--bert-pack-sequences")):  # fmt: skip

@@ -210,8 +210,9 @@ def _one_step(run: Run, saves: Saves | None) -> StepResult:
     schedule = plan.lr_schedule
     lr, weight_decay = schedule.lr(progress.scheduled_samples), schedule.weight_decay(progress.scheduled_samples)
     result = run.train_step.run(
-        micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests, places=places
-    )
+        micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests, places=places,
+        decoupled_lr=schedule.decoupled_lr(progress.scheduled_samples),
+    )  # fmt: skip
     result.sample_ids = loader.global_sample_ids(consumed, count).tolist()
     run.state.samples.add(step, consumed, result.sample_digests)
     progress.step, progress.consumed_samples = step, consumed + size

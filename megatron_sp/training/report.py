@@ -106,6 +106,7 @@ class StepReporter:
             "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
+        record |= {} if result.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}
         record |= {} if result.routers is None else result.routers.record()
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
@@ -124,6 +125,7 @@ class StepReporter:
         mfu = f" (MFU {100 * r['mfu']:.1f} % of {self._peak_name})" if r["mfu"] is not None else ""
         extra = f" | skipped {r['skipped_steps']}" if r["skipped_steps"] else ""
         extra += f" | scale {r['loss_scale']:g}" if self._config.precision.fp16 else ""
+        extra += f" | lr of embeddings {r['decoupled_lr']:.3e}" if "decoupled_lr" in r else ""
         if "expert_load_max" in r:
             extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle, entropy {r['expert_entropy']:.3f}"
         return (

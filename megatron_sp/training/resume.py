@@ -42,7 +42,8 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
         new = schedule.state()
     if old is not None and old != new:  # None: converted, it is not known
         old = old if isinstance(old, dict) else {}
-        rows = "\n".join(f"  {k}: {old.get(k)} in the checkpoint, {v} here" for k, v in new.items() if old.get(k) != v)
+        names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+        rows = "\n".join(f"  {name}: {old.get(name)} in the checkpoint, {new.get(name)} here" for name in names)
         raise ConfigError(
             f"the learning-rate schedule is not the checkpoint's (lengths in samples):\n{rows}\n"
             "add --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to keep the old"

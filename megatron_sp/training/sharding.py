@@ -19,7 +19,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import TABLE, Unit
-from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs, table_names
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.training.fingerprint import Fingerprint
@@ -54,13 +54,13 @@ class ShardedModel:
     def optimizer(self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch") -> FlatOptimizer:
         """Return the optimizer of the model; without groups for this process alone."""
         if groups is None:
-            return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel)
+            return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel, decoupled=table_names(self.model))
         whole, elsewhere = counted_by(
             groups, len(self.units), self.own_groups, () if self.table is None else (self.table,), has_experts=config.model.has_experts
         )
         return FlatOptimizer(
             self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=whole,
-            counted_elsewhere=elsewhere,
+            counted_elsewhere=elsewhere, decoupled=table_names(self.model),
         )  # fmt: skip
 
 

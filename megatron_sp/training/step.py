@@ -96,6 +96,7 @@ class StepResult:
         sample_digests: digests of the samples in the same order (``data/digests.py``); empty if the step was given
             none.
         routers: of a model with experts.
+        decoupled_lr: learning rate of word embeddings and output layer, if they have one of their own.
     """
 
     losses: list[float]
@@ -107,6 +108,7 @@ class StepResult:
     sample_ids: list[int] = field(default_factory=list)
     sample_digests: list[int] = field(default_factory=list)
     routers: RouterReport | None = None
+    decoupled_lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class TrainStep:
 
     def run(
         self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False,
-        digests: Sequence[Tensor] = (), places: Sequence[Tensor] = (),
+        digests: Sequence[Tensor] = (), places: Sequence[Tensor] = (), decoupled_lr: float | None = None,
     ) -> StepResult:  # fmt: skip
         """Perform step number ``step`` (from 1).
 
@@ -181,6 +183,7 @@ class TrainStep:
             micro_batches: this rank's micro-batches, in order; at least one.
             step: number of the step; a key of dropout.
             lr, weight_decay: learning rate and weight decay of this step.
+            decoupled_lr: learning rate of word embeddings and output layer (default: ``lr``).
             stop: True if this rank wants to stop after the step.
             digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global
                 batch.
@@ -223,14 +226,18 @@ class TrainStep:
         if is_queued:
             skip = ~_are_finite(known, num_terms)
             self.before_update()
-            self.optimizer.step_on_device(lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh)
+            self.optimizer.step_on_device(
+                lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr
+            )
             self._update_biases(of_routers, skip)
         values = reading.wait()  # the only point of the step where the host waits for the device
         grad_norm = values[0]
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
         stops, sequences, tokens, *of_samples = values[1 + 2 * num_terms : len(values) - len(of_routers)]
         means = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
-        result = self._decide(means, grad_norm, lr, weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0])
+        result = self._decide(
+            means, grad_norm, (lr, decoupled_lr), weight_decay, is_queued, stop_requested=stops > 0, num_loss_tokens=counts[0]
+        )
         if not is_queued and result.updated:
             self._update_biases(of_routers, None)
         if self.routers is not None:
@@ -352,10 +359,11 @@ class TrainStep:
             recorder.actions = timeline.spans
 
     def _decide(
-        self, losses: list[float], grad_norm: float, lr: float, weight_decay: float, is_queued: bool, *, stop_requested: bool,
-        num_loss_tokens: float,
+        self, losses: list[float], grad_norm: float, rates: tuple[float, float | None], weight_decay: float, is_queued: bool, *,
+        stop_requested: bool, num_loss_tokens: float,
     ) -> StepResult:  # fmt: skip
         """Return the step's result; update the weights unless the device has been told to (``is_queued``)."""
+        lr, decoupled_lr = rates
         finite_loss, finite_grad = is_finite(*losses), is_finite(grad_norm)
         scale = self.scaler.scale
         ordinary = self.scaler.update(overflow=not finite_grad) and finite_loss
@@ -364,9 +372,11 @@ class TrainStep:
             self.optimizer.take_back()
         if updated and not is_queued:
             self.before_update()
-            self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh)
+            self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh, decoupled_lr=decoupled_lr)
         self.weights.forget()
-        return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
+        return StepResult(
+            losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens, decoupled_lr=decoupled_lr
+        )
 
 
 class _Losses:

@@ -22,10 +22,11 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 SIX, EIGHT = {"num_layers": 6}, {"num_layers": 8}
 FULL = {"recompute_granularity": "full"}
 DROP = {"hidden_dropout": 0.2}
+OWN_RATE: dict[str, Any] = {"steps": 2, "table_lr": 0.2}
 KINDS: list[PipelineKind] = ["1f1b", "interleaved", "zb1p", "zbv"]
 CASES = [
     *(Case(pp=2, schedule=kind, micro_batches=m, model=SIX, steps=2) for kind in KINDS for m in (1, 3, 4)),
-    *(Case(pp=2, schedule=kind, micro_batches=3, model=EIGHT | UNTIED, zero=zero, steps=2) for kind in KINDS for zero in (1, 2, 3)),
+    *(Case(pp=2, schedule=kind, micro_batches=3, model=EIGHT | UNTIED, zero=zero, **OWN_RATE) for kind in KINDS for zero in (1, 2, 3)),
     *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX, zero=zero, steps=1) for kind in KINDS for zero in (1, 2, 3)),
     *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX | DROP, bert=True, zero=zero) for kind in KINDS for zero in (0, 2)),
     *(Case(pp=2, schedule=kind, micro_batches=3, model=SIX | {"norm_placement": "post"}, bert=True, zero=3) for kind in KINDS),
@@ -36,7 +37,7 @@ CASES = [
     Case(pp=2, layers=(1, 5), micro_batches=3, model=SIX), Case(pp=2, schedule="zb1p", layers=(1, 3, 1, 1), micro_batches=3, model=SIX),
     *(Case(pp=3, schedule=kind, micro_batches=m, model=SIX, zero=1) for kind in KINDS for m in (2, 5)),
     *(Case(pp=4, schedule=kind, micro_batches=5, model=EIGHT, seq=7) for kind in KINDS),
-    *(Case(pp=2, dp=2, schedule=kind, micro_batches=3, model=SIX, zero=zero, steps=2) for kind in KINDS for zero in (0, 1, 2, 3)),
+    *(Case(pp=2, dp=2, schedule=kind, micro_batches=3, model=SIX, zero=zero, **OWN_RATE) for kind in KINDS for zero in (0, 1, 2, 3)),
     *(Case(pp=2, tp=2, tp_seq=seq, schedule=kind, micro_batches=3, model=SIX | more, steps=1) for kind in KINDS for seq, more in
       ((False, {}), (True, LLAMA))),
     *(Case(pp=2, sp=2, schedule=kind, mode=mode, micro_batches=3, model=SIX | DROP) for kind in KINDS for mode in ("split-qkv", "chunked")),

@@ -114,7 +114,11 @@ CASES = [
 LONG = [
     *(Case(tp=2, tp_seq=tp_seq, model={**NEOX, **drop}, steps=2) for tp_seq in (False, True) for drop in ({}, DROP)),
     *(Case(sp=2, mode=mode, model={**NEOX, **drop}) for mode in ("none", "split-qkv", "chunked") for drop in ({}, DROP)),
-    *(Case(sp=2, zero=zero, model=NEOX, kernels=kernels, micro_batches=2, steps=2) for zero in (1, 3) for kernels in ({}, FULL)),
+    *(
+        Case(sp=2, zero=zero, model=NEOX, kernels=kernels, micro_batches=2, steps=2, table_lr=0.2)
+        for zero in (1, 3)
+        for kernels in ({}, FULL)
+    ),
     *(Case(tp=2, model={**NEOX, **DROP}, kernels=kernels) for kernels in (PIECES, SELECTIVE, OFFLOAD, {**OFFLOAD, **FULL})),
     Case(tp=2, dp=2, tp_seq=True, zero=3, model={**NEOX, "disable_bias_linear": True, "add_mlp_bias": True}, kernels=PIECES, steps=2),
     *(Case(sp=2, mode=mode, model=MISTRAL, seq=11) for mode in ("none", "split-qkv", "chunked")),

@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "accumulation, batches in steps, 1 rank": (1, ("--micro-batch-size", 1, "--step-batch-size-schedule", "0:2 128:6,320:4")),
     "2 ranks, warm-up, decays": (2, (
         "--lr-decay-style", "cosine", "--lr-warmup-iters", 2, "--start-weight-decay", 0.01, "--end-weight-decay", 0.3,
-        "--weight-decay-incr-style", "linear",
+        "--weight-decay-incr-style", "linear", "--decoupled-lr", 3e-3, "--decoupled-min-lr", 1e-3,
     )),
     "bf16, ramp-up, cyclic, no workers": (2, (
         "--bf16", "--micro-batch-size", 1, "--rampup-batch-size", 2, 2, 10, "--dataloader-type", "cyclic", "--num-workers", 0,

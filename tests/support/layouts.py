@@ -7,7 +7,7 @@ every rank, the sharded one takes its parts of those weights, and each rank comp
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -35,7 +35,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext
-from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs, table_names
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_plan import PipelineKind
 from megatron_sp.parallel.pipeline_stages import deal_layers
@@ -87,6 +87,7 @@ class Case:
     skew: float = 0.0  # added to the bias of the first expert (``--moe-router-enable-expert-bias``): all tokens choose it
     delay: bool = False  # gradients of the MLP's weights, to attention's last exchange
     steps: int = 0  # optimizer steps after which weights are compared
+    table_lr: float | None = None  # learning rate of embeddings and output layer in these
 
     @property
     def world(self) -> int:
@@ -441,7 +442,10 @@ class Sharded:
         """Of these units."""
         has_experts = self.model.config.has_experts
         whole, elsewhere = counted_by(self.groups, len(self.units), self.own_groups, self.tables, has_experts=has_experts)
-        return FlatOptimizer(self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere)
+        return FlatOptimizer(
+            self.units, config, tp=self.groups.tp, everybody=self.groups.world, whole=whole, counted_elsewhere=elsewhere,
+            decoupled=table_names(self.model),
+        )  # fmt: skip
 
     def _pipelined(self, pipeline: Pipeline, total: Tensor) -> Tensor:
         batches = [self.batch(i) for i in range(self.case.micro_batches)]
@@ -513,7 +517,7 @@ class OneProcess:
     def _after_steps(self, case: Case) -> dict[str, Tensor]:
         model = skewed(tiny.make_model(self.config, dtype=case.dtype, classes=case.classes), case)
         gradients = tiny.flatten(model)
-        optimizer = FlatOptimizer(gradients.units, UPDATE)
+        optimizer = FlatOptimizer(gradients.units, replace(UPDATE, decoupled_lr=case.table_lr), decoupled=table_names(model))
         batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]
         for _ in range(case.steps):
             gradients.start_step()
@@ -534,7 +538,7 @@ class OneProcess:
                     routers.settle()
                 loss.backward()
             gradients.finish_step()
-            optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()))
+            optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), decoupled_lr=case.table_lr)
             if routers is not None:
                 model.update_expert_biases(routers.loads_in(routers.told()))
         return {n: p.detach().clone() for n, p in model.named_parameters()} | {n: b.clone() for n, b in model.named_buffers()}
@@ -589,13 +593,14 @@ def check(case: Case, device: torch.device = CPU) -> None:
     assert {name for of_rank in names for name in of_rank} == known.want.keys() - {"loss"}, "parameters that no rank has"
     assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the main_grad"
     assert_law(got, parts, tolerance)
-    optimizer = sharded.optimizer(UPDATE)
+    optimizer = sharded.optimizer(replace(UPDATE, decoupled_lr=case.table_lr))
     norm = torch.stack([g.square().sum() for n, g in known.want.items() if n != "loss"]).sum().sqrt()
     assert_law({"grad norm": optimizer.grad_norm().cpu()}, {"grad norm": norm}, tolerance)
     for number in range(case.steps):
         if number > 0:
             sharded.step()
-        optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        norm = float(optimizer.grad_norm())
+        optimizer.step(UPDATE.lr, 0.1, norm, updated=sharded.weights.refresh, decoupled_lr=case.table_lr)
         if sharded.routers is not None:
             loads = sharded.routers.loads_in(all_reduce(sharded.routers.told(), sharded.groups.world))
             choices = case.dp * case.micro_batches * case.batch * case.seq * sharded.routers.routing.top_k

@@ -307,8 +307,8 @@ _REFUSED = {
         heterogeneous-layers-config-encoded-json use-mup activation-func-clamp-value glu-linear-offset residual-scaling xielu""",
     "initial weights today are normal (--init-method-std)": """
         init-method-xavier-uniform data-parallel-random-init embedding-init-method-std""",
-    "the optimizers today are AdamW and SGD, with one learning rate for all": """
-        decoupled-lr decoupled-min-lr no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer
+    "the optimizers today are AdamW and SGD": """
+        no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer
         optimizer-layerwise""",
     "every batch has the size that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule says": """
         decrease-batch-size-if-needed""",
@@ -346,7 +346,7 @@ REFUSED_PREFIXES: dict[str, str] = {
     "fp8-": REFUSED["fp8-format"],
     "curriculum-": REFUSED["curriculum-learning"],
     "random-ltd-": REFUSED["random-ltd"],
-    "muon-": REFUSED["decoupled-lr"],
+    "muon-": REFUSED["no-decoupled-weight-decay"],
     "mamba-": REFUSED["spec"],
     "retro-": REFUSED["spec"],
     "fim-": REFUSED["sample-rate"],

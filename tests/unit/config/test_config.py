@@ -179,6 +179,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer__lr": None}, "--lr is required to train"),
     ({"optimizer__min_lr": 0.1}, "min_lr (0.1) must be at most lr (0.001)"),
     ({"optimizer__lr_warmup_init": 0.1}, "lr_warmup_init (0.1) must be at most lr (0.001)"),
+    ({"optimizer__decoupled_min_lr": 0.1}, "--decoupled-min-lr 0.1 is the floor of --decoupled-lr"),
+    ({"optimizer__decoupled_min_lr": 0.1, "optimizer__decoupled_lr": 0.01}, "decoupled_min_lr (0.1) must be at most decoupled_lr (0.01)"),
+    ({"optimizer__min_lr": 1e-4, "optimizer__decoupled_lr": 1e-5}, "min_lr (0.0001) must be at most decoupled_lr (1e-05)"),
+    ({"optimizer__lr_warmup_init": 1e-3, "optimizer__decoupled_lr": 1e-5}, "lr_warmup_init (0.001) must be at most decoupled_lr (1e-05)"),
     ({"optimizer__lr_decay_samples": 5}, "--lr-decay-samples cannot go with --train-iters"),
     ({"optimizer__lr_warmup_samples": 5, "optimizer__lr_decay_samples": 9}, "--lr-decay-samples, --lr-warmup-samples cannot go with"),
     (

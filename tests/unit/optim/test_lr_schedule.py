@@ -170,3 +170,16 @@ def test_steps_are_those_of_the_run_also_while_the_batch_grows(style: str) -> No
     assert s.weight_decay(plan.samples_after(20)) == 1.0 > s.weight_decay(plan.samples_after(19))
     if style == "WSD":
         assert lr[15] == 1.0 > lr[16]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_rate_of_its_own_for_embeddings_has_the_shape_between_its_own_ends(style: str) -> None:
+    length: dict[str, Any] = {"lr_wsd_decay_iters": 20} if style == "WSD" else {}
+    flags = {"lr_decay_style": style, "lr_warmup_iters": 10, "lr_warmup_init": 0.05, **length}
+    both = schedule(decoupled_lr=3.0, decoupled_min_lr=0.2, **flags)
+    alone = schedule(lr=3.0, min_lr=0.2, **flags)
+    floor_of_all = schedule(decoupled_lr=3.0, **flags)
+    for n in range(0, 440, 4):
+        assert both.decoupled_lr(n) == alone.lr(n) and both.lr(n) == schedule(**flags).lr(n)
+        assert floor_of_all.decoupled_lr(n) == schedule(lr=3.0, **flags).lr(n)
+    assert schedule(**flags).decoupled_lr(0) is None

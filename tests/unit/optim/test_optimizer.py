@@ -257,3 +257,27 @@ def test_a_scale_that_was_not_dynamic_is_not_gone_on_from(overrides: dict[str, A
 def test_is_finite() -> None:
     assert is_finite() and is_finite(1.0, -3.0)
     assert not any(is_finite(1.0, bad) for bad in (math.nan, math.inf, -math.inf))
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_parameters_with_a_rate_of_their_own(kind: str) -> None:
+    """Runs of them among others, in one flat buffer: those at its ends, in its middle, and two that follow each other."""
+    apart = {"p0", "p5", "p6"}
+    params = parameters(torch.float64)
+    units = two_units(params)
+    config = OptimizerConfig(optimizer=kind, clip_grad=0.0, decoupled_lr=1.0)  # type: ignore[arg-type]
+    optimizer, usual = FlatOptimizer(units, config, decoupled=apart), {}
+    for step in range(3):
+        fill(units, params, gradients(step))
+        optimizer.step(LR[step], DECAY, float(optimizer.grad_norm()), decoupled_lr=5 * LR[step])
+    for factor in (1, 5):
+        own = parameters(torch.float64)
+        alone = two_units(own)
+        other = FlatOptimizer(alone, OptimizerConfig(optimizer=kind, clip_grad=0.0))  # type: ignore[arg-type]
+        for step in range(3):
+            fill(alone, own, gradients(step))
+            other.step(factor * LR[step], DECAY, float(other.grad_norm()))
+        usual[factor] = own
+    for number, param in enumerate(params):
+        assert law_error(param, usual[5 if f"p{number}" in apart else 1][number]) <= FP64
+        assert law_error(param, usual[1 if f"p{number}" in apart else 5][number]) > FP64

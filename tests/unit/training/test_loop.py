@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from support.training import status, train
+from support.training import records, status, tensors, train
 
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.schema import Config
@@ -97,6 +97,9 @@ class Script:
     def lr(self, samples: int) -> float:
         self.rates.append(samples)
         return 0.1
+
+    def decoupled_lr(self, samples: int) -> float | None:
+        return None
 
     def weight_decay(self, samples: int) -> float:
         return 0.0
@@ -348,3 +351,14 @@ def test_a_real_run_does_the_same(tmp_path: Path) -> None:
         ("start", 0), ("train", 2), ("save", 2), ("valid", 3), ("train", 4), ("save", 4), ("save", 5),
     ]  # fmt: skip
     assert (status(run)["status"], status(run)["step"], status(run)["saved_step"]) == ("done", 5, 5)
+
+
+def test_embeddings_with_a_learning_rate_of_their_own(tmp_path: Path) -> None:
+    """With a rate of 0 for all others, the table and the output layer alone move."""
+    run, two_steps = tmp_path / "run", ("--train-iters", 2, "--save-interval", 1, "--log-interval", 1, "--lr-decay-style", "linear")
+    flags = ("--lr", 0, "--decoupled-lr", 0.1, "--decoupled-min-lr", 0.05, "--untie-embeddings-and-output-weights")
+    train(tmp_path, "--save", run, *flags, *two_steps).expect(0)
+    before, after = (tensors(run, step) for step in (1, 2))
+    moved = {name for name, tensor in after.items() if "exp_avg" not in name and not torch.equal(tensor, before[name])}
+    assert {name.removeprefix("model.") for name in moved} == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert [(record["lr"], record["decoupled_lr"]) for record in records(run)] == [(0, 0.1), (0, pytest.approx(0.075))]

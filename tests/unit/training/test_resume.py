@@ -44,6 +44,15 @@ def test_another_schedule_must_be_chosen_by_a_flag() -> None:
     assert old == replace(SCHEDULE, peak=0.2, horizon=90)
 
 
+def test_a_rate_of_its_own_for_embeddings_is_part_of_the_schedule() -> None:
+    own = replace(SCHEDULE, decoupled_peak=0.3)
+    assert "decoupled_peak" not in SCHEDULE.state() and resume_schedule({"schedule": own.state()}, flags(), own) == own
+    with pytest.raises(ConfigError, match=r"decoupled_peak: 0\.3 in the checkpoint, None here"):
+        resume_schedule({"schedule": own.state()}, flags(), SCHEDULE)
+    with pytest.raises(ConfigError, match=r"decoupled_peak: None in the checkpoint, 0\.3 here"):
+        resume_schedule({"schedule": SCHEDULE.state()}, flags(), own)
+
+
 def test_a_warm_up_that_an_older_version_rounded_stays_rounded() -> None:
     stored = {"schedule": {**SCHEDULE.state(), "warmup": 3}}
     assert resume_schedule(stored, flags(), SCHEDULE) == replace(SCHEDULE, warmup=3)
