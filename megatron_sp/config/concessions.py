@@ -38,6 +38,21 @@ def settle_source(config: Config) -> Iterator[str]:
         yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
 
 
+def drop_flash(config: Config) -> list[str]:
+    """Take back what --use-flash-attn has asked for where there is no GPU; a kernel that --attention-backend names stays for the rules.
+
+    Half of all scripts have the flag, for speed on the machine that they were written for.
+    """
+    kernels = config.kernels
+    if not kernels.use_flash_attn:
+        return []
+    kernels.use_flash_attn = False
+    if ("kernels", "attention_backend") in config.given:
+        return []
+    kernels.attention_backend = "auto"
+    return ["--use-flash-attn (there is no GPU in this run: attention is torch's)"]
+
+
 def concede(config: Config) -> list[str]:
     """Reset the flags in ``config`` that have no effect; idempotent.
 
@@ -45,7 +60,7 @@ def concede(config: Config) -> list[str]:
         One line for each flag that was dropped: the flag, with the reason in brackets.
     """
     _zeros_that_mean_off(config)
-    return [*_layout(config), *_checkpoints(config), *_tokenizer(config), *_rest(config)]
+    return [*_attention(config), *_layout(config), *_checkpoints(config), *_tokenizer(config), *_rest(config)]
 
 
 def _zeros_that_mean_off(config: Config) -> None:
@@ -55,6 +70,19 @@ def _zeros_that_mean_off(config: Config) -> None:
     checkpoint.save_interval = checkpoint.save_interval or None
     if batch.eval_iters == -1:
         batch.eval_iters = 0
+
+
+def _attention(config: Config) -> Iterator[str]:
+    """Let --use-flash-attn mean --attention-backend flash, unless that names another kernel."""
+    kernels = config.kernels
+    if kernels.use_flash_attn and (kernels.attention_backend != "auto" or ("kernels", "attention_backend") in config.given):
+        if kernels.attention_backend != "flash":
+            kernels.use_flash_attn = False
+            yield f"--use-flash-attn (--attention-backend {kernels.attention_backend} says it more exactly)"
+    elif kernels.use_flash_attn:
+        kernels.attention_backend = "flash"
+    if kernels.device == "cpu":
+        yield from drop_flash(config)
 
 
 def _layout(config: Config) -> Iterator[str]:

@@ -41,8 +41,6 @@ def normalize(config: Config) -> Config:
         config.parallel.zero_stage = 1
     if config.parallel.stage3_use_all_reduce_for_fetch_params:
         config.parallel.zero3_fetch = "all_reduce"
-    if kernels.use_flash_attn and kernels.attention_backend == "auto":
-        kernels.attention_backend = "flash"
     if kernels.recompute_activations and kernels.recompute_granularity is None:
         kernels.recompute_granularity = "selective"
     if kernels.recompute_granularity == "full":
@@ -413,8 +411,6 @@ def _exchanges(config: Config, world_size: int) -> Iterator[str]:
 
 def _kernels(config: Config) -> Iterator[str]:
     kernels, model = config.kernels, config.model
-    if kernels.use_flash_attn and kernels.attention_backend != "flash":
-        yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
     backend = kernels.attention_backend
     if backend in ("flash", "flash2", "flash3", "flash4", "cudnn"):
         whose = "cuDNN" if backend == "cudnn" else "flash-attn"

@@ -285,7 +285,7 @@ class KernelConfig:
         "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its cuDNN kernel;"
         " unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at the start on a GPU",
     )
-    use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
+    use_flash_attn: bool = flag(False, "--attention-backend flash, on a GPU and if that names no other", aliases=("use-flash-attn-v2",))
     fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag(
         "auto",
         "triton: Triton's kernels for norms, dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for AdamW and norms;"

@@ -24,7 +24,7 @@ from megatron_sp.comm.devices import gpu_of
 from megatron_sp.comm.groups import Group, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
-from megatron_sp.config.concessions import NCCL_ON_CPU, drop_nccl
+from megatron_sp.config.concessions import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.training.attention import require_attention
@@ -203,7 +203,7 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
     if device.type == "cpu":
-        config.ignored_flags += tuple(drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"))
+        config.ignored_flags += (*drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"), *drop_flash(config))
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -247,3 +247,9 @@ def test_all_ranks_repeat_attention_if_one_cannot_keep_it(install_flash: Install
         train(tmp_path, "--save", tmp_path / name, *flags, *more, ranks=2).expect(0, f"{REPEATED}{said}")
         predicted.append(records(tmp_path / name, "prediction")[0]["predicted_bytes"])
     assert predicted[0] == predicted[1], "the form knows it"
+
+
+def test_a_script_with_use_flash_attn_trains_without_a_gpu(tmp_path: Path) -> None:
+    said = train(tmp_path, "--use-flash-attn", "--bf16", "--device", "auto", "--attention-dropout", 0, "--train-iters", 1)
+    said.expect(0, "ignored: --use-flash-attn (there is no GPU in this run: attention is torch's)", "attention: sdpa")
+    train(tmp_path, "--attention-backend", "flash", "--bf16", "--device", "auto").expect(2, "flash")

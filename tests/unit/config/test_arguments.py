@@ -468,7 +468,8 @@ def test_world_size_comes_from_the_launcher() -> None:
     code, _, err = outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="2")
     assert code == 2 and "(1 * 2 = 2): 3 = 1 * 2 + 1" in err
     assert outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="3")[0] == 0
-    assert outside(*SOUND.split(), WORLD_SIZE="many")[0] == 0
+    code, _, err = outside(*SOUND.split(), WORLD_SIZE="many")
+    assert code == 2 and "WORLD_SIZE is 'many', not a number" in err
 
 
 def test_print_config_goes_back_in(tmp_path: Path) -> None:

@@ -242,3 +242,30 @@ def test_names_that_change_nothing(words: str) -> None:
 def test_words_that_would_be_another_model(words: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         config(f"{MEGATRON_LM_345M} {words}")
+
+
+BF16 = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "line"),
+    [
+        ("--use-flash-attn", "flash", ""),
+        ("--use-flash-attn-triton --device cuda", "flash", ""),
+        ("--use-flash-attn --attention-backend flash", "flash", ""),
+        ("--use-flash-attn --attention-backend fused", "fused", "--use-flash-attn (--attention-backend fused says it more exactly)"),
+        ("--attention-backend auto --use-flash-attn", "auto", "--use-flash-attn (--attention-backend auto says it more exactly)"),
+        ("--use-flash-attn --device cpu", "auto", "--use-flash-attn (there is no GPU in this run: attention is torch's)"),
+        ("--use-flash-attn --device cpu --attention-backend unfused", "unfused", "--use-flash-attn (--attention-backend unfused says"),
+    ],
+)
+def test_what_use_flash_attn_means(flags: str, backend: str, line: str) -> None:
+    config = config_from_args((BF16 + flags).split())
+    assert config.kernels.attention_backend == backend
+    notes = [note for note in config.ignored_flags if "flash" in note]
+    assert len(notes) == bool(line) and all(note.startswith(line) for note in notes)
+
+
+def test_a_named_kernel_is_demanded() -> None:
+    with pytest.raises(ConfigError, match="--attention-backend flash needs a GPU, but --device cpu was given"):
+        config_from_args((BF16 + "--use-flash-attn --attention-backend flash --device cpu").split())
