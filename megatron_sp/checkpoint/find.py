@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_sp.checkpoint import foreign
 from megatron_sp.checkpoint.commit import list_steps, read_latest, require_no_link, require_no_links, step_name, step_number
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME
 from megatron_sp.checkpoint.verify import is_complete
@@ -81,6 +82,8 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     else:
         require_no_link(folder / step_name(ckpt_step))
     if not steps:
+        if (other := foreign.identify(path)) is not None:
+            raise CheckpointError(_of_another_program(path, other, ckpt_step))
         near = _runs_in(path)
         there = f"did you mean {' or '.join(near)}?" if near else f"there is: {listing(folder)}"
         raise CheckpointError(f"{path} has no checkpoint: looked for {folder}/step-*/{MANIFEST_NAME}; {there}")
@@ -95,6 +98,16 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
         newest = step_name(max(steps))
         warnings.append(f"{folder / 'latest'} names {step_name(hint)}, but the newest folder is {newest}: the folders decide")
     return Candidates([steps[step] for step in sorted(steps, reverse=True)], warnings)
+
+
+def require_own(path: Path, ckpt_step: int | None) -> None:
+    """Check that a folder without steps of ours holds no other program's checkpoint. Raises CheckpointError: it does; how to convert it."""
+    if not has_steps(path) and (other := foreign.identify(path)) is not None:
+        raise CheckpointError(_of_another_program(path, other, ckpt_step))
+
+
+def _of_another_program(path: Path, other: foreign.Foreign, ckpt_step: int | None) -> str:
+    return f"{path} has no checkpoint of megatron_sp, but a {other.whose}. {other.way_out(ckpt_step)}"
 
 
 def _runs_in(path: Path) -> list[str]:

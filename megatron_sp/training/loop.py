@@ -32,7 +32,7 @@ from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import KillSwitch, StopSignals
-from megatron_sp.training.starting_point import require_kept_steps
+from megatron_sp.training.starting_point import require_kept_steps, require_own_checkpoint
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.training.watchdog import Watchdog
@@ -55,6 +55,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             f"{task.name} cannot be cut into the {config.parallel.pipeline_model_parallel_size} stages of --pipeline-model-parallel-size:"
             " pretraining of GPT and BERT can; leave it out"
         )
+    require_own_checkpoint(config)
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
     signals = StopSignals(launched=bool(launch.launcher))
     if not config.batch.no_exit_signal_handler:

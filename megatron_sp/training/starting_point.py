@@ -82,6 +82,19 @@ def starting_point(
     )
 
 
+def require_own_checkpoint(config: Config) -> None:
+    """Refuse to load another program's checkpoint, before a run folder is created or anything is written into this one.
+
+    Not collective. A run that has checkpoints of its own goes on from those, or is refused later.
+
+    Raises:
+        CheckpointError: --load holds such a checkpoint; the message has the command that converts it.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is not None and not (save is not None and find.has_steps(Path(save))):
+        find.require_own(Path(load), config.checkpoint.ckpt_step)
+
+
 def require_kept_steps(run_dir: Path) -> None:
     """Check that a run that has saved still has checkpoints: if they are lost, it must not silently start afresh.
 

@@ -85,6 +85,10 @@ def test_what_is_missing_is_an_error_where_it_was_not_meant_to_be_missing(tmp_pa
         (foreign / name).parent.mkdir(parents=True)
         (foreign / name).write_text("100")
         train(tmp_path, "--load", foreign, "--save", foreign, setup=no_model).expect(3, "has no checkpoint")
+    foreign = tmp_path / "megatrons"
+    (foreign / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    train(tmp_path, "--load", foreign, "--save", foreign, ranks=2, setup=no_model).expect(3, f"  megatron-sp convert --input {foreign} ")
+    assert [path.name for path in foreign.rglob("*")] == ["iter_0000010", "mp_rank_00"]  # and nothing is left there
     (tmp_path / "file").write_text("x")
     train(tmp_path, "--load", tmp_path / "file", "--save", run, setup=no_model).expect(3, "is a file")
 

@@ -86,6 +86,7 @@ def _rewritten() -> Iterator[str]:
         yield f"| `--{name}{' N' * num_words}` | {meaning} |"
     yield "| `--num-experts N N ...` | a number for each of these layers, all the same; 1 for a dense MLP |"
     yield "| `--profile pt --profile-steps A,B` | `--profile --profile-step-start A --profile-step-end B` |\n"
+    yield "| `--load-tag global_stepN` | `--ckpt-step N` |\n"
 
 
 def _values() -> Iterator[str]:

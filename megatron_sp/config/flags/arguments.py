@@ -36,8 +36,8 @@ from megatron_sp.utils.launch import launched_processes
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
 _SPECIAL = (
-    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS, *HELD,
-    *dialect.GROUP_FILES,
+    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", "load-tag", *_DEEPSPEED, *dialect.TOKEN_FLAGS,
+    *HELD, *dialect.GROUP_FILES,
 )  # fmt: skip
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
@@ -447,6 +447,15 @@ def _split_profile_steps(draft: _Draft, setting: Setting) -> None:
         _assign(draft, Setting(flag, (step,), setting.where))
 
 
+def _take_step_of_tag(draft: _Draft, setting: Setting) -> None:
+    """Assign the step in the name of one of Megatron-DeepSpeed's folders."""
+    tag = FieldKind("str").parse(setting.words)
+    found = re.fullmatch(r"(?:global_step|step-)0*(\d+)(?:_universal)?", tag)
+    if found is None:
+        raise ValueError(f"expected global_stepN, got '{tag[:40]}': --ckpt-step N says which step is loaded")
+    _assign(draft, Setting("ckpt-step", (found[1],), setting.where))
+
+
 def _ignore_companion(draft: _Draft, setting: Setting) -> None:
     family = _family_of(setting)
     assert family is not None
@@ -485,6 +494,7 @@ _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the fir
     (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
     (lambda setting: setting.name == "preset", _skip_preset),
     (lambda setting: setting.name == "profile-steps", _split_profile_steps),
+    (lambda setting: setting.name == "load-tag", _take_step_of_tag),
     (lambda setting: _family_of(setting) is not None, _ignore_companion),
     (lambda setting: _ignored_because(setting) is not None, _ignore),
     (lambda setting: True, _reject),

@@ -186,6 +186,7 @@ _IGNORED_SWITCHES = {
     "all schedules have the bits of 1F1B": "enable-zbh1-exact-semantics enable-exactly-numeric-match enable-optimizer-post-validation",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
     "--auto-resume does that on any cluster": "adlr-autoresume",
+    "a checkpoint loads into any layout; one of DeepSpeed's own is converted first, and --load says how": "universal-checkpoint",
     "ranks are those of whatever has started this: mpirun, srun, torchrun, or nothing, for a single process": "use-mpi",
 }
 
@@ -325,7 +326,7 @@ _REFUSED = {
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
         sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
     "checkpoints of other programs are converted by megatron-sp convert (docs/how-to/convert.md); --load takes ours": """
-        load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
+        ckpt-convert-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
         reset-iteration no-load-lr-state""",
     "write the flags, without dashes, into a file for --config FILE": "yaml-cfg",

@@ -162,7 +162,7 @@ USED = """
 --no-bias-dropout-fusion; --recompute-activations; --recompute-method uniform; --recompute-num-layers 1; --train-data-path /x
 --valid-data-path /x; --test-data-path /x; --num-workers 2; --reset-position-ids; --reset-attention-mask; --eod-mask-loss
 --mock-data; --mask-prob 0.15; --short-seq-prob 0.1; --bert-no-binary-head; --task MNLI; --train-data /x; --valid-data /x
---epochs 3; --no-save-optim; --no-save-rng; --exit-on-missing-checkpoint; --ckpt-step 10; --load-tag x; --universal-checkpoint
+--epochs 3; --no-save-optim; --no-save-rng; --exit-on-missing-checkpoint; --ckpt-step 10; --load-tag global_step1; --universal-checkpoint
 --skip-train; --profile; --profile-step-start 10; --profile-step-end 12; --profile-ranks 0; --dist-ckpt-format torch_dist
 --ckpt-fully-parallel-save; --no-async-tensor-model-parallel-allreduce; --num-key-value-heads 2
 --rotary-position-embeddings-theta 10000; --layernorm-epsilon 1e-5; --use-flash-attn-v2; --no-query-key-layer-scaling

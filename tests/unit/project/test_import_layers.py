@@ -32,6 +32,7 @@ TORCH_FREE = (
     "checkpoint/commit",
     "checkpoint/file_records",
     "checkpoint/find",
+    "checkpoint/foreign",
     "checkpoint/lock",
     "checkpoint/manifest",
     "checkpoint/verify",
