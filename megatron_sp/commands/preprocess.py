@@ -59,7 +59,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
         help="vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, or GPT-2's vocab.json",
     )
     add("--merge-file", metavar="FILE", default=None, help="GPT-2's merges.txt")
-    add("--vocab-size", type=integer(2**31 - 1), default=None, metavar="N", help="ids of NullTokenizer")
+    add("--vocab-size", type=integer(2**31 - 1), default=None, metavar="N",
+        help="integers of --tokenizer-type NullTokenizer, and one more id ends documents; otherwise all ids")  # fmt: skip
+    add("--eod-id", type=integer(2**31 - 1), default=None, metavar="N", help="the id that ends documents (default: the tokenizer's own)")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
     add("--bos", action=argparse.BooleanOptionalAction, default=None,
         help="begin every document with the tokenizer's BOS token, or not (default: as the tokenizer's own texts do: the template of a"
@@ -86,12 +88,16 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     args = build_parser(prog).parse_args(argv)
     data = DataConfig(
-        tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
+        tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file,
+        eod_id=args.eod_id,
     )  # fmt: skip
+    vocab_size = args.vocab_size
+    if vocab_size is not None and args.tokenizer_type == "NullTokenizer" and args.eod_id is None:
+        vocab_size += 1  # as in training, and in Megatron
     try:
         part = Part.parse(args.part)
         options = PreprocessOptions(
-            inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size,
+            inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=vocab_size,
             json_keys=tuple(args.json_keys), append_eod=args.append_eod, bos=args.bos, workers=args.workers,
             input_format=args.input_format, text_unit=args.text_unit, skip_bad_lines=args.skip_bad_lines,
             split_sentences=args.split_sentences, part=part,

@@ -55,6 +55,15 @@ class Config:
         """False as long as the model is still to be taken from a checkpoint: what the flags say of it is only a part then."""
         return self.model_is_settled or not self.checkpoint.use_checkpoint_args
 
+    @property
+    def adds_null_end(self) -> bool:
+        """True if --vocab-size counts the integers of a NullTokenizer that the command line names, and the end of documents is one more."""
+        typed = (("data", "tokenizer_type"), ("model", "vocab_size"))
+        return (
+            self.data.tokenizer_type == "NullTokenizer" and self.data.eod_id is None
+            and all(self.given.get(key, "").startswith("--") for key in typed)
+        )  # fmt: skip
+
     def says(self, group: str, name: str) -> bool:
         """Return whether a field was set; in a configuration that nobody typed, whether it differs from its default."""
         if self.given:

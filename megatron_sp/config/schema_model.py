@@ -124,7 +124,14 @@ class ModelConfig(ExpertConfig):
     make_vocab_size_divisible_by: int = flag(
         128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1, high=2**20
     )
-    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1, high=2**31 - 1)
+    vocab_size: int | None = flag(
+        None,
+        "entries of the vocabulary (default: the tokenizer's); of --tokenizer-type NullTokenizer without --eod-id one more,"
+        " which ends documents",
+        unit="tokens",
+        low=1,
+        high=2**31 - 1,
+    )
     num_tokentypes: int | None = flag(
         None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0, high=2**16
     )

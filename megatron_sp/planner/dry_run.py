@@ -22,7 +22,7 @@ from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
-from megatron_sp.training.checkpoint_model import check_model, keep_gelu, take_model
+from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
@@ -213,6 +213,7 @@ def complete(config: Config, world_size: int) -> list[str]:
         from megatron_sp.checkpoint.checkpointer import Checkpointer
 
         stored = Checkpointer(None).read_state(point.source)
+        notes += keep_null_vocabulary(stored, config)
     if config.checkpoint.use_checkpoint_args:
         is_adopted = take_model(stored, config, world_size)
     if stored is not None and point.source is not None:

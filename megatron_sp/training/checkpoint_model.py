@@ -155,6 +155,21 @@ def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
     return lines
 
 
+def keep_null_vocabulary(stored: dict[str, Any], config: Config) -> list[str]:
+    """Take the vocabulary of a NullTokenizer from a checkpoint of the time when --vocab-size counted the end of documents, too.
+
+    Returns:
+        A line about it, if it is so.
+    """
+    old, size = stored_configuration(stored)[0], config.model.vocab_size or 0
+    if not config.adds_null_end or old.data.tokenizer_type != "NullTokenizer" or old.model.vocab_size != size - 1:
+        return []
+    config.model.vocab_size = size - 1
+    return [
+        f"--vocab-size {size - 1}: the checkpoint was trained with as many ids, the last one to end documents; a new training has {size}"
+    ]
+
+
 def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> list[str]:
     """Compare the stored configuration with this one.
 

@@ -55,7 +55,7 @@ from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.balance_rows import row_dealer, warning_about_documents
-from megatron_sp.training.checkpoint_model import check_model, keep_gelu, take_model
+from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
@@ -335,6 +335,8 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
     if point.source is not None:
         folder = checkpointer.find(point.source, point.ckpt_step, checkpoint.resume_fallback)
         stored = checkpointer.read_state(folder)
+        for line in keep_null_vocabulary(stored, config):
+            context.console.line(line)
     adopts_tokenizer, told = False, len(config.ignored_flags)
     if checkpoint.use_checkpoint_args:
         adopts_tokenizer = take_model(stored, config, context.launch.world_size)

@@ -367,6 +367,8 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> _Dr
         draft.perhaps |= {each for each in _fields_of_groups("model") if each[1].startswith(("moe", "num_experts"))}
     _settle_tokens(draft)
     _settle_preset(config)
+    if config.adds_null_end and config.model.vocab_size:
+        config.model.vocab_size += 1  # as Megatron's tokenizer of this name does; a configuration, on disk too, counts all ids
     config.ignored_flags = (*(f"{where} ({reason})" for where, reason in draft.ignored.items()), *overruled)
     return draft
 

@@ -46,9 +46,9 @@ class ByteTokenizer:
 class NullTokenizer:
     """Tokenizer of text that is integers separated by white space; documents end with ``eod`` (default: the last id).
 
-    ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Megatron-LM's
-    tokenizer of this name adds one more for the end of a document, so data written by it with ``--vocab-size N`` need
-    ``--vocab-size N+1`` here. For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if
+    ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Where a command
+    line names this tokenizer, its --vocab-size counts the integers alone, as in Megatron-LM
+    (``Config.adds_null_end``). For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if
     ``vocab_size`` is above 5.
 
     Raises:

@@ -49,6 +49,20 @@ def test_spellings_of_a_value(text: str) -> None:
     assert parse(text).model.num_layers == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("", 100), ("--tokenizer-type NullTokenizer", 101), ("--tokenizer-type NullTokenizer --vocab-size 7", 8),
+        ("--tokenizer-type NullTokenizer --eod-id 3", 100), ("--tokenizer-type ByteTokenizer --vocab-size 300", 300),
+    ],
+)  # fmt: skip
+def test_a_null_tokenizer_by_its_name_has_one_id_more_as_in_megatron(flags: str, size: int, tmp_path: Path) -> None:
+    config = parse(flags)
+    assert config.model.vocab_size == size
+    (tmp_path / "c.yaml").write_text(config_as_yaml(config))
+    assert config_from_args(["--config", str(tmp_path / "c.yaml")]).model.vocab_size == size, "a file counts all ids"
+
+
 def test_switches() -> None:
     assert parse("--bf16").precision.bf16 and not parse().precision.bf16
     assert not parse("--bf16 --no-bf16").precision.bf16

@@ -90,6 +90,23 @@ def test_documents_begin_with_bos_where_the_tokenizers_own_texts_do(tmp_path: Pa
         assert says in out and ("BOS" in out) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        ("--tokenizer-type NullTokenizer", 9),
+        ("", 8),
+        ("--tokenizer-type NullTokenizer --eod-id 0", 0),
+        ("--tokenizer-type ByteTokenizer --eod-id 32", 32),
+    ],
+)
+def test_the_id_that_ends_documents(flags: str, end: int, tmp_path: Path) -> None:
+    """Of a NullTokenizer by its name it is one more, as in Megatron."""
+    size = [] if "Byte" in flags else ["--vocab-size", "9"]
+    path = jsonl(tmp_path / "a.jsonl", ["7 8"])
+    assert main(["--input", path, "--output-prefix", str(tmp_path / "x"), "--append-eod", *size, *flags.split()]) == 0
+    assert IndexedDataset(tmp_path / "x_text_document").get(0)[-1] == end
+
+
 def test_empty_documents_have_no_sequence_and_no_eod(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n\n{"text": ""}\n  \n{"text": "y"}')  # and no newline at the end

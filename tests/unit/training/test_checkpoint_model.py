@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.training.checkpoint_model import MODEL, NEW_RUNS, RUNS, check_model, keep_gelu, take_model
+from megatron_sp.training.checkpoint_model import MODEL, NEW_RUNS, RUNS, check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --vocab-size 98"
@@ -205,6 +205,20 @@ def test_the_tokenizer_is_the_checkpoints_where_no_flag_names_one() -> None:
         assert (config.data.tokenizer_type, config.model.vocab_size) == (type_of, size)
     config = parse("--load run --use-checkpoint-args --preset gpt2-124m")  # which has a vocabulary
     assert take_model(stored("--eod-id 5"), config, 1) and config.data.eod_id == 5
+
+
+def test_a_null_tokenizer_has_as_many_ids_as_the_checkpoint() -> None:
+    """When --vocab-size counted its end of documents, a checkpoint had one id less than a new training has."""
+    flags = SHAPE.replace("--vocab-size 98", "--tokenizer-type NullTokenizer --vocab-size 98")
+    before, now = stored("--eod-id 97"), parse(flags)
+    assert (before["config"]["model"]["vocab_size"], now.model.vocab_size) == (98, 99)
+    (line,) = keep_null_vocabulary(before, now)
+    assert line.startswith("--vocab-size 98: the checkpoint was trained with as many ids") and now.model.vocab_size == 98
+    check_model(before, now, finetunes=False)
+    now = parse(flags)
+    assert keep_null_vocabulary({"config": now.to_dict()}, now) == [] and now.model.vocab_size == 99
+    assert keep_null_vocabulary(stored("--tokenizer-type ByteTokenizer"), now) == []
+    assert keep_null_vocabulary(before, parse(SHAPE)) == []
 
 
 def as_before(flags: str) -> dict[str, Any]:
