@@ -15,7 +15,14 @@ from typing import Any
 from megatron_sp.config.concessions import concede, settle_source
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
-from megatron_sp.config.rules_batch import all_sizes, batch_violations, settle_batch_size
+from megatron_sp.config.rules_batch import (
+    all_sizes,
+    batch_violations,
+    curriculum_violations,
+    horizon_in_tokens,
+    settle_batch_size,
+    token_violations,
+)
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
@@ -74,8 +81,8 @@ def violations(config: Config, world_size: int) -> list[str]:
     """
     return _range_texts(config) or [
         *(_about_model(config, world_size) if config.knows_model else ()), *_layout(config, world_size),
-        *batch_violations(config, world_size), *_length(config), *_learning_rate(config), *_optimizer(config),
-        *_precision(config), *data_violations(config), *_checkpoint(config),
+        *batch_violations(config, world_size), *curriculum_violations(config), *_length(config), *_learning_rate(config),
+        *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
         *_logging(config, world_size),
     ]  # fmt: skip
 
@@ -472,7 +479,7 @@ def _length(config: Config) -> Iterator[str]:
             yield "--skip-train validates a checkpoint and needs --load DIR"
         if batch.eval_iters == 0:
             yield "--skip-train with --eval-iters 0 leaves nothing to do: raise --eval-iters"
-    elif batch.train_iters is None and batch.train_samples is None:
+    elif batch.train_iters is None and batch.train_samples is None and batch.train_tokens is None:
         yield "the length of the run is missing: give --train-iters or --train-samples"
     if batch.train_iters is not None and batch.train_samples is not None:
         yield f"give --train-iters ({batch.train_iters}) or --train-samples ({batch.train_samples}), not both"
@@ -499,6 +506,9 @@ def _learning_rate(config: Config) -> Iterator[str]:
     if opt.lr_warmup_init > opt.lr:
         yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most lr ({opt.lr})"
     yield from _decoupled_rate(opt)
+    yield from token_violations(config)
+    if horizon_in_tokens(opt, batch) is not None:
+        return
     total = batch.train_samples if by_samples else batch.train_iters
     horizon = getattr(opt, f"lr_decay_{kind}") or total
     if total is not None and horizon is not None:

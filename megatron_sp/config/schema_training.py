@@ -23,8 +23,17 @@ class BatchConfig:
     step_batch_size_schedule: tuple[str, ...] | None = flag(
         None, '"0:SIZE TOKENS:SIZE ...": the global batch size from so many tokens on, 2.4B:320 for instance (K, M, B, T); alone'
     )
+    seq_length_curriculum: tuple[str, ...] | None = flag(
+        None, "cut training sequences off, later ever less: fixed_linear SHORTEST LONGEST STEPS MULTIPLE, fixed_root (a DEGREE more), or"
+        " fixed_discrete LENGTH:LAST_STEP ... LENGTH", unit="tokens",
+    )  # fmt: skip
     train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1, high=10**12)
     train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
+    train_tokens: int | None = flag(
+        None, "tokens of the whole run: turned into samples (or steps, with --train-iters), rounded up, where all have --seq-length tokens;"
+        " else it ends with the step that reaches them, unless --train-iters or --train-samples end it before", unit="tokens", low=1,
+        high=10**18,
+    )  # fmt: skip
     eval_interval: int | None = flag(
         None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0, high=10**12
     )
@@ -62,9 +71,14 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1, high=10**12)
     lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
+    lr_decay_tokens: int | None = flag(
+        None, "the same in tokens, turned into samples or steps as --train-tokens is; if that cannot be, the rate goes by tokens consumed",
+        unit="tokens", low=1, high=10**18,
+    )  # fmt: skip
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)", low=0)
     lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps", low=0, high=10**12)
     lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences", low=0)
+    lr_warmup_tokens: int | None = flag(None, "the same in tokens, with --lr-decay-tokens", unit="tokens", low=0, high=10**18)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0)
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag("exponential", "shape of WSD's final decay")
     lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1, high=10**12)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from megatron_sp.config.rules_batch import horizon_in_tokens
 from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 
 
@@ -28,6 +29,7 @@ class LRSchedule:
         decay_start, decay_end, decay_style: ramp of the weight decay over the ``length`` of the run.
         length: samples of the run.
         decoupled_peak, decoupled_floor: those of word embeddings and output layer; None: as all others.
+        unit: "tokens" where sequences have several lengths and the flags count tokens: ``warmup`` and ``horizon`` are in tokens then.
     """
 
     peak: float
@@ -44,6 +46,7 @@ class LRSchedule:
     length: int
     decoupled_peak: float | None = None
     decoupled_floor: float | None = None
+    unit: Literal["tokens"] | None = None
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> LRSchedule:
@@ -61,6 +64,10 @@ class LRSchedule:
         wsd_length = config.lr_wsd_decay_samples or 0
         if config.lr_wsd_decay_iters and (last := config.lr_decay_iters or batch.train_iters):  # the last steps, not the first
             wsd_length = horizon - samples_after(max(last - config.lr_wsd_decay_iters, 0))
+        unit: Literal["tokens"] | None = None
+        if (in_tokens := horizon_in_tokens(config, batch)) is not None:
+            unit, horizon = "tokens", in_tokens
+            warmup = (config.lr_warmup_tokens or 0) if config.lr_warmup_fraction is None else config.lr_warmup_fraction * horizon
         decay = config.weight_decay
         return cls(
             peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,
@@ -69,11 +76,11 @@ class LRSchedule:
             decay_start=decay if config.start_weight_decay is None else config.start_weight_decay,
             decay_end=decay if config.end_weight_decay is None else config.end_weight_decay,
             decay_style=config.weight_decay_incr_style, length=length, decoupled_peak=config.decoupled_lr,
-            decoupled_floor=config.decoupled_min_lr,
+            decoupled_floor=config.decoupled_min_lr, unit=unit,
         )  # fmt: skip
 
     def lr(self, samples: int) -> float:
-        """Return the learning rate of a step, given the ``samples`` consumed before it."""
+        """Return the learning rate of a step, given the ``samples`` (or tokens: ``unit``) consumed before it."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.start + (self.peak - self.start) * samples / self.warmup
         if self.style == "constant":
@@ -117,5 +124,5 @@ class LRSchedule:
         return self.decay_start + share * (self.decay_end - self.decay_start)
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as it is stored in a checkpoint; rates that there are not are left out, as in older versions."""
+        """Return the schedule as it is stored in a checkpoint; what there is not is left out, as in older versions."""
         return {name: value for name, value in asdict(self).items() if value is not None}

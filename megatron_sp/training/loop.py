@@ -206,33 +206,46 @@ def _one_step(run: Run, saves: Saves | None) -> StepResult:
     run.context.watchdog.beat(f"step {step}")
     if saves is not None:
         saves.poll()
-    micro_batches = _next_micro_batches(run, loader, consumed, count)
+    longest = None if plan.curriculum is None else plan.curriculum.length(step)
+    micro_batches = _next_micro_batches(run, loader, consumed, count, longest)
     digests, places = ([batch.pop(name) for batch in micro_batches] for name in ("digests", "places"))
     schedule = plan.lr_schedule
-    lr, weight_decay = schedule.lr(progress.scheduled_samples), schedule.weight_decay(progress.scheduled_samples)
+    done = progress.consumed_tokens if schedule.unit == "tokens" else progress.scheduled_samples
+    lr, weight_decay = schedule.lr(done), schedule.weight_decay(progress.scheduled_samples)
     result = run.train_step.run(
         micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests, places=places,
-        decoupled_lr=schedule.decoupled_lr(progress.scheduled_samples),
+        decoupled_lr=schedule.decoupled_lr(done),
     )  # fmt: skip
     result.sample_ids = loader.global_sample_ids(consumed, count).tolist()
     run.state.samples.add(step, consumed, result.sample_digests)
     progress.step, progress.consumed_samples = step, consumed + size
     progress.scheduled_samples += size if result.updated else 0
-    progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
+    length = micro_batches[0]["tokens"].shape[1]
+    progress.consumed_tokens += size * length
     _count_bad_steps(run, result)
     parts = run.parts
-    run.reporter.step(progress, result, lr=lr, loss_scale=parts.scaler.scale, optimizer=parts.optimizer, size=size)
+    run.reporter.step(progress, result, lr=lr, loss_scale=parts.scaler.scale, optimizer=parts.optimizer, size=size, length=length)
     return result
 
 
-def _next_micro_batches(run: Run, loader: BatchLoader, consumed_samples: int, count: int) -> list[MicroBatch]:
-    """Return this rank's next ``count`` micro-batches, on its device."""
+def _next_micro_batches(
+    run: Run, loader: BatchLoader, consumed_samples: int, count: int, longest: int | None = None
+) -> list[MicroBatch]:  # fmt: skip
+    """Return this rank's next ``count`` micro-batches, on its device, their sequences cut off after ``longest`` tokens."""
     try:
         micro_batches = loader.step(consumed_samples, count)
     except ReportedError as error:
         error.on_all_ranks = False  # the others are waiting in a collective already
         raise
-    return [on_device(micro, run.context.groups.device) for micro in micro_batches]
+    return [on_device(_cut(micro, longest), run.context.groups.device) for micro in micro_batches]
+
+
+def _cut(batch: MicroBatch, longest: int | None) -> MicroBatch:
+    """Cut what a micro-batch of GPT has of each position, [b, s], off after ``longest`` of them."""
+    if longest is None or longest >= batch["tokens"].shape[1]:
+        return batch
+    of_positions = ("tokens", "labels", "loss_mask", "positions", "documents")
+    return {name: t[:, :longest].contiguous() if name in of_positions else t for name, t in batch.items()}
 
 
 def _count_bad_steps(run: Run, result: StepResult) -> None:

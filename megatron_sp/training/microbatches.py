@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_sp.config.rules_batch import steps_in_samples
 from megatron_sp.config.schema import BatchConfig
 from megatron_sp.utils.numbers import divide
+
+_FOR_EVER = 10**15  # a step after all changes
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,24 @@ class BatchPlan:
             count = num_steps if same is None else min(same, num_steps)
             consumed, num_steps = consumed + count * self.global_batch_size(consumed), num_steps - count
         return consumed
+
+    def steps_for_tokens(self, tokens: int, length: Callable[[int], int], start: tuple[int, int, int] = (0, 0, 0)) -> int:
+        """Return the number of steps until ``tokens`` are consumed, the last one possibly beyond.
+
+        Args:
+            length: tokens of a sequence in a step, by its number.
+            start: steps, samples and tokens before.
+        """
+        step, samples, done = start
+        while done < tokens:
+            size, same = self.global_batch_size(samples), self._same_size(samples)
+            last = length(step + 1)
+            count = 1
+            if last == length(_FOR_EVER):  # nothing but the size of a batch changes any more
+                count = -(-(tokens - done) // (size * last))
+                count = count if same is None else min(count, same)
+            step, samples, done = step + count, samples + count * size, done + count * size * last
+        return step - start[0]
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
         """Return the number of steps from ``consumed`` samples to at most ``samples``; a last partial batch is dropped."""

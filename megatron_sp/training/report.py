@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import resource
@@ -47,20 +48,22 @@ class StepReporter:
     ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._memory, self._lengths = train_iters, memory, list[float]()
-        self._flops_causal, self._flops_full = step_flops_per_token(config.model, head_share(config))
+        self._causal, self._full = 0.0, 0.0  # FLOPs since the last line
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
         self._seconds = 0.0
         self._tokens = 0
         self._steps = 0
         self._warned_of_peak = False
+        self._per_token: dict[int, tuple[float, float]] = {}
 
     def pause_ended(self) -> None:
         """Restart the step timer after a save or a validation, whose time is not to count for the next step."""
         self._step_began = time.monotonic()
 
-    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int) -> None:
-        """Report the step that has just ended."""
+    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int, length: int
+    ) -> None:  # fmt: skip
+        """Report the step that has just ended, with ``size`` sequences of ``length`` tokens."""
         now = time.monotonic()
         self._seconds += now - self._step_began
         if len(self._lengths) < STEPS:
@@ -68,7 +71,9 @@ class StepReporter:
             if len(self._lengths) == STEPS:
                 self._compare(progress.step)
         self._step_began = now
-        self._tokens += size * (self._config.model.seq_length or 0)
+        causal, full = self._flops_per_token(length)
+        self._tokens += size * length
+        self._causal, self._full = self._causal + size * length * causal, self._full + size * length * full
         self._steps += 1
         rate = self._tokens / self._seconds if self._seconds else 0.0
         seconds_left = (self._train_iters - progress.step) * self._seconds / self._steps
@@ -76,6 +81,7 @@ class StepReporter:
         if progress.step % self._config.logging.log_interval and progress.step != self._train_iters:
             return
         record = self._record(progress, result, rate, lr, loss_scale, optimizer, size)
+        record |= {} if self._config.batch.seq_length_curriculum is None else {"seq_length": length}
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
         if (record["mfu"] or 0) > 1 and not self._warned_of_peak:
@@ -84,7 +90,13 @@ class StepReporter:
                 f"MFU above 100 % is impossible: the assumed peak, that of {self._peak_name}, is lower than what this device reaches;"
                 " set --peak-tflops, and compare tokens/s until then"
             )
-        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+        self._seconds, self._tokens, self._steps, self._causal, self._full = 0.0, 0, 0, 0.0, 0.0
+
+    def _flops_per_token(self, length: int) -> tuple[float, float]:
+        if length not in self._per_token:
+            model = dataclasses.replace(self._config.model, seq_length=length)
+            self._per_token[length] = step_flops_per_token(model, head_share(self._config))
+        return self._per_token[length]
 
     def _compare(self, step: int) -> None:
         """Report prediction and measurement, once."""
@@ -95,8 +107,8 @@ class StepReporter:
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int
     ) -> dict[str, Any]:
-        per_device = rate / self._groups.world_size
-        causal, full = per_device * self._flops_causal / 1e12, per_device * self._flops_full / 1e12
+        device_seconds = self._seconds * self._groups.world_size
+        causal, full = (flops / device_seconds / 1e12 if device_seconds else 0.0 for flops in (self._causal, self._full))
         record: dict[str, Any] = {
             "step": progress.step, "consumed_samples": progress.consumed_samples, "consumed_tokens": progress.consumed_tokens,
             "loss": result.losses[0], "loss_hex": result.losses[0].hex(),
@@ -124,6 +136,7 @@ class StepReporter:
     def _line(self, r: dict[str, Any], seconds_left: float) -> str:
         mfu = f" (MFU {100 * r['mfu']:.1f} % of {self._peak_name})" if r["mfu"] is not None else ""
         extra = f" | skipped {r['skipped_steps']}" if r["skipped_steps"] else ""
+        extra += f" | length {r['seq_length']}" if "seq_length" in r else ""
         extra += f" | scale {r['loss_scale']:g}" if self._config.precision.fp16 else ""
         extra += f" | lr of embeddings {r['decoupled_lr']:.3e}" if "decoupled_lr" in r else ""
         if "expert_load_max" in r:

@@ -36,6 +36,7 @@ from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
+from megatron_sp.config.curriculum import Curriculum, read_curriculum
 from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
@@ -176,13 +177,15 @@ class StepPlan:
         batches: global batch size and number of micro-batches, as a function of consumed samples.
         start: progress before the first step of this process.
         train_iters: number of the run's last step.
-        lr_schedule: learning rate and weight decay, as a function of scheduled samples.
+        lr_schedule: learning rate and weight decay, as a function of progress.
+        curriculum: length of the sequences, as a function of the step; None: whole samples.
     """
 
     batches: BatchPlan
     start: Progress
     train_iters: int
     lr_schedule: LRSchedule
+    curriculum: Curriculum | None = None
 
 
 @dataclass(frozen=True)
@@ -383,7 +386,7 @@ def keep_tokenizer(context: RunContext, tokenizer: Tokenizer) -> dict[str, Any] 
 
 
 def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
-    """Return the steps to take: from the checkpoint's to --train-iters, or until --train-samples are consumed.
+    """Return the steps to take: from the checkpoint's to --train-iters, or until --train-samples or --train-tokens are consumed.
 
     Raises:
         CheckpointError: a stored count is not a whole number >= 0.
@@ -396,13 +399,21 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
         start.load(origin.stored, batches.global_batch_size)
     if problem := step_violation(batch, length, context.groups.dp_size, start.consumed_samples):
         raise ConfigError(problem)
+    curriculum = None if batch.seq_length_curriculum is None else read_curriculum(batch.seq_length_curriculum)
     train_iters = batch.train_iters or start.step + batches.steps_for(batch.train_samples or 0, start.consumed_samples)
+    if batch.train_tokens is not None:
+        by_tokens = start.step + batches.steps_for_tokens(
+            batch.train_tokens, lambda step: length if curriculum is None else min(length, curriculum.length(step)),
+            (start.step, start.consumed_samples, start.consumed_tokens),
+        )  # fmt: skip
+        train_iters = min(by_tokens, train_iters) if batch.train_iters or batch.train_samples else by_tokens
     if train_iters == 0 and not batch.skip_train:
         raise ConfigError(
             f"train_samples ({batch.train_samples}) is less than one step takes ({batches.global_batch_size(0)}):"
             " raise --train-samples, or lower --global-batch-size"
         )
-    return StepPlan(batches, start, train_iters, LRSchedule.from_config(context.config.optimizer, batch, batches.samples_after))
+    schedule = LRSchedule.from_config(context.config.optimizer, batch, batches.samples_after)
+    return StepPlan(batches, start, train_iters, schedule, curriculum)
 
 
 def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closing: ExitStack) -> RunData:

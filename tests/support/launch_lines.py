@@ -221,6 +221,7 @@ _TEMPLATE = {
         "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
     },
 }  # fmt: skip
+_CURRICULUM = {"curriculum_learning": _TEMPLATE["curriculum_learning"] | _ON}
 _ADAMW = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 LAUNCHES = (
     # Megatron-LM, GPT and BERT
@@ -381,7 +382,7 @@ LAUNCHES = (
         "weighed against them by a router of its own",
         _json(512, 2, **_TEMPLATE),
     ),
-    Launch("ds: curriculum", _TOKENS_1B + "--curriculum-learning-legacy " + _ENGINE, 8, "curricula", _json(512, 2, **_TEMPLATE)),
+    Launch("ds: curriculum", _TOKENS_1B + "--curriculum-learning-legacy " + _ENGINE, json=_json(512, 2, **{**_TEMPLATE, **_CURRICULUM})),
     Launch(
         "ds: curriculum in the file",
         _TOKENS_1B + _ENGINE,

@@ -78,8 +78,6 @@ def _rewritten() -> Iterator[str]:
         for value, rewrites in values.items():
             settings = [f"`--{flag}" + ("`" if word == "true" else f" {word}`") for rewrite in rewrites for flag, word in rewrite.to]
             yield f"| `--{name} {value}` | {' '.join(settings)} |"
-    for name in dialect.TOKEN_FLAGS:
-        yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
     for name, flag in dialect.GROUP_FILES.items():
         yield f"| `--{name} FILE` | `--{flag}` with what the file has in double quotes, or line by line |"
     for name, (num_words, meaning) in HELD.items():

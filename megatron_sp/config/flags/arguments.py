@@ -36,8 +36,8 @@ from megatron_sp.utils.launch import launched_processes
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
 _SPECIAL = (
-    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", "load-tag", *_DEEPSPEED, *dialect.TOKEN_FLAGS,
-    *HELD, *dialect.GROUP_FILES,
+    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", "load-tag", *_DEEPSPEED, *HELD,
+    *dialect.GROUP_FILES,
 )  # fmt: skip
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
@@ -487,11 +487,11 @@ def _reject(draft: _Draft, setting: Setting) -> None:
 
 _Handler = Callable[[_Draft, Setting], None]
 _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the first kind that a setting is of
+    (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),
     (lambda setting: setting.name in HELD or (setting.name == "num-experts" and len(setting.words) > 1), _hold),
     (lambda setting: setting.name in targets(), _assign),
     (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
     (lambda setting: " ".join(setting.words).lower() in dialect.REWRITTEN_VALUES.get(setting.name, {}), _rewrite_value),
-    (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),
     (lambda setting: setting.name in dialect.GROUP_FILES, _read_groups),
     (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
     (lambda setting: setting.name == "preset", _skip_preset),
@@ -633,7 +633,12 @@ def _known_elsewhere(setting: Setting) -> str:
 
 
 def _settle_tokens(draft: _Draft) -> None:
-    """Convert lengths in tokens; those that cannot be converted leave their fields open."""
+    """Convert lengths in tokens, unless sequences have several lengths; those that cannot be converted leave their fields open."""
+    if draft.config.batch.seq_length_curriculum is not None:
+        for name, value in draft.tokens.items():
+            group, field_name = _token_field(name, "tokens")
+            setattr(getattr(draft.config, group), field_name, value)
+        return
     kind = "samples" if draft.config.batch.train_iters is None else "iters"
     draft.meant |= {_token_field(name, kind) for name in draft.unread_tokens}
     if not draft.tokens:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_sp.config.curriculum import read_curriculum
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
 from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedConfig
@@ -497,12 +498,73 @@ def _inside(keys: _Keys) -> Handler:
     return lambda reader, place, value: reader.block({k: v for k, v in value.items() if k != "enabled"}, place, keys)
 
 
-_NO_CURRICULUM = "curricula, compression and layer dropping are not there; remove it"
+def _legacy_curriculum(reader: _Reader, place: str, value: Any) -> None:
+    kind = value.get("curriculum_type", "seqlen")
+    if kind == "seqlen":
+        _lengths(reader, place, value)
+    else:
+        reader.refuse(f"{place}.curriculum_type", kind, 'a curriculum is of the sequences\' length here: use "seqlen", or remove the block')
+
+
+def _curriculum_of_metrics(reader: _Reader, place: str, value: Any) -> None:
+    metrics = reader.object(f"{place}.curriculum_metrics", value.get("curriculum_metrics", {}))
+    if not metrics:
+        reader.problem(f"{place}: is enabled and has no curriculum_metrics: add one, or disable it")
+    for name, metric in metrics.items():
+        there = f"{place}.curriculum_metrics.{_printable(name)}"
+        block = reader.object(there, metric)
+        if name != "seqlen_truncate":
+            reader.refuse(there, metric, "a curriculum cuts samples off and does not choose them: use seqlen_truncate, or remove it")
+        elif (cluster := block.get("clustering_type", "single_cluster")) != "single_cluster":
+            reader.refuse(f"{there}.clustering_type", cluster, 'samples are not chosen by their difficulty: use "single_cluster"')
+        else:
+            _lengths(reader, there, block)
+
+
+_PARTS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"), "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+}  # fmt: skip
+
+
+def _lengths(reader: _Reader, place: str, block: dict[str, Any]) -> None:
+    """Claim a curriculum of the sequences' length."""
+    kind, config = block.get("schedule_type"), reader.object(f"{place}.schedule_config", block.get("schedule_config", {}))
+    if not isinstance(kind, str) or kind not in _PARTS:
+        reader.refuse(f"{place}.schedule_type", kind, f"the schedules are {', '.join(_PARTS)}; use one of them, or remove the block")
+        return
+    missing = [key for key in ("min_difficulty", "max_difficulty") if key not in block] + [key for key in _PARTS[kind] if key not in config]
+    if missing:
+        reader.problem(f"{place}: {kind} needs {', '.join(missing)}")
+        return
+    if kind == "fixed_discrete":
+        lengths, lasts = config["difficulty"], config["max_step"]
+        if not isinstance(lengths, list) or not isinstance(lasts, list) or len(lengths) != len(lasts) + 1:
+            reader.problem(
+                f"{place}.schedule_config: difficulty must be a list with one number more than max_step: the last length has no end"
+            )
+            return
+        numbers = [f"{_word(length)}:{_word(last)}" for length, last in zip(lengths, lasts, strict=False)] + [_word(lengths[-1])]
+    else:
+        numbers = [_word(block["min_difficulty"]), _word(block["max_difficulty"]), *(_word(config[key]) for key in _PARTS[kind])]
+    try:
+        read_curriculum((kind, *numbers))
+    except ValueError as error:
+        reader.problem(f"{place}: {error}")
+        return
+    reader.claim("batch.seq_length_curriculum", place, (kind, *numbers))
+
+
+def _word(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else _short(value)
+
+
+_NO_COMPRESSION = "compression and layer dropping are not there; remove it"
 _ALL_TOKENS = (
     "random layer token dropping (random-LTD) leaves tokens out of the middle layers, and here every layer computes all; remove it"
 )
 
-_CURRICULUM = _Keys({"curriculum_learning": _if_on(_refuse(_NO_CURRICULUM))}, ignored=("num_epochs", "num_workers", "pin_memory"))
+_CURRICULUM = _Keys({"curriculum_learning": _if_on(_curriculum_of_metrics)}, ignored=("num_epochs", "num_workers", "pin_memory"))
 _ROUTING = _Keys({"random_ltd": _if_on(_refuse(_ALL_TOKENS))})
 _DATA_EFFICIENCY = _Keys({"data_sampling": _if_on(_inside(_CURRICULUM)), "data_routing": _if_on(_inside(_ROUTING))}, ignored=("seed",))
 
@@ -528,6 +590,8 @@ ADAPTED = {
     "optimizer": "Adam, AdamW or SGD; lr, betas, eps, weight_decay, momentum; what the block leaves out has DeepSpeed's default",
     "scheduler": "WarmupLR and WarmupDecayLR where they are constant; else refused, with the flags that come nearest",
     "sequence_parallel_size": "--sequence-parallel-size",
+    "curriculum_learning": "--seq-length-curriculum, if it is enabled, by fixed_linear, fixed_root or fixed_discrete",
+    "data_efficiency.data_sampling.curriculum_learning": "the same, of the metric seqlen_truncate; other metrics are refused",
     "data_efficiency": "what is in it counts only where it and everything around it say `enabled: true`; random_ltd is refused then",
 }
 """Keys with a meaning and what it is, for docs/reference/flags.md."""
@@ -542,7 +606,7 @@ _TOP = _Keys(
         "communication_data_type": _communication,
         "sequence_parallel_size": _as("parallel.sequence_parallel_size"), "optimizer": _optimizer, "scheduler": _scheduler,
         "gradient_allreduce_op": _must_be("mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it"),
-        "data_efficiency": _if_on(_inside(_DATA_EFFICIENCY)),
+        "data_efficiency": _if_on(_inside(_DATA_EFFICIENCY)), "curriculum_learning": _if_on(_legacy_curriculum),
     },
     ignored=(
         "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor",
@@ -554,9 +618,9 @@ _TOP = _Keys(
     ),
     refused={
         "amp": _NO_AUTOCAST, "torch_autocast": _NO_AUTOCAST,
-        "curriculum_learning": _NO_CURRICULUM, "progressive_layer_drop": _NO_CURRICULUM,
-        "eigenvalue": _NO_CURRICULUM, "quantize_training": _NO_CURRICULUM, "compression_training": _NO_CURRICULUM,
-        "weight_quantization": _NO_CURRICULUM, "random_ltd": _ALL_TOKENS,
+        "progressive_layer_drop": _NO_COMPRESSION,
+        "eigenvalue": _NO_COMPRESSION, "quantize_training": _NO_COMPRESSION, "compression_training": _NO_COMPRESSION,
+        "weight_quantization": _NO_COMPRESSION, "random_ltd": _ALL_TOKENS,
         "sparse_attention": "attention is causal over the whole sequence; remove it",
         "elasticity": "the batch size is --global-batch-size, whatever the number of ranks; remove it",
         "hybrid_engine": "it is for reinforcement learning; remove it",

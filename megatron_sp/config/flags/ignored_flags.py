@@ -102,7 +102,7 @@ GROUP_FILES = {f"{name}-weighted-split-paths-path": f"{name}-weighted-split-path
 """Files with what another flag takes from the command line, by that flag."""
 
 TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
-"""Megatron-DeepSpeed's lengths in tokens; ``arguments`` turns them into samples or steps."""
+"""Megatron-DeepSpeed's lengths in tokens, fields that ``arguments`` turns into samples or steps wherever it can."""
 
 _FUSED = "which kernels run is decided by what the machine has, and by --fused-kernels and --attention-backend"
 _LOGGED = "always written to metrics.jsonl, and to TensorBoard when that is on"
@@ -127,6 +127,8 @@ _IGNORED_LISTS = (
 )
 
 _IGNORED_SWITCHES = {
+    "DeepSpeed's JSON says which curriculum there is, if any": """
+        curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning""",
     _FUSED: """
         no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
         cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
@@ -313,9 +315,9 @@ _REFUSED = {
         optimizer-layerwise""",
     "every batch has the size that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule says": """
         decrease-batch-size-if-needed""",
-    "curricula, compression, distillation and data-efficiency methods are not there": """
+    "compression and distillation are not there, and of data-efficiency methods only --seq-length-curriculum is": """
         kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize
-        curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning compression-training
+        compression-training
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path mos kd-alpha-ce kd-beta-ce
         kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
     "random layer token dropping leaves tokens out of the middle layers, and here every layer computes all": "random-ltd",
@@ -345,7 +347,7 @@ REFUSED_PREFIXES: dict[str, str] = {
     "hybrid-": REFUSED["spec"],
     "mup-": REFUSED["use-mup"],
     "fp8-": REFUSED["fp8-format"],
-    "curriculum-": REFUSED["curriculum-learning"],
+    "curriculum-": REFUSED["compression-training"],
     "random-ltd-": REFUSED["random-ltd"],
     "muon-": REFUSED["no-decoupled-weight-decay"],
     "mamba-": REFUSED["spec"],

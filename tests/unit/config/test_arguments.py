@@ -242,6 +242,9 @@ def test_lengths_in_tokens() -> None:
     steps = parse("--global-batch-size 4 --lr-warmup-tokens 129 --train-tokens 500")
     assert (steps.batch.train_iters, steps.optimizer.lr_warmup_iters) == (4, 2)  # 32 * 4 = 128 tokens a step
     assert "--lr-warmup-tokens with --train-iters needs a constant --global-batch-size" in error("--lr-warmup-tokens 9")
+    short = parse("--train-tokens 1000 --lr-decay-tokens 640 --lr-warmup-tokens 65 --seq-length-curriculum fixed_discrete 8:5 32", base)
+    assert (short.batch.train_tokens, short.batch.train_samples, short.optimizer.lr_decay_samples) == (1000, None, None)
+    assert (short.optimizer.lr_decay_tokens, short.optimizer.lr_warmup_tokens) == (640, 65), "samples have several lengths"
     with pytest.raises(ConfigError, match="--train-tokens needs --seq-length"):
         parse("--train-tokens 9", "--lr 1")
 
@@ -261,7 +264,7 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
         "--num-experts 8 --expert-tensor-parallel-size 2",
         "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--use-torch-fsdp2", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
-        "--standalone-embedding-stage", "--ckpt-convert-format torch", "--curriculum-learning",
+        "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
         "--decrease-batch-size-if-needed", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
     ],

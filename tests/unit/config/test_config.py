@@ -50,6 +50,10 @@ def _steps(schedule: str, micro: int = 1) -> dict[str, Any]:
     return {"batch__step_batch_size_schedule": (schedule,), "batch__micro_batch_size": micro}
 
 
+def _curriculum(words: tuple[str, ...] = ("fixed_linear", "8", "32", "9", "4"), **more: Any) -> dict[str, Any]:
+    return {"batch__seq_length_curriculum": words, **more}
+
+
 def _groups(**texts: tuple[str, ...]) -> dict[str, Any]:
     return {"data__mock_data": False} | {f"data__{name}_weighted_split_paths": each for name, each in texts.items()}
 
@@ -169,6 +173,36 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (_steps("1K:8"), "the first size is that of 0 tokens: begin with 0:SIZE"),
     (_steps("0:8 1K:16 1000:8"), "two sizes begin at 1,000 tokens"),
     (_steps("0:8 33:16 40:8"), "33 and 40 tokens are the same sample of 32 tokens (1): its thresholds are in tokens"),
+    (_curriculum(words=("fixed_linear", "8")), "seq_length_curriculum: expected fixed_linear SHORTEST LONGEST STEPS MULTIPLE"),
+    (_curriculum(model__model_family="bert", data__vocab_file="v", data__tokenizer_type="BertWordPieceCase"), "those of BERT are whole"),
+    (_curriculum(kernels__mlp_chunks=9), "mlp_chunks (9) must be at most the positions of a rank (8 of the first 8 tokens"),
+    (_curriculum(optimizer__lr_warmup_tokens=9), "--lr-warmup-tokens (9) needs --lr-decay-tokens"),
+    (
+        _curriculum(optimizer__lr_decay_tokens=90, optimizer__lr_warmup_iters=2),
+        "--lr-warmup-iters cannot go with a learning rate that goes",
+    ),
+    (
+        _curriculum(optimizer__lr_decay_tokens=90, optimizer__lr_warmup_tokens=90),
+        "lr_warmup_tokens (90) must be below the decay horizon (90",
+    ),
+    (
+        _curriculum(optimizer__lr_decay_tokens=90, optimizer__lr_warmup_tokens=9, optimizer__lr_warmup_fraction=0.1),
+        "give --lr-warmup-fraction (0.1) or --lr-warmup-tokens (9), not both",
+    ),
+    (
+        _curriculum(optimizer__lr_decay_tokens=90, optimizer__lr_decay_style="WSD", optimizer__lr_wsd_decay_iters=2),
+        "--lr-decay-style WSD has its final decay in steps or samples",
+    ),
+    (
+        _curriculum(
+            batch__train_iters=None,
+            batch__train_tokens=90,
+            optimizer__weight_decay_incr_style="linear",
+            optimizer__start_weight_decay=0.1,
+            optimizer__end_weight_decay=0.2,
+        ),
+        "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters",
+    ),
     ({"batch__train_iters": None}, "the length of the run is missing"),
     ({"batch__train_samples": 100}, "give --train-iters (10) or --train-samples (100), not both"),
     ({"batch__skip_train": True}, "--skip-train validates a checkpoint and needs --load"),
@@ -286,6 +320,13 @@ def test_each_rule_is_the_only_message(fields: dict[str, Any], expected: str) ->
 
 
 LAYOUTS: list[tuple[int, dict[str, Any], str]] = [
+    (
+        2, _curriculum(
+            parallel__pipeline_model_parallel_size=2, parallel__pipeline_schedule="slices", parallel__pipeline_slices=9,
+            model__attention_dropout=0.0,
+        ),
+        "pipeline_slices (9) must be at most the first length of --seq-length-curriculum (8): use --pipeline-slices 8 or less",
+    ),
     (
         4, {"model__num_attention_heads": 10, "model__hidden_size": 100, "parallel__tensor_model_parallel_size": 4},
         "num_attention_heads (10) must be a multiple of tensor_model_parallel_size (4): 10 = 2 * 4 + 2; use --tp-size 1 or 2,"

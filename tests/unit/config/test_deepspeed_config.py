@@ -45,6 +45,20 @@ def zero(**block: Any) -> dict[str, Any]:
     return {"zero_optimization": block}
 
 
+_STEPS = {"total_curriculum_step": 1.5e4, "difficulty_step": 8}
+
+
+def _linear(**more: Any) -> dict[str, Any]:
+    """A curriculum as in Megatron-DeepSpeed's examples."""
+    block = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 64, "max_difficulty": 1024, "schedule_type": "fixed_linear"}
+    return block | {"schedule_config": _STEPS} | more
+
+
+def _metric(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    curriculum = {"enabled": True, "curriculum_metrics": {name: block}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": curriculum}}}
+
+
 MEANS: list[tuple[dict[str, Any], str, Any]] = [
     (zero(stage=2), "parallel.zero_stage", 2),
     (zero(stage=3.0), "parallel.zero_stage", 3),
@@ -97,6 +111,23 @@ MEANS: list[tuple[dict[str, Any], str, Any]] = [
     ({"optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}}, "optimizer.weight_decay", 0.01),
     ({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "bias_correction": True}}}, "optimizer.adam_beta2", 0.999),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "optimizer.lr_decay_style", "constant"),
+    ({"curriculum_learning": _linear()}, "batch.seq_length_curriculum", ("fixed_linear", "64", "1024", "15000", "8")),
+    (
+        {"curriculum_learning": _linear(schedule_type="fixed_root", schedule_config=_STEPS | {"root_degree": 2})},
+        "batch.seq_length_curriculum",
+        ("fixed_root", "64", "1024", "15000", "8", "2"),
+    ),
+    (
+        {"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5.0]})},
+        "batch.seq_length_curriculum",
+        ("fixed_discrete", "8:5", "16"),
+    ),
+    (
+        _metric("seqlen_truncate", _linear(difficulty_type="value", clustering_type="single_cluster")),
+        "batch.seq_length_curriculum",
+        ("fixed_linear", "64", "1024", "15000", "8"),
+    ),
+    ({"curriculum_learning": _linear(enabled=False)}, "batch.seq_length_curriculum", None),
     ({"sequence_parallel_size": 1}, "parallel.sequence_parallel_size", 1),
     (
         {"zero_optimization": None, "bf16": "auto", "optimizer": "auto", "scheduler": None, "train_batch_size": None},
@@ -260,14 +291,25 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ),
     ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ("--lr-decay-style cosine --lr-warmup-iters 1000",)),
     ({"scheduler": {"type": "OneCycle"}}, ('scheduler.type ("OneCycle") is not supported', "give --lr, --lr-decay-style and")),
-    ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning ({\"enabled\": true}) is not supported",)),
+    ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.schedule_type (null) is not supported", "fixed_linear, fixed_root")),
+    ({"curriculum_learning": {"enabled": True, "schedule_type": "custom"}}, ('schedule_type ("custom") is not supported',)),
+    ({"curriculum_learning": _linear(curriculum_type="vocab")}, ('curriculum_type ("vocab") is not supported',)),
+    ({"curriculum_learning": _linear(schedule_config={"difficulty_step": 8})}, ("fixed_linear needs total_curriculum_step",)),
+    ({"curriculum_learning": _linear(min_difficulty=0)}, ("curriculum_learning: expected a whole number of at least 1, got '0'",)),
+    ({"curriculum_learning": _linear(min_difficulty=4096)}, ("the shortest length (4096) must be at most the longest (1024)",)),
+    (
+        {"curriculum_learning": _linear(schedule_type="fixed_discrete", schedule_config={"difficulty": [8, 16], "max_step": [5, 9]})},
+        ("difficulty must be a list with one number more than max_step",),
+    ),
+    (_metric("vocabularyrarity", {}), ("curriculum_metrics.vocabularyrarity (", "cuts samples off and does not choose them")),
+    (_metric("seqlen_truncate", _linear(clustering_type="schedule_based")), ('clustering_type ("schedule_based") is not supported',)),
     (
         {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}}}},
         ("data_efficiency.data_routing.random_ltd (", "leaves tokens out of the middle layers"),
     ),
     (
         {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
-        ("data_efficiency.data_sampling.curriculum_learning (",),
+        ("data_efficiency.data_sampling.curriculum_learning: is enabled and has no curriculum_metrics",),
     ),
     ({"data_efficiency": {"enabled": True, "data_samplings": {}}}, ("data_samplings is unknown: did you mean data_sampling?",)),
     ({"data_efficiency": {"enabled": "yes"}}, ('data_efficiency.enabled: expected true, false or "auto", got "yes"',)),

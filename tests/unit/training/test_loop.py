@@ -55,6 +55,7 @@ class Script:
     events: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     rates: list[int] = field(default_factory=list)
+    unit: None = None  # of the learning rate's schedule: samples
     requested: bool = False
     kill_switch_path: str | None = None
     failed: bool = False
@@ -80,7 +81,7 @@ class Script:
         reporter = SimpleNamespace(pause_ended=nothing, step=lambda progress, result, **k: self.note(f"report {progress.step}"))
         run = SimpleNamespace(
             context=context, continues_own=self.continues_own, evaluated=list(self.evaluated), reporter=reporter,
-            plan=SimpleNamespace(batches=self.batches, start=self.start, train_iters=self.train_iters, lr_schedule=self),
+            plan=SimpleNamespace(batches=self.batches, start=self.start, train_iters=self.train_iters, lr_schedule=self, curriculum=None),
             data=SimpleNamespace(train_loader=self),
             layout=SimpleNamespace(overlap_report=None),
             parts=SimpleNamespace(weights=SimpleNamespace(settle=nothing), scaler=SimpleNamespace(scale=1.0), optimizer=None),

@@ -1,0 +1,102 @@
+"""Length of the sequences in each step: DeepSpeed's curriculum, in which they are cut off after few tokens first and more later.
+
+The formulas are those of DeepSpeed's ``curriculum_scheduler.py``, for the step about to be taken, counted from 1. What
+lies beyond the length of a sample is not read again; validation and test see whole samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_FORMS = {
+    "fixed_linear": "fixed_linear SHORTEST LONGEST STEPS MULTIPLE",
+    "fixed_root": "fixed_root SHORTEST LONGEST STEPS MULTIPLE DEGREE",
+    "fixed_discrete": "fixed_discrete LENGTH:LAST_STEP LENGTH:LAST_STEP ... LENGTH",
+}
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """A curriculum.
+
+    Attributes:
+        shortest, longest: lengths at the beginning and at the end.
+        steps: steps from one to the other.
+        multiple: a length is rounded down to a multiple of this.
+        degree: of the root along which the length grows; 1: a straight line.
+        stages: instead of all that, pairs of a length and the last step with it; the length of ``longest`` follows.
+    """
+
+    shortest: int
+    longest: int
+    steps: int = 1
+    multiple: int = 1
+    degree: float = 1.0
+    stages: tuple[tuple[int, int], ...] = ()
+
+    def length(self, step: int) -> int:
+        """Return the length in step number ``step``, from 1."""
+        if self.stages or self.shortest == self.longest:
+            return next((length for length, last in self.stages if step <= last), self.longest)
+        grown = (step / self.steps) ** (1.0 / self.degree)
+        length = math.floor(grown * (self.longest - self.shortest) + self.shortest)
+        length -= length % self.multiple
+        return min(max(length, -(-self.shortest // self.multiple) * self.multiple), self.longest)
+
+
+def read_curriculum(words: tuple[str, ...]) -> Curriculum:
+    """Return the curriculum of --seq-length-curriculum.
+
+    Raises:
+        ValueError: the words do not say one; the message has the form and the values.
+    """
+    words = tuple(part for word in words for part in word.split())
+    kind, values = words[0] if words else "", words[1:]
+    if kind not in _FORMS:
+        raise ValueError(f"expected {', '.join(_FORMS)} and numbers, got '{kind[:40]}'")
+    if kind == "fixed_discrete":
+        return _in_stages(values)
+    if len(values) != (5 if kind == "fixed_root" else 4):
+        raise ValueError(f"expected {_FORMS[kind]}, got {len(values)} numbers: {' '.join(values)[:60]}")
+    shortest, longest, steps, multiple = (_whole(word) for word in values[:4])
+    degree = 1.0 if kind == "fixed_linear" else _number(values[4])
+    if shortest > longest:
+        raise ValueError(f"the shortest length ({shortest}) must be at most the longest ({longest})")
+    if multiple > longest:
+        raise ValueError(f"lengths are multiples of {multiple}, and the longest is {longest}: take a smaller step")
+    return Curriculum(shortest, longest, steps, multiple, degree)
+
+
+def _in_stages(values: tuple[str, ...]) -> Curriculum:
+    if len(values) < 2:
+        raise ValueError(f"expected {_FORMS['fixed_discrete']}, got '{' '.join(values)[:60]}'")
+    stages = []
+    for word in values[:-1]:
+        length, _, last = word.partition(":")
+        stages.append((_whole(length), _whole(last)))
+    longest = _whole(values[-1])
+    lengths, lasts = [*(length for length, _ in stages), longest], [last for _, last in stages]
+    if lengths != sorted(lengths) or lasts != sorted(set(lasts)):
+        raise ValueError(f"lengths ({_listed(lengths)}) must grow, and so must the last steps with them ({_listed(lasts)})")
+    return Curriculum(lengths[0], longest, stages=tuple(stages))
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _whole(word: str) -> int:
+    if not word.isdecimal() or not 1 <= int(word) <= 10**12:
+        raise ValueError(f"expected a whole number of at least 1, got '{word[:40]}'")
+    return int(word)
+
+
+def _number(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"the degree of the root must be a number above 0, got '{word[:40]}'")
+    return value

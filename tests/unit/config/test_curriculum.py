@@ -1,0 +1,57 @@
+"""Lengths of a curriculum against DeepSpeed's formulas worked out by hand, and what is wrong with one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_sp.config.curriculum import read_curriculum
+
+
+def lengths(text: str, *steps: int) -> list[int]:
+    curriculum = read_curriculum((text,))
+    assert curriculum == read_curriculum(tuple(text.split()))
+    return [curriculum.length(step) for step in steps]
+
+
+def test_a_straight_line() -> None:
+    # floor(80 + 1968 * step / 100), rounded down to multiples of 8
+    assert lengths("fixed_linear 80 2048 100 8", 1, 2, 50, 99, 100, 101, 10**9) == [96, 112, 1064, 2024, 2048, 2048, 2048]
+    assert lengths("fixed_linear 5 9 4 1", 1, 2, 3, 4, 5) == [6, 7, 8, 9, 9]
+
+
+def test_a_length_is_a_multiple_from_the_first_step_on_and_the_longest_at_last() -> None:
+    assert lengths("fixed_linear 8 100 1000 16", 1, 500, 1000, 1200) == [16, 48, 96, 100]
+    assert lengths("fixed_linear 64 64 10 48", 1, 100) == [64, 64]
+
+
+def test_a_root() -> None:
+    assert lengths("fixed_root 80 2048 100 8 2", 1, 25, 100) == [272, 1064, 2048]
+    assert lengths("fixed_root 80 2048 100 8 1", 1, 50) == lengths("fixed_linear 80 2048 100 8", 1, 50)
+
+
+def test_stages() -> None:
+    assert lengths("fixed_discrete 16:5 64:10 128", 1, 5, 6, 10, 11, 10**9) == [16, 16, 64, 64, 128, 128]
+
+
+WRONG = [
+    ("", "expected fixed_linear, fixed_root, fixed_discrete and numbers, got ''"),
+    ("custom 1 2", "got 'custom'"),
+    ("fixed_linear 8 64 10", "expected fixed_linear SHORTEST LONGEST STEPS MULTIPLE, got 3 numbers: 8 64 10"),
+    ("fixed_root 8 64 10 8", "expected fixed_root SHORTEST LONGEST STEPS MULTIPLE DEGREE, got 4 numbers"),
+    ("fixed_root 8 64 10 8 0", "the degree of the root must be a number above 0, got '0'"),
+    ("fixed_linear 0 64 10 8", "expected a whole number of at least 1, got '0'"),
+    ("fixed_linear 8 6.5 10 8", "got '6.5'"),
+    ("fixed_linear 80 64 10 8", "the shortest length (80) must be at most the longest (64)"),
+    ("fixed_linear 8 64 10 128", "lengths are multiples of 128, and the longest is 64"),
+    ("fixed_discrete 64", "expected fixed_discrete LENGTH:LAST_STEP"),
+    ("fixed_discrete 64 128", "expected a whole number of at least 1, got ''"),
+    ("fixed_discrete 64:5 32:9 128", "lengths (64, 32, 128) must grow, and so must the last steps with them (5, 9)"),
+    ("fixed_discrete 8:5 32:5 128", "(5, 5)"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG, ids=[text or "nothing" for text, _ in WRONG])
+def test_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_curriculum((text,))
+    assert says in str(caught.value)
