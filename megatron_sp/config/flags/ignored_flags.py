@@ -163,6 +163,8 @@ _IGNORED_SWITCHES = {
         overlap-moe-expert-parallel-comm create-moe-param-group moe-extended-tp ep-overlap-early-attn-memory-release
         moe-pad-experts-for-cuda-graph-inference moe-weight-parallelism""",
     _TABLE: "defer-embedding-wgrad-compute",
+    "pairs (2 i, 2 i + 1) are pairs (i, i + n/2) with a head's channels in another order, which fresh weights do not have; those of"
+    " checkpoints are put in order by megatron-sp convert": "rotary-interleaved",
     _STAGES: "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
     _CAPACITY: "moe-pad-expert-input-to-capacity moe-token-dropping disable-moe-token-dropping",
     "the second expert of a token is the next best, never drawn": "disable-moe-top2-2nd-expert-sampling",
@@ -290,7 +292,7 @@ _REFUSED = {
         vocab-extra-ids vocab-extra-ids-list""",
     "rotary positions today turn pairs (i, i + n/2) of every layer alike, stretched by --use-rope-scaling or"
     " --rotary-seq-len-interpolation-factor": """
-        rotary-interleaved no-rope-freq mrope-section use-alibi-position-embeddings
+        no-rope-freq mrope-section use-alibi-position-embeddings
         relative-attention-num-buckets relative-attention-max-distance""",
     "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
         window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim

@@ -19,7 +19,7 @@ from megatron_sp.convert.formats.deepspeed_folder import StepFolder, find, is_th
 from megatron_sp.convert.formats.deepspeed_ranks import Loader, Ranks, Weights, kept, prefix_of
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import config_of
+from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
@@ -64,7 +64,9 @@ class _Reading:
         self.facts = self._facts()
         self.config = config_of(self.settings, self.facts, options.given, self._vocab_size(), legacy=True)
         require_sound(self.config, len(ranks.names(0)), str(folder.path))
-        self.cut = Cut(self.config, ranks.tp, self._order(), self.facts.padded_vocab_size)
+        order = self._order()
+        neighbours = neighbours_of(self.settings, self.config, order)
+        self.cut = Cut(self.config, ranks.tp, order, self.facts.padded_vocab_size, neighbours=neighbours)
         self.shapes = parameter_shapes(self.config)
 
     def model(self) -> Model:

@@ -14,7 +14,7 @@ from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats import megatron_optimizer, megatron_write
 from megatron_sp.convert.formats.counters import scheduled_of
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import config_of
+from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
 from megatron_sp.convert.formats.megatron_files import ModelChunk, Opened, RankFiles, open_ranks, places
 from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_folders
@@ -67,7 +67,8 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     vocab_size = true_size(settings, facts.padded_vocab_size, opened.tp, options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=opened.is_legacy)
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
-    cut = Cut(config, opened.tp, _order(opened, config, options, notes), facts.padded_vocab_size, opened.ep)
+    order = _order(opened, config, options, notes)
+    cut = Cut(config, opened.tp, order, facts.padded_vocab_size, opened.ep, neighbours_of(settings, config, order))
     _require_divisible(cut, folder)
     store = RankFiles()
     for chunk in opened.chunks:
@@ -177,7 +178,7 @@ def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
 
 def _require_divisible(cut: Cut, folder: Path) -> None:
     """Check that every rank has whole groups, which orders other than interleaved require."""
-    if cut.qkv != "interleaved" and cut.config.num_groups % cut.tp:
+    if (cut.qkv != "interleaved" or cut.neighbours) and cut.config.num_groups % cut.tp:
         raise CheckpointError(
             f"{folder}: {cut.config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in the order {cut.qkv}"
         )

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "qk_l2_norm": ((None, False), "normalizes queries and keys by their length"),
     "no_rope_freq": ((None, 0), "has layers without rotary positions"),
     "window_attn_skip_freq": ((None, 0), "has a window in some layers only"),
-    "rotary_interleaved": ((None, False), "rotates neighbouring channels"),
     "mrope_section": ((None,), "has positions of several kinds"),
     "glu_linear_offset": ((None, 0, 0.0), "adds to the linear half of the MLP"),
     "activation_func_clamp_value": ((None,), "clamps the MLP"),
@@ -165,6 +164,24 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
     config.rotary_base = settings.get("rotary_base", float, settings.get("rope_theta", float, 10000.0))
     config.rotary_percent = settings.get("rotary_percent", float, 1.0)
     _set_stretch(config, settings)
+
+
+def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
+    """Return how many channels of a head are rotated by pairs of neighbours (--rotary-interleaved).
+
+    Args:
+        order: of the rows of the fused projections; only Megatron-core has such pairs, and one order.
+    Raises:
+        CheckpointError: it is another order.
+    """
+    if config.position_embedding_type != "rope" or not settings.get("rotary_interleaved", bool, False):
+        return 0
+    if order != "interleaved":
+        raise CheckpointError(
+            f"{settings.where}: rotary_interleaved is True, which cannot be converted from files whose rows of queries, keys and values are"
+            f" in the order {order}"
+        )
+    return config.rotary_dim
 
 
 def _set_stretch(config: ModelConfig, settings: Settings) -> None:

@@ -18,7 +18,7 @@ from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats import megatron_dist_write
 from megatron_sp.convert.formats.counters import of_megatron, scheduled_of
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import config_of
+from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
 from megatron_sp.convert.formats.megatron_dist_files import DistStore, is_flattened, refuse_buffers, state_kinds, unflattened
 from megatron_sp.convert.formats.megatron_facts import facts_of
 from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_folders
@@ -98,7 +98,8 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))
-    cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size, ep=0)
+    order = options.qkv_layout or "interleaved"
+    cut = Cut(config, 1, order, facts.padded_vocab_size, ep=0, neighbours=neighbours_of(settings, config, order))
     shapes, place = parameter_shapes(config), [Shard("", 0, 0, config.num_layers or 0, True, True)]
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
     copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
@@ -161,6 +162,11 @@ def _as_stored(
         stored, shape = there.get(copy.theirs.name), shapes[copy.theirs.name.partition(".")[2]]
         padded = (cut.padded_vocab_size, *shape[1:]) if copy.theirs.name in padding else shape
         if stored is not None and is_flattened(stored, padded):
+            if cut.neighbours:
+                raise ConfigError(
+                    "rotary_interleaved is True, and the optimizer's state is stored in rows of the ranks' shares: that cannot be converted"
+                    " together; give --no-optimizer"
+                )
             yield from unflattened(copy, padded, stored)
         else:
             yield copy

@@ -10,6 +10,9 @@ the rows of the fused projection have had four orders:
     v1            [n, d, 3]           within a rank
     flat          [n d | g d | g d]   within a rank; Megatron-DeepSpeed since December 2024
 
+With --rotary-interleaved the channels 2 i and 2 i + 1 of a query or key turn together, where ours are i and i + n/2: the same
+model with a head's first n channels in another order, in the projection and in the norms of heads.
+
 Source: Megatron-LM's checkpointing.py :: fix_query_key_value_ordering, and the sources of the layers.
 """
 
@@ -30,6 +33,7 @@ WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _VOCABULARY = re.compile(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.self_attention\.linear_proj\.weight|.*\.mlp\.(shared_experts\.)?linear_fc2\.weight")
 _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(weight|bias)")
+_HEAD_NORM = re.compile(r".*\.self_attention\.[qk]_layernorm\.(weight|bias)")
 _FC1 = re.compile(r".*\.mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)")
@@ -64,6 +68,7 @@ class Cut:
         qkv: row order of the fused projections.
         padded_vocab_size: rows of the vocabulary in the files.
         ep: number of ranks that share the experts, which have a tensor each; 0: experts are whole, in one tensor as ours.
+        neighbours: channels of each head that are rotated by pairs of neighbours; 0: there are no such pairs.
     """
 
     config: ModelConfig
@@ -71,6 +76,7 @@ class Cut:
     qkv: QkvOrder
     padded_vocab_size: int
     ep: int = 1
+    neighbours: int = 0
 
     @property
     def is_gated(self) -> bool:
@@ -117,6 +123,10 @@ class Cut:
             yield self._vocabulary(ours, shape, theirs, rank)
         elif _QKV.fullmatch(name) and self.qkv != "interleaved":
             yield from self._qkv(ours, shape, theirs, rank)
+        elif _QKV.fullmatch(name) and self.neighbours:
+            yield from self._by_neighbours(ours, shape, theirs, rank)
+        elif _HEAD_NORM.fullmatch(name) and self.neighbours:
+            yield from ((View(ours, None, (here,)), View(theirs, None, (there,), stored=shape)) for here, there in self._channels(shape[0]))
         elif _FC1.fullmatch(name) and self.is_gated:
             yield from self._gated(ours, shape, theirs, rank)
         elif self.is_cut_along_columns(name):
@@ -173,6 +183,23 @@ class Cut:
                 View(ours, None, (slice(first, first + each),)),
                 View(theirs, None, (slice(half * each, (half + 1) * each),), stored=stored),
             )
+
+    def _channels(self, width: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the channels of a head in ours and in theirs: first ones of their pairs, second ones, those that do not turn."""
+        n = self.neighbours
+        yield slice(0, n // 2), slice(0, n, 2)
+        yield slice(n // 2, n), slice(1, n, 2)
+        if n < width:
+            yield slice(n, width), slice(n, width)
+
+    def _by_neighbours(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
+        s, rest = Sizes.of(self.config), shape[1:]
+        groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
+        whole, inner, mine = (s.g, s.r + 2, s.d, *rest), (groups, s.r + 2, s.d, *rest), slice(rank * groups, (rank + 1) * groups)
+        turning = slice(0, s.r + 1)  # queries and key
+        for here, there in self._channels(s.d):
+            yield View(ours, whole, (mine, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
+        yield View(ours, whole, (mine, s.r + 1)), View(theirs, inner, (ALL, s.r + 1), stored=stored)
 
     def _qkv(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
         s, rest = Sizes.of(self.config), shape[1:]

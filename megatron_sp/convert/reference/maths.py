@@ -38,12 +38,14 @@ class Rotary(NamedTuple):
         dim: number of channels of each head that are rotated, which are the first ones.
         divided_by: divisor of all positions (linear interpolation).
         stretched: (factor, low, high, original length) of Llama 3.1's scaling, or None.
+        neighbours: channels 2 i and 2 i + 1 turn together, not i and i + dim/2.
     """
 
     theta: float
     dim: int
     divided_by: float = 1.0
     stretched: tuple[float, float, float, float] | None = None
+    neighbours: bool = False
 
     def angles(self, positions: int, dtype: torch.dtype) -> Tensor:
         """Return the rotation angles [s, dim/2]."""
@@ -60,10 +62,14 @@ class Rotary(NamedTuple):
         return share * speed + (1 - share) * speed / factor
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate channel i with channel i + dim/2 of each head. x: [b, s, n, d], angles: [s, dim/2]."""
+def rotate(x: Tensor, angles: Tensor, *, neighbours: bool = False) -> Tensor:
+    """Rotate channel i with channel i + dim/2 of each head, or 2 i with 2 i + 1. x: [b, s, n, d], angles: [s, dim/2]."""
     half = angles.shape[1]
     cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+    if neighbours:
+        even, odd, rest = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+        return torch.cat([turned.flatten(-2), rest], dim=-1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 

@@ -206,7 +206,8 @@ class Megatron:
         stretched = (float(a.get("rope_scaling_factor") or 8.0), low, high, length) if a.get("use_rope_scaling") else None
         divided = float(a.get("rotary_seq_len_interpolation_factor") or 1.0)
         dim = int(self._head_dim * float(a.get("rotary_percent") or 1.0))
-        return Rotary(float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), dim, divided, stretched)
+        theta = float(a.get("rotary_base") or a.get("rope_theta") or 10000.0)
+        return Rotary(theta, dim, divided, stretched, neighbours=bool(a.get("rotary_interleaved")))
 
     # the parts of the forward pass
 

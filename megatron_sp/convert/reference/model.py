@@ -179,8 +179,8 @@ def _attention(x: Tensor, shard: Shard, block: Block, shape: Shape, allowed: Ten
     q, k, v = (rearrange(t, "... (n d) -> ... n d", d=shape.head_dim) for t in wide)
     if not shape.wide_norms and block.head_norms is not None:
         q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), block.head_norms, strict=True))
-    if angles is not None:
-        q, k = rotate(q, angles), rotate(k, angles)
+    if angles is not None and shape.rotary is not None:
+        q, k = (rotate(t, angles, neighbours=shape.rotary.neighbours) for t in (q, k))
     return attend(q, k, v, allowed) @ shard.out.T
 
 

@@ -221,6 +221,7 @@ def test_gates_of_the_forks(words: str, activation: str, width: int) -> None:
     "words",
     [
         "--spec local", "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec", "--rope-type rope",
+        "--rotary-interleaved",
         "--padded-vocab-size 50304", "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
     ],

@@ -125,6 +125,30 @@ def test_torch_loads_what_is_written(tmp_path: Path, shape: str, tp: int, pp: in
     assert_equal(to_native(tmp_path / "theirs", tmp_path / "again"), tensors)
 
 
+def test_pairs_of_neighbours_are_read_alike_from_both_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--rotary-interleaved: channels in another order, in weights as in states (which have their weights' values here)."""
+    config, kind = config_of("llama", kv_channels=8, rotary_percent=0.5, qk_layernorm=True), Kind("core", tp=2)
+    weights = random_tensors(config)
+    tensors = weights | {
+        f"optimizer.{state}.{name}": tensor for name, tensor in weights.items() for state in ("master", "exp_avg", "exp_avg_sq")
+    }
+    there = with_states(config, tensors, kind, "fp32_param", stacked=False)
+    source = folder_of(tmp_path / "dist", config, there, tensor_model_parallel_size=2, rotary_interleaved=True)
+    ranks = theirs.save(tmp_path / "ranks", theirs.rank_trees(config, weights, kind, rotary_interleaved=True))
+    found, of_ranks = to_native(source, tmp_path / "ours"), to_native(ranks, tmp_path / "again")
+    assert_equal({name: found[name] for name in weights}, of_ranks)
+    for name in weights:
+        assert torch.equal(found[f"optimizer.exp_avg.{name}"], found[name]), name
+    changed = {name.split(".", 3)[-1] for name in weights if not torch.equal(found[name], weights[name])}
+    assert changed == {f"self_attention.{part}.weight" for part in ("linear_qkv", "q_layernorm", "k_layernorm")}
+    theirs_first, ours_first = (t["decoder.layers.0.self_attention.q_layernorm.weight"].tolist() for t in (weights, found))
+    assert ours_first == [theirs_first[channel] for channel in (0, 2, 1, 3, 4, 5, 6, 7)]
+    rows = {name: flattened(t, (2, 1)[: t.ndim]) if name.startswith("optimizer.") else t for name, t in there.items()}
+    shares = folder_of(tmp_path / "rows", config, rows, tensor_model_parallel_size=2, rotary_interleaved=True)
+    assert run("--input", shares, "--to", "megatron_sp", "--output", tmp_path / "no") == EXIT_CONFIG
+    assert "give --no-optimizer" in capsys.readouterr().err
+
+
 def flattened(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
     """Each part of a tensor as a row, as fully_sharded_model_space has it."""
     made = torch.empty(*parts, tensor.numel() // torch.Size(parts).numel(), dtype=tensor.dtype)

@@ -14,7 +14,9 @@ from support.megatron_files import Kind, rank_trees, save
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.backends import Ours, Reference
+from megatron_sp.convert.formats.megatron import Megatron
 from megatron_sp.convert.model import Model, parameter_shapes
+from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import megatron
 from megatron_sp.convert.reference.model import Rows
 from megatron_sp.convert.verify import LIMITS, Result, compare
@@ -176,3 +178,12 @@ def test_where_an_iteration_is(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     with pytest.raises(megatron.Unsupported, match="names no folder"):
         megatron.iteration_folder(tmp_path, None)
+
+
+def test_pairs_of_neighbours_are_the_same_model_with_channels_in_another_order(tmp_path: Path) -> None:
+    """--rotary-interleaved: the reference turns channels 2 i and 2 i + 1, our model what conversion makes of them."""
+    written = random_model("llama")
+    save(tmp_path, rank_trees(written.config, written.store.contents, Kind("core", tp=2), rotary_interleaved=True))  # type: ignore[attr-defined]
+    folder = tmp_path / "iter_0000010"
+    assert worst(against_reference(Megatron().read(tmp_path, Options()), folder, None)) <= LIMITS[torch.float64]
+    assert worst(against_reference(written, folder, None)) > 0.01
