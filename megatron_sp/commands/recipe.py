@@ -20,6 +20,7 @@ from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.flags.config_file import canonical
 from megatron_sp.config.presets import PROGRAMS
 from megatron_sp.config.schema import Config
+from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,16 @@ class Recipe:
     def nproc(self) -> int:
         """Number of processes that this host starts."""
         return self.world_size if self.variables.smoke else self.variables.nproc
+
+    @property
+    def batches(self) -> BatchPlan:
+        """Sizes of the batches of all steps."""
+        config = self.config
+        return BatchPlan.from_config(config.batch, config.parallel.dp_size(self.world_size), config.model.seq_length or 0)
+
+    def tokens_after(self, steps: int) -> int:
+        """Return the number of tokens of the first ``steps`` steps."""
+        return self.batches.samples_after(steps) * (self.config.model.seq_length or 0)
 
     @property
     def command(self) -> list[str]:

@@ -19,12 +19,19 @@ from pathlib import Path
 from megatron_sp.commands.recipe import Recipe, build
 from megatron_sp.estimate.suggestions import shortage
 from megatron_sp.planner.dry_run import RunPlan, plan_run
-from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.planner.forecast import ASSUMED_GPU, ASSUMED_LINK, Forecast, machine_for
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.format import format_bytes, format_count
 
 Start = Callable[[list[str], dict[str, str]], int]
 _OF_SEVERAL_HOSTS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+_MADE_UP = [
+    "",
+    "  " + "*" * 88,
+    "  *" + "NO DATA IS GIVEN: THIS TRAINS ON MADE-UP TOKENS, AND THE MODEL WILL BE OF NO USE".center(86) + "*",
+    "  *" + "your own: DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE".center(86) + "*",
+    "  " + "*" * 88,
+]
 _QUESTIONS = ("-h", "--help", "--print-config", "--dry-run")  # flags that are answered without a training run
 
 
@@ -34,21 +41,44 @@ def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
     Args:
         memory: bytes of the smallest GPU of this host; None if unknown.
     """
-    variables = recipe.variables
+    variables, data = recipe.variables, recipe.config.data
     title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
     stays = bool(variables.save) or not variables.smoke
     peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (f", of {format_bytes(memory)}" if memory else "")
-    own = "" if variables.smoke else "; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE, for your own"
     rows = {
         "model": _model(recipe, plan),
         "layout": _layout(recipe, plan),
         "step": _step(recipe, plan),
         "memory": f"{peak}; tensors alone",
-        "data": " ".join(recipe.config.data.data_path) or f"made up{own}",
+        **_speed(recipe, plan),
+        "data": " ".join(data.data_path or data.train_data_path) or "made up",
         "run folder": f"{recipe.save}; {'the same command goes on from its newest checkpoint' if stays else 'removed at the end'}",
         "command": shlex.join(recipe.command),
     }
-    return "\n".join([f"{recipe.name}{title}", *(f"  {key:<10}  {value}" for key, value in rows.items())])
+    made_up = _MADE_UP if data.mock_data and not variables.smoke else []
+    return "\n".join([f"{recipe.name}{title}", *(f"  {key:<10}  {value}" for key, value in rows.items()), *made_up])
+
+
+def _speed(recipe: Recipe, plan: RunPlan) -> dict[str, str]:
+    """Return rows with the predicted time of a dry run's training and, where the price of a GPU is known, its cost."""
+    variables, steps = recipe.variables, recipe.config.batch.train_iters
+    if not variables.dry_run or plan.device == "cpu":
+        return {}
+    machine = machine_for(recipe.world_size, variables.nnodes, variables.gpu_type, variables.link_type, ("GPU_TYPE", "LINK_TYPE"))
+    speed = Forecast.of(recipe.config, machine)
+    assumed = [] if variables.gpu_type else [f"GPU_TYPE={ASSUMED_GPU}"]
+    assumed += [f"LINK_TYPE={ASSUMED_LINK}"] if machine.between and not variables.link_type else []
+    rows = {"speed": speed.words() + (f"; assumed: {' '.join(assumed)}" if assumed else "")}
+    if steps:
+        tokens = recipe.tokens_after(steps)
+        many = _many(steps, "step", "steps")
+        rows["time"] = f"{speed.length(tokens)} for {many}, without validation and saves; predicted as by `megatron-sp plan`"
+        if variables.price_per_gpu_hour is not None:
+            price = speed.price(tokens, variables.price_per_gpu_hour)
+            rows["cost"] = f"{price:,.0f}, at {variables.price_per_gpu_hour:g} for an hour of a GPU"
+        else:
+            rows["cost"] = "PRICE_PER_GPU_HOUR=2.5, or what an hour of a GPU costs you, says it"
+    return rows
 
 
 def _model(recipe: Recipe, plan: RunPlan) -> str:
@@ -77,8 +107,8 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
 
 def _step(recipe: Recipe, plan: RunPlan) -> str:
     length, steps = recipe.config.model.seq_length or 0, recipe.config.batch.train_iters
-    batch = BatchPlan.from_config(recipe.config.batch, recipe.config.parallel.dp_size(recipe.world_size), length)
-    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(batch.samples_after(steps) * length)} tokens" if steps else ""
+    batch = recipe.batches
+    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(recipe.tokens_after(steps))} tokens" if steps else ""
     ramp = f" ({batch.first:,} at the start)" if batch.first != batch.full else ""
     each = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
     return f"{_many(batch.full, 'sequence', 'sequences')}{ramp}, {batch.full * length:,} tokens, {each}{whole}"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_sp.utils.errors import ConfigError
+
+NAMES = (
+    "NPROC_PER_NODE", "NNODES", "TP", "SP", "CP", "PP", "PP_SCHEDULE", "EP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
+    "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "GPU_TYPE", "LINK_TYPE", "PRICE_PER_GPU_HOUR",
+)  # fmt: skip
+"""Variables of the scripts."""
+LAUNCHER_NAMES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "JOIN_TIMEOUT", "RESTARTS", "JOB_ID", "PYTHON")
+"""Further ones, of scripts/launch.sh."""
+_COMMON = ("JOB_ID", "PYTHON")  # schedulers and shells have names like these
 
 
 class RankCounts(NamedTuple):
@@ -46,14 +56,20 @@ class Variables:
     save: str
     smoke: bool
     dry_run: bool
+    gpu_type: str
+    link_type: str
+    price_per_gpu_hour: float | None
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Variables:
         """Read the variables from the environment.
 
         Raises:
-            ConfigError: an invalid value, or two that contradict each other.
+            ConfigError: an invalid value, two that contradict each other, or a name that is almost one of ours.
         """
+        mistyped = [f"{name} is unknown: did you mean {meant}?" for name, meant in misspelled(environ).items()]
+        if mistyped:
+            raise ConfigError("\n  ".join(mistyped))
         sp = environ.get("SP", "1")
         found = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
@@ -64,6 +80,7 @@ class Variables:
             _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
             environ.get("DATA_PATH", "") or "mock", environ.get("TOKENIZER_MODEL", ""), environ.get("VOCAB_FILE", ""),
             environ.get("SAVE", ""), _switch(environ, "SMOKE"), _switch(environ, "DRY_RUN"),
+            environ.get("GPU_TYPE", ""), environ.get("LINK_TYPE", ""), _price(environ, "PRICE_PER_GPU_HOUR"),
         )  # fmt: skip
         if found.smoke and found.dry_run:
             raise ConfigError("SMOKE=1 trains a tiny model and DRY_RUN=1 plans the full one: give one of them")
@@ -102,6 +119,45 @@ def _whole(environ: Mapping[str, str], name: str, default: str, more: str = "", 
     if not (text.isascii() and text.isdigit() and low <= int(text) < 10**9):
         raise ConfigError(f"{name}={text[:40]} must be a whole number, {low} or more{more}")
     return int(text)
+
+
+def _price(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name, "")
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not 0 < value < 1e6:
+        raise ConfigError(f"{name}={text[:40]} must be a number above 0, such as 2.5: what a GPU costs for an hour")
+    return value
+
+
+def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LAUNCHER_NAMES)) -> dict[str, str]:
+    """Return the variables of an environment that are almost one of ours, each with the one that is meant.
+
+    An environment has hundreds of variables that are none of our business. Counted are other capitals and underscores (``DRYRUN``,
+    ``dry_run``), and a letter too many, too few, wrong or in its neighbour's place (``DRY_RNU``) in names of five letters or more.
+    """
+    plain = {_plain(name): name for name in names if name not in _COMMON}
+    found = {}
+    for name, value in environ.items():
+        if value and name not in names:
+            meant = plain.get(_plain(name)) or next((ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None)
+            found |= {name: meant} if meant else {}
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.upper().replace("_", "").replace("-", "")
+
+
+def _is_slip(typed: str, meant: str) -> bool:
+    """Return whether two names, of which the latter has five letters or more, differ by one slip."""
+    if len(meant) < 5 or abs(len(typed) - len(meant)) > 1:
+        return False
+    start = next((i for i, pair in enumerate(zip(typed, meant, strict=False)) if pair[0] != pair[1]), min(len(typed), len(meant)))
+    a, b = typed[start:], meant[start:]
+    return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -143,9 +143,9 @@ LINKS = {
 }  # fmt: skip
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, flag: str = "--gpu") -> Gpu:
     """Return the GPU of that name. Raises ConfigError, with the nearest names, if it is unknown."""
-    return _find(name, GPUS, "--gpu", (CPU,))
+    return _find(name, GPUS, flag, (CPU,) if flag == "--gpu" else ())
 
 
 def find_link(name: str, flag: str, between_nodes: bool) -> Link:

@@ -13,13 +13,13 @@ from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.rules_context import can_delay
 from megatron_sp.config.rules_experts import share_violations
 from megatron_sp.config.schema import Config, raise_all
-from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
+from megatron_sp.estimate.hardware import CPU, GIB, find_gpu, find_link
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory
 from megatron_sp.planner.context_picture import context_svg
 from megatron_sp.planner.context_rows import ContextRows, mask_of_row
 from megatron_sp.planner.dry_run import complete
-from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.machine import Machine, cards_of
 from megatron_sp.planner.parallel_plans import Given, default_batch
 from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
@@ -111,11 +111,7 @@ def read_machine(args: argparse.Namespace, base: Config) -> Machine:
         raise ConfigError(f"{nodes} nodes need --link NAME, what joins them (such as ib-400g or eth-100g); or give --nodes 1")
     inside = find_link(args.inside_link or gpu.link, "--inside-link", between_nodes=False)
     per_node = args.gpus // nodes
-    return Machine(gpu, args.gpus, nodes, inside, between, args.cards or _cards(between, per_node), gpu.memory_bytes, args.reserve_gib)
-
-
-def _cards(between: Link | None, per_node: int) -> int:
-    return per_node if between is None or between.per_gpu else 1
+    return Machine(gpu, args.gpus, nodes, inside, between, args.cards or cards_of(between, per_node), gpu.memory_bytes, args.reserve_gib)
 
 
 def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, list[str]]:

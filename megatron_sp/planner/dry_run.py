@@ -22,6 +22,7 @@ from megatron_sp.estimate.stages import layers_of_stages
 from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
+from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
 from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
@@ -40,6 +41,7 @@ class RunPlan:
         remedies: changes that lower the peak.
         copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
         notes: ignored flags, and the starting point of the run if that is not obvious.
+        overlap: mode that --sp-overlap-mode auto counts as, on GPUs; empty: the mode is given.
     """
 
     config: Config
@@ -55,6 +57,7 @@ class RunPlan:
     remedies: list[Suggestion]
     copy_of_saves: int = 0
     notes: tuple[str, ...] = ()
+    overlap: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON, in bytes and plain numbers."""
@@ -125,7 +128,11 @@ class RunPlan:
             lines += self._flows()
         lines += self._of_context()
         if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
-            lines.append("--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as none")
+            what = (
+                f"{self.overlap}, the fastest by prediction on {ASSUMED_GPU}" if self.overlap
+                else "none: on CPUs exchanges and computation share the cores"
+            )  # fmt: skip
+            lines.append(f"--sp-overlap-mode auto is resolved by timing when the run starts; here it counts as {what}")
         if parallel.measures_split:
             lines.append(
                 "--cp-comm-type auto is resolved by timing when the run starts; here all these ranks count as cp (name other sizes with"
@@ -172,14 +179,15 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     notes = complete(config, world_size)
     choice = settle_schedule(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
-    workload = workload_of(config, world_size, device)
+    settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
+    workload = workload_of(settled, world_size, device)
     form = largest_form(workload)
     ignored = (f"ignored: {each}" for each in config.ignored_flags)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
-        form.zero.kept_params, form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
-        find_suggestions(config, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*ignored, *notes, choice, _refused_here(config, world_size, device)))),
+        form.zero.kept_params, form.shape.num_micro_batches, plan_of(settled, world_size, device), traffic_plan(workload),
+        find_suggestions(settled, world_size, device), copy_bytes(config, world_size),
+        tuple(filter(None, (*ignored, *notes, choice, _refused_here(config, world_size, device)))), overlap,
     )  # fmt: skip
 
 

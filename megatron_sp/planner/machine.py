@@ -104,6 +104,11 @@ class Machine:
         return min(inside, card * near) if near > 1 else card
 
 
+def cards_of(between: Link | None, per_node: int) -> int:
+    """Return the usual number of network cards of a node: one for each GPU, or one where the link is Ethernet up to 100 Gbit/s."""
+    return per_node if between is None or between.per_gpu else 1
+
+
 # GiB that a process takes besides its tensors: the driver's context and kernels; NCCL's buffers for one group
 CONTEXT_GIB, GROUP_GIB = 0.7, 0.35
 FRAGMENTS = 0.04  # share of the tensors' peak that the allocator loses to fragmentation

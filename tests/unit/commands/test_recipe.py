@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from megatron_sp.commands import recipe_run
+from megatron_sp.commands import cli, recipe_run
 from megatron_sp.commands.recipe import ROOT, Recipe, build
 from megatron_sp.commands.recipe_run import check_gpus, describe, main, run
-from megatron_sp.commands.recipe_variables import Variables
+from megatron_sp.commands.recipe_variables import LAUNCHER_NAMES, NAMES, Variables, misspelled
 from megatron_sp.data.tokenizers.train import train_sentencepiece
 from megatron_sp.planner.dry_run import plan_run
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.format import format_duration
 
 GIB = 2**30
 OWN = ("--preset", "gpt-6.7b", "--seq-length", "16384", "--bf16", "--micro-batch-size", "1", "--global-batch-size", "16", "--lr", "1e-4")
@@ -50,12 +53,77 @@ def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
     ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
     ({"PP": "two"}, "PP=two must be a whole number, 1 or more"), ({"EP": "0"}, "EP=0 must be a whole number, 1 or more"),
     ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
+    ({"PRICE_PER_GPU_HOUR": "2,5"}, "PRICE_PER_GPU_HOUR=2,5 must be a number above 0"), ({"PRICE_PER_GPU_HOUR": "nan"}, "above 0"),
     ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
 ])  # fmt: skip
 def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Variables.read({**EIGHT, **variables})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("DRYRUN", "DRY_RUN"), ("dry_run", "DRY_RUN"), ("DRY_RUNS", "DRY_RUN"), ("DRY_RNU", "DRY_RUN"), ("TRAIN_ITER", "TRAIN_ITERS"),
+    ("TOKENISER_MODEL", "TOKENIZER_MODEL"), ("SMOK", "SMOKE"), ("ASMOKE", "SMOKE"), ("tp", "TP"), ("NODERANK", "NODE_RANK"),
+    ("RESTART", "RESTARTS"), ("NPROC_PER_NODES", "NPROC_PER_NODE"),
+])  # fmt: skip
+def test_a_variable_that_is_almost_one_of_ours(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Variables.read({**EIGHT, typed: "1"})
+    assert str(caught.value) == f"{typed} is unknown: did you mean {meant}?"
+
+
+def test_variables_of_others_are_none_of_our_business() -> None:
+    others = (
+        "PATH", "PS1", "HOME", "LANG", "JOBID", "PYTHONS", "IPYTHON", "SLURM_NNODES", "SLURM_NODE_RANK", "OMP_NUM_THREADS", "CUDA_HOME",
+        "MASTER", "SHLVL", "TERM", "TZ", "P", "SPS", "DATA", "OUT", "GPU", "SAVES", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+    )  # fmt: skip
+    assert misspelled(dict.fromkeys(others, "1")) == {} and misspelled({"DRYRUN": ""}) == {}
+    assert misspelled({name: "1" for name in (*NAMES, *LAUNCHER_NAMES)}) == {}
+
+
+def test_every_variable_of_the_scripts_and_their_launcher_is_known_and_in_the_table() -> None:
+    page = (ROOT / "docs/how-to/zoo.md").read_text(encoding="utf-8")
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("pretrain_*.sh"))
+    assert set(re.findall(r"\b([A-Z_]+)=\"\$\{\1:-", scripts)) <= set(NAMES)
+    assert not [name for name in NAMES if not re.search(rf"^\| .*`{name}(=1)?`.* \|", page, flags=re.MULTILINE)]
+    header = (ROOT / "scripts/launch.sh").read_text(encoding="utf-8").partition("set -uo")[0]
+    assert set(LAUNCHER_NAMES) - {"PYTHON"} <= set(re.findall(r"[A-Z_]{6,}", header))
+
+
+def test_a_dry_run_says_speed_time_and_cost_as_the_planner_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the modes of exchanges it takes the fastest, as a run does."""
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
+    assert run(argv, {**EIGHT, "DRY_RUN": "1", "PRICE_PER_GPU_HOUR": "2.5"}) == 0
+    said = capsys.readouterr().out
+    layout = "--sp-size 8 --tp-size 1 --cp-size 1 --pp-size 1 --zero-stage 1"
+    assert cli.main([*f"plan --gpus 8 --gpu h100-80g --json {layout}".split(), *OWN]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    per_second, mode = best["tokens_per_second"], best["layout"]["mode"]
+    seconds = 100 * 16 * 16384 / per_second
+    assert f", {per_second:,.0f} tokens/s ({per_second / 8:,.0f} a GPU, MFU {best['mfu']:.0%}) on h100-80g (nvlink4)" in said
+    assert f"  time        {format_duration(seconds)} for 100 steps" in said
+    assert f"  cost        {seconds / 3600 * 8 * 2.5:,.0f}, at 2.5 for an hour of a GPU" in said
+    counted = f"{mode} x{best['layout']['chunks']}" if mode == "chunked" else mode
+    assert f"here it counts as {counted}, the fastest by prediction" in said and mode != "none"
+
+
+def test_a_dry_run_for_other_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
+    assert run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", "GPU_TYPE": "a100-80g", "LINK_TYPE": "eth-100g"}) == 0
+    said = capsys.readouterr().out
+    assert "on a100-80g (nvlink3, eth-100g between hosts)\n" in said and "cost        PRICE_PER_GPU_HOUR=2.5" in said
+    for name, value in (("GPU_TYPE", "a100-80"), ("LINK_TYPE", "ib-40g")):
+        with pytest.raises(ConfigError, match=f"{name} {value} is unknown: did you mean "):
+            run(argv, {**EIGHT, "DRY_RUN": "1", "NNODES": "2", name: value})
+
+
+def test_made_up_tokens_cannot_be_missed() -> None:
+    made_up = recipe()
+    block = describe(made_up, plan_run(made_up.config, made_up.world_size)).splitlines()[-4:]
+    assert len({len(line) for line in block}) == 1 and "MADE-UP TOKENS" in block[1] and "DATA_PATH=PREFIX" in block[2]
+    small = recipe(SMOKE="1")
+    assert "MADE-UP" not in describe(small, plan_run(small.config, small.world_size))
 
 
 def test_empty_variables_are_as_if_not_set() -> None:
@@ -257,7 +325,7 @@ def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         "16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: auto), dp 2, ZeRO stage 1, recomputation: none",
         "16 sequences, 262,144 tokens, 8 micro-batches; 100 steps, 26.2 M tokens",
         "GiB predicted for a process, of 80.0 GiB; tensors alone",
-        "made up; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE", "runs/gpt_7b_16k; the same command goes on",
+        "data        made up\n", "DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or", "runs/gpt_7b_16k; the same command goes on",
         f"bash {ROOT}/scripts/launch.sh 8 {ROOT}/pretrain_gpt.py",
     ):  # fmt: skip
         assert part in told, told
