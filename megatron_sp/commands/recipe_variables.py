@@ -139,7 +139,7 @@ def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LA
     ``dry_run``), and a letter too many, too few, wrong or in its neighbour's place (``DRY_RNU``) in names of five letters or more.
     """
     plain = {_plain(name): name for name in names if name not in _COMMON}
-    found = {}
+    found: dict[str, str] = {}
     for name, value in environ.items():
         if value and name not in names:
             meant = plain.get(_plain(name)) or next((ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None)
