@@ -2,7 +2,7 @@
 
 Of the fenced blocks of a page, ``python`` with ``title="name.py"`` is written to that file; ``bash`` is run, and stops
 at the first command that fails; ``text`` after a bash block are lines that it prints, in this order, in which "..."
-stands for anything. Others, such as ``console``, are for the reader only.
+stands for anything. Others, such as ``sh``, are for the reader only.
 """
 
 from __future__ import annotations

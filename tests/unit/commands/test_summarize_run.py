@@ -36,6 +36,19 @@ def test_an_uninterrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "interruptions" not in text and "twice" not in text
 
 
+def test_a_loss_is_told_beside_that_of_knowing_nothing_and_in_bits_per_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = start(0) | {"config": {"model": {"vocab_size": 8000}}}
+    write(tmp_path, first, step(1), {"kind": "valid", "step": 1, "loss": 2.772588722239781, "perplexity": 16.0})
+    assert tool.main([str(tmp_path), "--bytes-per-token", "3.2"]) == 0
+    text = capsys.readouterr().out
+    assert "valid bits per byte                 1.25, at 3.20 bytes for each token" in text  # 4 bits for 3.2 bytes
+    assert "loss of a model that knows nothing  8.9872, ln 8,000: all tokens are as likely" in text
+    assert tool.main([str(tmp_path)]) == 0 and "bits per byte" not in capsys.readouterr().out
+    for wrong in ("0", "nan", "-1", "inf"):
+        assert tool.main([str(tmp_path), f"--bytes-per-token={wrong}"]) == 2
+        assert "must be a number above 0" in capsys.readouterr().err
+
+
 def test_what_was_right_is_said_in_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     valid = {"kind": "valid", "step": 2, "loss": 5.0, "perplexity": 148.4, "order_loss": 0.7, "lm_accuracy": 0.3126, "order_accuracy": 0.5}
     last = {"kind": "classification", "step": 2, "examples": 400, "accuracy": 0.8725, "f1": 0.87, "exact_match": 0.8725, "matthews": 0.85}

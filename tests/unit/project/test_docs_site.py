@@ -79,5 +79,9 @@ def test_each_folder_of_the_package_has_a_page_that_names_each_module() -> None:
 def test_the_build_is_strict_and_fetches_nothing() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert re.search(r"^strict: true$", settings, re.MULTILINE) and re.search(r"^  font: false\b", settings, re.MULTILINE)
-    assert "://" not in settings
+    assert "://" not in settings and "unpkg" not in settings
+    assert re.search(r"^  polyfills: \[assets/iframe-worker.js\]", settings, re.MULTILINE), (
+        "else the plugin offline names one from elsewhere"
+    )
+    assert re.search(r"^  - offline\b", settings, re.MULTILINE) and "content.code.copy" in settings
     assert len(re.findall(r"\b(omitted_files|not_found|absolute_links|anchors|unrecognized_links): warn\b", settings)) == 7

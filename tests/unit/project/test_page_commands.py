@@ -146,6 +146,13 @@ def test_files_of_a_pages_commands_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_can_be_copied(page: Path) -> None:
+    """Without a prompt before them, which the site's button would copy, too."""
+    fenced = re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [line for block in fenced for line in block.splitlines() if line.startswith("$ ")] == []
+
+
 def test_exit_codes_that_pages_name_are_in_the_table() -> None:
     table = (ROOT / "docs/reference/exit_codes.md").read_text(encoding="utf-8")
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)}
