@@ -5,10 +5,22 @@
 #   bash scripts/quickstart.sh bert   a BERT
 #
 # All output goes to runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over. Variables:
-#   QUICKSTART_STEPS   steps of training (280, of a BERT 1200)
+#   QUICKSTART_STEPS   steps of training (280, of a BERT 1200); with more than before a second call goes on from the last checkpoint
 #   QUICKSTART_BYTES   bytes of text to take at most (all there is, about 10 MB)
 #   QUICKSTART_OUT     where everything goes (runs/quickstart)
 set -euo pipefail
+case " $* " in *" -h "* | *" --help "*) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"; exit 0 ;; esac
+wrong() { printf 'error: %s\n' "$1" >&2; exit 2; }
+for name in "${!QUICKSTART_@}"; do
+    case "$name" in
+    QUICKSTART_OUT) ;;
+    QUICKSTART_STEPS | QUICKSTART_BYTES)
+        [[ -z "${!name}" || "${!name}" =~ ^[1-9][0-9]{0,14}$ ]] || wrong "$name=${!name} must be a whole number, 1 or more"
+        ;;
+    *) wrong "$name is unknown: there are QUICKSTART_STEPS, QUICKSTART_BYTES and QUICKSTART_OUT" ;;
+    esac
+done
+[ $# -le 1 ] || wrong "one argument at most, gpt (the default) or bert: $*"
 family="${1:-gpt}"
 case "$family" in
 gpt) # sequences: in a step, of each process; mark: in the names of what both leave in one folder
@@ -22,8 +34,7 @@ bert) # only one token in seven is predicted, so a smaller model and more steps;
     pace=(--lr 3e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --weight-decay 0.05 --adam-beta2 0.98)
     ;;
 *)
-    echo "quickstart.sh: unknown argument '$family': expected gpt (the default) or bert" >&2
-    exit 2
+    wrong "unknown argument '$family': expected gpt (the default) or bert"
     ;;
 esac
 cd "$(dirname "$0")/.."
@@ -103,6 +114,7 @@ if [ ! -f "$killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "5. Killed (SIGKILL) in step $victim. The same command again:"
 else
     say "4. Training, continued"
+    train+=(--override-opt-param-scheduler) # with more steps the learning rate falls later
 fi
 bash scripts/launch.sh "$nproc" "${train[@]}"
 
@@ -113,6 +125,10 @@ if [ "$family" = bert ]; then
         --text "raise [MASK]('no such file')" || exit $?
     extra+=(--extra "always the most frequent token=$("$python" tools/fill_mask.py --load "$run" --baseline)")
 else
+    # bytes of text for a token, of which two bytes are stored
+    extra+=(--bytes-per-token "$("$python" -c 'import json, os, sys
+size = sum(len(json.loads(line)["text"].encode()) for line in open(sys.argv[1], encoding="utf-8"))
+print(2 * size / os.path.getsize(sys.argv[2]))' "$out/corpus.jsonl" "$data.bin")")
     "$python" tools/generate.py --load "$run" --prompt "def " --prompt "The statement " --max-new-tokens 60 --temperature 0.7 --top-p 0.9 || exit $?
 fi
 "$python" tools/plot_metrics.py "$run" -o "$out/${mark}loss.png"
@@ -121,22 +137,16 @@ fi
     --extra "page about the run=$out/${mark}report.html" --extra "tokenizer=${tokenizer[3]}" --extra "data=$data.{bin,idx}"
 
 echo "this call took $((SECONDS - began)) s"
+show="$python tools/generate.py --load $run --interactive" own='README.md, "Train on your own text"'
 if [ "$family" = bert ]; then
-    cat <<EOF
-
-What next:
-  bash scripts/test.sh                                                 prove the code on this machine
-  $python tools/fill_mask.py --load $run          guess the words that you hide
-  docs/tutorials/bert.md                                               your own text, and a classifier on your own labels
-  rm -r $run $killed && QUICKSTART_STEPS=4800 bash scripts/quickstart.sh bert   train four times longer
-EOF
-    exit
+    show="$python tools/fill_mask.py --load $run" own="docs/tutorials/bert.md, also a classifier on your own labels"
 fi
 cat <<EOF
 
 What next:
-  bash scripts/test.sh                                                        prove the code on this machine
-  $python tools/generate.py --load $run --interactive               talk to it
-  $python pretrain_gpt.py --help                                       every flag
-  rm -r $run $killed && QUICKSTART_STEPS=1000 bash scripts/quickstart.sh   train four times longer
+  train on your own text          $own
+  go on for as many steps again   QUICKSTART_STEPS=$((2 * steps)) bash scripts/quickstart.sh$([ "$family" = gpt ] || echo " $family")
+  try what it has learned         $show
+  see every flag of a training    $python pretrain_$family.py --help
+  prove the code on this machine  bash scripts/test.sh
 EOF

@@ -13,13 +13,15 @@ from typing import Any
 
 from megatron_sp.report.run_history import accuracies, are_equal, repetitions
 from megatron_sp.utils.command_parser import CommandParser
-from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 from megatron_sp.utils.run_log import read_records
 
 
-def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | None = None) -> list[tuple[str, str]]:
     """Return rows of (name, value).
 
+    Args:
+        bytes_per_token: of the text, for bits per byte; None: unknown.
     Raises:
         DataError: no training step has been logged.
     """
@@ -42,16 +44,22 @@ def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
             loss = float(last[-1]["loss"])
             perplexity = f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""  # a classifier has none
             rows.append((f"{kind} loss", f"{loss:.4f}{perplexity}"))
+            if "perplexity" in last[-1] and bytes_per_token:
+                bits = loss / math.log(2) / bytes_per_token
+                rows.append((f"{kind} bits per byte", f"{bits:.2f}, at {bytes_per_token:.2f} bytes for each token"))
             rows += [(f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %") for name in accuracies(last[-1])]
+    vocab_size = starts[-1].get("config", {}).get("model", {}).get("vocab_size") if starts else None
+    if vocab_size and any("perplexity" in r for r in records if r.get("kind") == "valid"):
+        rows.append(("loss of a model that knows nothing", f"{math.log(vocab_size):.4f}, ln {vocab_size:,}: all tokens are as likely"))
     for found in [r for r in records if r.get("kind") == "classification"][-1:]:
         rows.append((f"{found['examples']} classified", f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}"))
     return rows
 
 
-def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
+def _summary_of_sound_records(run: Path, bytes_per_token: float | None) -> list[tuple[str, str]]:
     records = read_records(run)[0]
     try:
-        return summary(run, records)
+        return summary(run, records, bytes_per_token)
     except (KeyError, TypeError, ValueError) as error:  # the program writes no such record: the file was changed
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
@@ -64,9 +72,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = CommandParser(prog=prog, description="The result of a run in a few lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
+    parser.add_argument("--bytes-per-token", type=float, metavar="X", help="of the text: adds bits per byte, which no tokenizer changes")
     args = parser.parse_args(argv)
     try:
-        rows = _summary_of_sound_records(args.run)
+        if args.bytes_per_token is not None and not 0 < args.bytes_per_token < math.inf:
+            raise ConfigError(f"--bytes-per-token {args.bytes_per_token:g} must be a number above 0")
+        rows = _summary_of_sound_records(args.run, args.bytes_per_token)
     except ReportedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
