@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     written = parser.add_argument_group("what is written")
     written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    written.add_argument(
+        "--allow-non-finite", action="store_true", help="write tensors with NaN or infinities in them, too, with a note about each"
+    )
     written.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state behind")
     written.add_argument(
         "--target-tensor-parallel-size", type=integer(2**16), default=1, metavar="N", help="ranks of tp to write files for (default: 1)"

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from megatron_sp import __version__
+from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
-from megatron_sp.convert.model import Model
+from megatron_sp.convert.model import LookedAt, Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.overrides import Overrides
 from megatron_sp.convert.progress import Bar
@@ -79,13 +80,15 @@ def _run(args: argparse.Namespace) -> int:
         _tell(f"note: {note}")
     if model.has_optimizer and options.optimizer and not target.holds_optimizer:
         _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
+    finite = FiniteTensors(allow=args.allow_non_finite)
+    model.store = LookedAt(model.store, finite, options.dtype)
     report = _report(args, source, model)
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:
         convert(model, target, args.output, options, bar.advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
-    for note in model.notes[num_told:]:  # the writer's notes
+    for note in (*model.notes[num_told:], *finite.notes()):  # the writer's notes
         _tell(f"note: {note}")
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:

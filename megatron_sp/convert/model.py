@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.convert.copies import TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
-from megatron_sp.models.experts import is_expert_bias
+from megatron_sp.models.experts import is_expert_bias, stored_dtype
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
@@ -97,6 +98,26 @@ class Model:
     def has_optimizer(self) -> bool:
         """True if the store has the optimizer's tensors."""
         return any(name.startswith(OPTIMIZER) for name in self.store.tensors())
+
+
+class LookedAt:
+    """A model's tensors, each of which is looked at when it is read (a ``TensorStore``).
+
+    Args:
+        dtype: dtype that the weights are going to have; None: their own.
+    """
+
+    def __init__(self, store: TensorStore, finite: FiniteTensors, dtype: torch.dtype | None) -> None:
+        self._store, self._finite, self._dtype = store, finite, dtype
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._store.tensors()
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor. Raises CheckpointError: it cannot be read, or is not finite and that is not allowed."""
+        tensor = self._store.read(name)
+        wanted = None if name.startswith(OPTIMIZER) else self._dtype
+        return self._finite.look(name, tensor, stored_dtype(name, tensor.dtype, wanted))
 
 
 def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:

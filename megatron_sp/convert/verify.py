@@ -76,15 +76,17 @@ class Result(NamedTuple):
     """Comparison of one result tensor.
 
     Attributes:
-        difference: max|a - b|; NaN if either contains a NaN.
+        difference: max|a - b|; NaN if one has a NaN where the other has none.
         scale: max|a|.
         agreement: fraction of positions with the same argmax; meaningless for hidden states.
+        blank: fraction of numbers that are NaN, or the same infinity, on both sides, and so are not compared.
     """
 
     name: str
     difference: float
     scale: float
     agreement: float
+    blank: float = 0.0
 
     @property
     def error(self) -> float:
@@ -111,7 +113,9 @@ def _compare(name: str, a: Tensor, b: Tensor) -> Result:
     common = min(a.shape[-1], b.shape[-1])
     a, b = a[..., :common].double(), b[..., :common].double()
     agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
-    return Result(name, (a - b).abs().max().item(), a.abs().max().item(), agreement)
+    blank = a.isnan() & b.isnan() | a.isinf() & (a == b)
+    a, b = a.masked_fill(blank, 0.0), b.masked_fill(blank, 0.0)
+    return Result(name, (a - b).abs().max().item(), a.abs().max().item(), agreement, blank.double().mean().item())
 
 
 def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
@@ -119,8 +123,10 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
     same = True
     for r in results:
         if r.name in OUTPUTS:
-            good = r.error <= limit  # false for NaN
+            good = r.error <= limit and r.blank < 1  # false for NaN
             same &= good
+            if r.blank:
+                tell(f"  {what}: {r.name}: {100 * r.blank:.2f} % of the numbers are not finite on either side, and are not compared")
             tell(
                 f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest ({r.scale:.3g}); the same"
                 f" {_CHOICE[r.name]} at {100 * r.agreement:.2f} %: {'ok' if good else f'ABOVE the limit of {limit:g}'}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_sp.checkpoint import verify as files
+from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, require_no_checkpoint, write_checkpoint
 from megatron_sp.commands.ckpt.names import WEIGHTS, kind_of
 from megatron_sp.commands.ckpt.places import step_folder
-from megatron_sp.commands.ckpt.text import Progress, plural
+from megatron_sp.commands.ckpt.text import Progress, plural, warn
 from megatron_sp.commands.ckpt.verify import of_bytes
 from megatron_sp.data.tokenizers import kept
 from megatron_sp.models.experts import stored_dtype
@@ -22,15 +26,16 @@ from megatron_sp.utils.format import format_bytes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None) -> int:
+def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None, allow_non_finite: bool = False) -> int:
     """Merge a checkpoint and print the result.
 
     Args:
         output: run folder to create.
         dtype: dtype of the weights; None: unchanged.
+        allow_non_finite: write tensors that have NaN or infinities in them, too, with a warning.
     Raises:
         ConfigError: ``dtype`` is given without ``weights_only``.
-        CheckpointError: the checkpoint is missing or damaged, or the output already has checkpoints.
+        CheckpointError: the checkpoint is missing or damaged, has tensors that are not finite, or the output already has checkpoints.
         DataError: the run's copy of its tokenizer is damaged.
         DiskError, LockError: the output cannot be written.
     """
@@ -44,11 +49,20 @@ def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, 
     listed = read_manifest(step_dir)
     files.require_none(step_dir, of_bytes(step_dir, listed))
     reader = NativeReader(step_dir, verified=True)
-    sources = _sources(reader, weights_only, None if dtype is None else DTYPES[dtype])
-    with Progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as progress:
-        state = _state(reader, weights_only)
-        _take_tokenizer(state, step_dir, output)
-        written = write_checkpoint(output, listed.step, sources, state, progress=progress.add)
+    finite = FiniteTensors(allow=allow_non_finite)
+    sources = _sources(reader, finite, weights_only, None if dtype is None else DTYPES[dtype])
+    is_new = not output.exists()
+    try:
+        with Progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as progress:
+            state = _state(reader, weights_only)
+            _take_tokenizer(state, step_dir, output)
+            written = write_checkpoint(output, listed.step, sources, state, progress=progress.add)
+    except BaseException:
+        if is_new:  # the tokenizer is there before the tensors
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+    for note in finite.notes():
+        warn(note)
     new = read_manifest(written)
     files.require_none(written, of_bytes(written, new))
     was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {plural(listed.world_size, 'process', 'processes')}"
@@ -57,7 +71,7 @@ def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, 
     return 0
 
 
-def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
+def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
     """Return the tensors to write. A weight is converted to another dtype from its master weight if there is one, to round only once."""
     tensors, found = reader.tensors(), {}
     for name, (shape, stored) in tensors.items():
@@ -66,8 +80,12 @@ def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None
         wanted = stored_dtype(name, stored, dtype)
         master = f"optimizer.master.{name}"
         origin = master if wanted != stored and master in tensors else name
-        found[name] = Source(shape, wanted, lambda origin=origin, wanted=wanted: reader.read(origin, wanted))  # type: ignore[misc]
+        found[name] = Source(shape, wanted, partial(_read, reader, finite, origin, wanted))
     return found
+
+
+def _read(reader: NativeReader, finite: FiniteTensors, name: str, dtype: torch.dtype) -> Tensor:
+    return finite.look(name, reader.read(name), dtype).to(dtype)
 
 
 def _take_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:

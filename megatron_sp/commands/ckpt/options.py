@@ -92,6 +92,7 @@ def _add_merge(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="run folder to make (required)")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's tensors out")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="with --weights-only: convert the weights")
+    parser.add_argument("--allow-non-finite", action="store_true", help="write tensors with NaN or infinities in them, too")
     parser.set_defaults(run=_merge)
 
 
@@ -132,4 +133,6 @@ def _prune(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     from megatron_sp.commands.ckpt import merge
 
-    return merge.run(args.path, args.ckpt_step, args.output, weights_only=args.weights_only, dtype=args.dtype)
+    return merge.run(
+        args.path, args.ckpt_step, args.output, weights_only=args.weights_only, dtype=args.dtype, allow_non_finite=args.allow_non_finite
+    )

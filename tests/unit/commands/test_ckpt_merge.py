@@ -69,6 +69,16 @@ def test_biases_of_routers_stay_in_fp32(tmp_path: Path, capsys: Capture) -> None
     )
 
 
+def test_a_nan_is_not_carried_on_in_silence(tmp_path: Path, capsys: Capture) -> None:
+    weight = torch.tensor([[1.0, torch.nan], [7e4, 0.0]])
+    ckpts.save(tmp_path / "run", 1, tensors={"decoder.weight": weight})
+    code, _, err = merge(capsys, tmp_path / "run", tmp_path / "w")
+    assert code == 3 and "decoder.weight has 1 NaN of 4 numbers" in err and not (tmp_path / "w").exists()
+    code, _, err = merge(capsys, tmp_path / "run", tmp_path / "w", "--allow-non-finite")
+    assert code == 0 and "warning: decoder.weight has 1 NaN of 4 numbers" in err
+    torch.testing.assert_close(tensors(tmp_path / "w")["decoder.weight"], weight, rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_is_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
     code, _, err = merge(capsys, run, tmp_path / "x", "--dtype", "bf16")
     assert code == 2 and "--dtype bf16 needs --weights-only" in err

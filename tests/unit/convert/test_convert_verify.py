@@ -18,9 +18,10 @@ from megatron_sp.commands.cli import main
 from megatron_sp.convert import backends as sides
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.verify import verify
+from megatron_sp.convert.reference.computed import NEXT
+from megatron_sp.convert.verify import _compare, _tell_all, verify
 from megatron_sp.ops.availability import Kernel
-from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
+from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_NUMERICS, EXIT_OK, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +208,28 @@ def test_the_ranks_of_deepspeed_compute_with_narrow_weights_beside_the_wide_ones
     assert main(["convert", "--input", str(tmp_path / "ds"), *words]) == EXIT_OK, capsys.readouterr().err
     assert "(weights rounded to bfloat16)" in capsys.readouterr().err
     assert torch.equal(stored(tmp_path / "again")["output_layer.weight"], tensors["optimizer.master.output_layer.weight"])
+
+
+@pytest.mark.parametrize("target", ["megatron_sp", "hf"])
+def test_a_weight_with_a_nan_is_refused_both_ways(tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless that is asked for; then both sides have it, and what it spoils is not compared."""
+    model = scaled(random_model("llama"))
+    model.store.contents["embedding.word_embeddings.weight"][5, 0] = torch.nan
+    model.store.contents["output_layer.weight"][2, 1] = torch.inf
+    source, other = write_run(model, tmp_path / "run"), tmp_path / "other"
+    words = ["convert", "--to", target, "--output", str(other), "--verify"]
+    assert main([*words, "--input", str(source)]) == EXIT_CHECKPOINT
+    assert "embedding.word_embeddings.weight has 1 NaN of" in capsys.readouterr().err and not other.exists()
+    assert main([*words, "--input", str(source), "--allow-non-finite"]) == EXIT_OK
+    told = capsys.readouterr().err
+    assert "note: output_layer.weight has 1 infinite of" in told and "% of the numbers are not finite on either side" in told
+    assert main(["convert", "--input", str(other), "--to", "megatron_sp", "--output", str(tmp_path / "back")]) == EXIT_CHECKPOINT
+    assert "embedding.word_embeddings.weight has 1 NaN of" in capsys.readouterr().err
+
+
+def test_a_difference_that_is_not_finite_on_one_side_alone() -> None:
+    a, b = torch.tensor([[1.0, torch.nan, torch.inf]]), torch.tensor([[1.0, torch.nan, torch.inf]])
+    assert _compare("x", a, b) == ("x", 0.0, 1.0, 1.0, pytest.approx(2 / 3))
+    b[0, 1] = 1.0
+    assert _compare("x", a, b).error != 0.0
+    assert not _tell_all("", [_compare(NEXT, torch.full((1, 2), torch.nan), torch.full((1, 2), torch.nan))], 1.0, lambda line: None)
