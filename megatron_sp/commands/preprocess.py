@@ -126,7 +126,7 @@ def summary(report: PreprocessReport, sentences: bool = False) -> str:
         lines.append(f"every document begins with BOS, id {' '.join(map(str, report.begin))} (--no-bos leaves it out)")
     if report.num_skipped:
         lines.append(f"warning: {report.num_skipped} bad lines were skipped")
-    lines.append(f"{report.num_input_bytes / 1e6:.1f} MB in {report.seconds:.1f} s, {rate:.1f} MB/s")
+    lines.append(f"{report.num_input_bytes / 1e6:.1f} MB of input in {report.seconds:.1f} s, {rate:.1f} MB/s")
     return "\n".join(lines)
 
 

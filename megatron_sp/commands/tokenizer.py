@@ -15,27 +15,38 @@ from megatron_sp.utils.program import integer
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
     # imports numpy, which needs memory
-    from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
+    from megatron_sp.data.text_input import check_inputs, read_texts
+    from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, train_sentencepiece, train_wordpiece
 
     parser = CommandParser(
         prog=prog,
-        description="Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on JSONL.",
+        description="Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on what"
+        " megatron-sp preprocess reads: JSONL, plain text (.gz and .zst too), Parquet or Arrow.",
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")
-    add("--json-key", default="text", metavar="KEY", help="text of a line (default: text)")
+    add("--input", nargs="+", required=True, metavar="FILE",
+        help="files, folders of Dataset.save_to_disk, or - for standard input")  # fmt: skip
+    add("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="texts of a JSON line, or columns (default: text)")
+    add("--input-format", choices=("auto", "jsonl", "text"), default="auto",
+        help="auto: JSONL if the name ends in .jsonl, .json or .ndjson (before .gz or .zst)")  # fmt: skip
+    add("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, instead of stopping")
     add("--type", choices=("sentencepiece", "wordpiece"), default="sentencepiece", help="wordpiece: BERT's, a vocab.txt for --vocab-file")
     add("--bert", action="store_true", help="SentencePiece with BERT's tokens [PAD], [CLS], [SEP], [MASK] (WordPiece always has them)")
     add("--cased", action="store_true", help="WordPiece for BertWordPieceCase instead of BertWordPieceLowerCase")
     add("--output", required=True, metavar="FILE", help="the .model or vocab.txt file to write")
-    add("--vocab-size", type=integer(2**31 - 1), default=8000, metavar="N", help="ids, bytes and special tokens among them (default: 8000)")
-    add("--sample-bytes", type=integer(), default=SAMPLE_BYTES, metavar="N", help=f"text to train on, about (default: {SAMPLE_BYTES})")
+    add("--vocab-size", type=integer(2**31 - 1), default=8000, metavar="N",
+        help="ids, bytes and special tokens among them; of WordPiece at most so many (default: 8000)")  # fmt: skip
+    add("--sample-bytes", type=integer(), default=SAMPLE_BYTES, metavar="N",
+        help=f"text to train on, about; lines evenly spread over all of it (default: {SAMPLE_BYTES})")  # fmt: skip
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:
         if Path(args.output).absolute().parent.is_dir():  # else it is made
             require_place(args.output, "--output", only_file=True)
-        texts = (text for path in args.input for text in texts_of_jsonl(path, args.json_key))
+        keys = tuple(args.json_keys)
+        check_inputs(args.input, args.input_format, keys)
+        read = read_texts(args.input, input_format=args.input_format, keys=keys, skip_bad_lines=args.skip_bad_lines)
+        texts = (text for document in read for text in document)
         if args.type == "wordpiece":
             report = train_wordpiece(texts, args.output, args.vocab_size, args.sample_bytes, lowercase=not args.cased)
         elif args.cased:
@@ -45,8 +56,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     except ReportedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    of_all = f" of {report.num_text_bytes / 1e6:.1f}" if report.num_sampled_bytes < report.num_text_bytes else ""
+    fewer = f" (the text has no more; --vocab-size is {args.vocab_size})" if report.vocab_size < args.vocab_size else ""
     print(
-        f"{args.output}: {report.vocab_size} pieces from {report.num_sampled_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s,"
-        f" {report.bytes_per_token:.2f} bytes per token"
+        f"{args.output}: {report.vocab_size} pieces{fewer} from {report.num_sampled_bytes / 1e6:.1f}{of_all} MB of text"
+        f" in {time.monotonic() - began:.1f} s, {report.bytes_per_token:.2f} bytes per token"
     )
     return EXIT_OK

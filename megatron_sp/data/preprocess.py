@@ -13,7 +13,6 @@ are the paragraphs between blank lines, lines, or whole files (--text-unit). A d
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,14 +20,26 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.idx_format import token_dtype
 from megatron_sp.data.sentences import split_sentences
-from megatron_sp.data.text_input import WHOLE, InputFormat, Part, TextChunk, TextUnit, check_input, input_bytes, is_json, read_chunks
+from megatron_sp.data.text_input import (
+    BAD_DOCUMENT,
+    WHOLE,
+    InputFormat,
+    Part,
+    TextChunk,
+    TextUnit,
+    bad_line,
+    check_inputs,
+    input_bytes,
+    read_chunks,
+    texts_of,
+)
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, choose_bos
 from megatron_sp.data.writer import IndexedDatasetWriter, make_folder
 from megatron_sp.utils.errors import ConfigError, DataError
@@ -132,10 +143,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
         raise ConfigError("preprocessing needs at least one --input, one of --json-keys and --workers 1 or more")
     if len(set(options.json_keys)) < len(options.json_keys):
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: each key once")
-    for path in options.inputs:
-        check_input(path, options.input_format, options.part)
-        if not is_json(path, options.input_format) and options.json_keys != ("text",):
-            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl")
+    check_inputs(options.inputs, options.input_format, options.json_keys, options.part)
     if options.bos and options.split_sentences:
         raise ConfigError("--bos is for GPT's documents, and --split-sentences for BERT, whose samples begin with [CLS]: leave one out")
     make_folder(options.output_prefix)
@@ -167,11 +175,11 @@ class Encoder:
         skipped = 0
         for line, raw in zip(chunk.lines, chunk.documents, strict=True):
             try:
-                texts = self._texts(chunk, raw)
+                texts = texts_of(raw, chunk.is_json, self.options.json_keys)
                 encoded = [self._encode(text) for text in texts]  # all keys first: nothing of a bad line is kept
-            except (DataError, ValueError, RecursionError) as error:
+            except BAD_DOCUMENT as error:
                 if not self.options.skip_bad_lines:
-                    raise DataError(f"{chunk.path}:{line}: {error}; --skip-bad-lines leaves such lines out") from None
+                    raise bad_line(chunk, line, error) from None
                 skipped += 1
                 continue
             for key, sequences in zip(ids, encoded, strict=True):
@@ -182,20 +190,6 @@ class Encoder:
         num_sequences = {key: np.array(count, np.int64) for key, count in counts.items()}
         return Encoded(tokens, lengths, num_sequences, skipped, chunk.bytes_read)
 
-    def _texts(self, chunk: TextChunk, raw: bytes) -> list[str]:
-        text = raw.decode("utf-8")
-        if not chunk.is_json:
-            return [text]
-        if not text.strip():
-            return [""] * len(self.options.json_keys)
-        try:
-            record: Any = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise DataError(f"expected a JSON object with {', '.join(self.options.json_keys)}, found {type(record).__name__}")
-        return [_text_of(record, key) for key in self.options.json_keys]
-
     def _encode(self, text: str) -> list[np.ndarray]:
         """Encode a document as one sequence, or one per sentence; sequences without tokens are omitted."""
         parts = split_sentences(text) if self.options.split_sentences else [text]
@@ -205,14 +199,6 @@ class Encoder:
         if sequences and self.options.append_eod:
             sequences[-1].append(self.tokenizer.eod)
         return [np.array(ids, self.dtype) for ids in sequences]
-
-
-def _text_of(record: dict[str, Any], key: str) -> str:
-    if key not in record:
-        raise DataError(f"no key '{key}'; this line has {', '.join(sorted(map(repr, record))[:8]) or 'none'}")
-    if not isinstance(record[key], str):
-        raise DataError(f"'{key}' is {type(record[key]).__name__}, expected a string")
-    return str(record[key])
 
 
 _encoder: Encoder | None = None  # the encoder of this worker process

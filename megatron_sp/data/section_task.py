@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.data.tokenizers.train import texts_of_jsonl
+from megatron_sp.data.text_input import read_texts
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.output_file import write_output
 
@@ -96,8 +96,8 @@ def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_tra
         DataError: the corpus cannot be read or is too small.
         DiskError: the files cannot be written.
     """
-    documents = zip(texts_of_jsonl(str(corpus), "source"), texts_of_jsonl(str(corpus), "text"), strict=True)
-    task = make_task(documents, num_classes, num_train, num_valid)
+    read = read_texts((str(corpus),), input_format="jsonl", keys=("source", "text"))
+    task = make_task(((source, text) for source, text in read if source), num_classes, num_train, num_valid)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, half in task._asdict().items():

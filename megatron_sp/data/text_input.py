@@ -1,4 +1,4 @@
-"""Input of preprocessing: documents as raw bytes, from plain, compressed and columnar files and from standard input.
+"""Input of preprocessing, and of the training of tokenizers: documents, from plain, compressed and columnar files and from standard input.
 
     .jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
     text                    paragraphs, lines, or the whole file       plain, .gz, .zst
@@ -110,14 +110,21 @@ def is_table(path: str) -> bool:
     return path.endswith((".parquet", ".arrow")) or os.path.isdir(path)
 
 
-def check_input(path: str, input_format: InputFormat, part: Part) -> None:
-    """Check that an input can be read, before any work is done.
+def check_inputs(paths: Iterable[str], input_format: InputFormat, keys: tuple[str, ...], part: Part = WHOLE) -> None:
+    """Check that inputs can be read, before any work is done.
 
     Raises:
-        ConfigError: a package is missing, the format is not given or does not fit, or standard input is to be read in
-            parts.
-        DataError: the input does not exist, or is a folder without a readable data set.
+        ConfigError: a package is missing, the format is not given or does not fit, there are keys for plain text, or
+            standard input is to be read in parts.
+        DataError: an input does not exist, or is a folder without a readable data set.
     """
+    for path in paths:
+        _check_input(path, input_format, part)
+        if not is_json(path, input_format) and keys != ("text",):
+            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or give --input-format jsonl")
+
+
+def _check_input(path: str, input_format: InputFormat, part: Part) -> None:
     if path == STDIN:
         if input_format == "auto":
             raise ConfigError("--input - is standard input, which has no name to tell its format by: add --input-format jsonl or text")
@@ -200,6 +207,57 @@ def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
 def _has_free_lines(path: str, input_format: InputFormat, text_unit: TextUnit) -> bool:
     """Return whether documents are lines of a file that can be read from any position."""
     return not path.endswith((*_PACKED, ".arrow")) and (is_json(path, input_format) or text_unit == "line")
+
+
+# ---- texts ----
+
+BAD_DOCUMENT = (DataError, ValueError, RecursionError)
+"""What ``texts_of`` raises; RecursionError: JSON that is nested too deeply."""
+
+
+def texts_of(document: bytes, json_object: bool, keys: tuple[str, ...]) -> list[str]:
+    """Return the texts of a document of a chunk, one for each key; those of a blank line are empty. Raises ``BAD_DOCUMENT``."""
+    text = document.decode("utf-8")
+    if not json_object:
+        return [text]
+    if not text.strip():
+        return [""] * len(keys)
+    try:
+        record: Any = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"expected a JSON object with {', '.join(keys)}, found {type(record).__name__}")
+    for key in keys:
+        if key not in record:
+            raise DataError(f"no key '{key}'; this line has {', '.join(sorted(map(repr, record))[:8]) or 'none'}")
+        if not isinstance(record[key], str):
+            raise DataError(f"'{key}' is {type(record[key]).__name__}, expected a string")
+    return [record[key] for key in keys]
+
+
+def bad_line(chunk: TextChunk, line: int, error: Exception) -> DataError:
+    """Return the error about a document that begins at a line of a chunk's input."""
+    return DataError(f"{chunk.path}:{line}: {error}; --skip-bad-lines leaves such lines out")
+
+
+def read_texts(
+    paths: Iterable[str], *, input_format: InputFormat = "auto", keys: tuple[str, ...] = ("text",), skip_bad_lines: bool = False
+) -> Iterator[list[str]]:
+    """Yield the texts of each document of the inputs, in order; plain text is read by paragraphs.
+
+    Raises:
+        DataError: an input cannot be read, or a document is bad and is not to be skipped.
+    """
+    for chunk in read_chunks(paths, input_format=input_format, keys=keys):
+        for line, document in zip(chunk.lines, chunk.documents, strict=True):
+            try:
+                texts = texts_of(document, chunk.is_json, keys)
+            except BAD_DOCUMENT as error:
+                if not skip_bad_lines:
+                    raise bad_line(chunk, line, error) from None
+                continue
+            yield texts
 
 
 # ---- lines ----

@@ -12,9 +12,9 @@ the same lines; the result is a ``vocab.txt`` like BERT's.
 from __future__ import annotations
 
 import io
-import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ SAMPLE_BYTES = 8_000_000
 """Text that is enough to learn pieces from; more costs time and changes little."""
 
 _MAX_LINE_BYTES = 8192
+_MIN_HELD_BYTES = 64_000_000
 _MIN_VOCAB_SIZE = 300  # 256 bytes, <unk>, <eod>, the newline, and some letters
 _MIN_WORDPIECES = 30  # five special tokens and some letters
 _MAX_ALPHABET = 1000  # rarer characters are [UNK], as in BERT's own vocabulary
@@ -37,10 +38,11 @@ _BERT_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class TrainReport(NamedTuple):
-    """Result of training: size of the vocabulary, bytes of training text, and bytes of text per token on a part of it."""
+    """Result of training: size of the vocabulary, bytes of the text trained on and of all, and bytes per token on a part of it."""
 
     vocab_size: int
     num_sampled_bytes: int
+    num_text_bytes: int
     bytes_per_token: float
 
 
@@ -57,7 +59,7 @@ def train_sentencepiece(
         bert: add [PAD], [CLS], [SEP] and [MASK].
     Raises:
         ConfigError: ``vocab_size`` is too small, or sentencepiece is not installed.
-        DataError: there is too little text for so many pieces.
+        DataError: there is too little text for so many pieces, or it has more characters than pieces.
         DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
@@ -66,7 +68,7 @@ def train_sentencepiece(
         import sentencepiece
     except ImportError as error:
         raise ConfigError("the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'") from error
-    lines = _lines(texts, sample_bytes)
+    lines, num_text_bytes = _sample(texts, sample_bytes)
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -77,12 +79,9 @@ def train_sentencepiece(
             shuffle_input_sentence=False, num_threads=1, max_sentence_length=_MAX_LINE_BYTES, minloglevel=2,
         )  # fmt: skip
     except Exception as error:  # its errors are RuntimeError, OSError or its own, by version
-        size = sum(len(line.encode()) for line in lines)
-        raise DataError(
-            f"cannot train {vocab_size} pieces on {size} bytes of text: {error}; use more text or a smaller --vocab-size"
-        ) from error
+        raise _misfit(error, vocab_size, lines, num_text_bytes) from error
     _write(Path(model), buffer.getvalue())
-    return _report(SentencePieceTokenizer(model), lines)
+    return _report(SentencePieceTokenizer(model), lines, num_text_bytes)
 
 
 def train_wordpiece(
@@ -102,7 +101,7 @@ def train_wordpiece(
     import_tokenizers()
     from tokenizers import trainers
 
-    lines = _lines(texts, sample_bytes)
+    lines, num_text_bytes = _sample(texts, sample_bytes)
     tokenizer = wordpiece_model({token: i for i, token in enumerate(SPECIAL)}, lowercase)
     alphabet, continuing = _alphabet(tokenizer, lines, min(_MAX_ALPHABET, vocab_size // 3))
     # Given as special, these get their ids in this order; the trainer itself would number them by chance, and break
@@ -115,7 +114,7 @@ def train_wordpiece(
     tokenizer.train_from_iterator(iter(lines), trainer)
     ids: dict[str, int] = tokenizer.get_vocab()
     _write(Path(vocab_file), "".join(f"{piece}\n" for piece in sorted(ids, key=ids.__getitem__)).encode())
-    return _report(BertWordPieceTokenizer(vocab_file, lowercase), lines)
+    return _report(BertWordPieceTokenizer(vocab_file, lowercase), lines, num_text_bytes)
 
 
 def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], list[str]]:
@@ -132,52 +131,58 @@ def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], l
     return alphabet, [letter for letter in alphabet if letter in inner]
 
 
-def texts_of_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
-    """Yield the texts of a JSONL file.
+def _sample(texts: Iterable[str], sample_bytes: int) -> tuple[list[str], int]:
+    """Return the lines of all texts, or evenly spaced ones if they exceed ``sample_bytes``, and the bytes of all lines.
+
+    Of more text than fits into memory every second line that is held is dropped, and of what follows only every second one
+    is held, as often as need be.
 
     Raises:
-        DataError: the file cannot be read, or a line has no such text (named by its number).
+        DataError: there is no text.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text_of(line, key, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8: {error}") from error
-
-
-def _text_of(line: str, key: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        raise DataError(f"{where}: expected a JSON object whose '{key}' is a string")
-    return str(record[key])
-
-
-def _lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
-    lines = _sample([well_formed(text) for text in texts], sample_bytes)
-    if not lines:
+    held: list[str] = []
+    total = held_bytes = 0
+    stride, most = 1, max(_MIN_HELD_BYTES, 2 * sample_bytes)
+    lines = (line for text in texts for line in well_formed(text).split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4)
+    for number, line in enumerate(lines):
+        size = len(line.encode())
+        total += size
+        if number % stride == 0:
+            held.append(line)
+            held_bytes += size
+        if held_bytes > most:
+            held, stride = held[::2], 2 * stride
+            held_bytes = sum(len(line.encode()) for line in held)
+    if not held:
         raise DataError("there is no text to train a tokenizer on")
-    return lines
+    count = len(held) if held_bytes <= sample_bytes else max(1, len(held) * sample_bytes // held_bytes)
+    return [held[k * len(held) // count] for k in range(count)], total
 
 
-def _sample(texts: list[str], sample_bytes: int) -> list[str]:
-    """Return the lines of all texts, or evenly spaced ones if they exceed ``sample_bytes``."""
-    lines = [line for text in texts for line in text.split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4]
-    total = sum(len(line.encode()) for line in lines)
-    count = len(lines) if total <= sample_bytes else len(lines) * sample_bytes // total
-    return [lines[k * len(lines) // count] for k in range(count)]
-
-
-def _report(tokenizer: Tokenizer, lines: list[str]) -> TrainReport:
+def _report(tokenizer: Tokenizer, lines: list[str], num_text_bytes: int) -> TrainReport:
     probe = "\n".join(lines[:: max(1, len(lines) // 5000)])
-    size = sum(len(line.encode()) for line in lines)
-    return TrainReport(tokenizer.vocab_size, size, len(probe.encode()) / len(tokenizer.encode(probe)))
+    return TrainReport(tokenizer.vocab_size, _size_of(lines), num_text_bytes, len(probe.encode()) / len(tokenizer.encode(probe)))
+
+
+def _size_of(lines: list[str]) -> int:
+    return sum(len(line.encode()) for line in lines)
+
+
+def _misfit(error: Exception, vocab_size: int, lines: list[str], num_text_bytes: int) -> DataError:
+    """Say what SentencePiece's error about the size of a vocabulary means, with the size that fits."""
+    size, said = _size_of(lines), str(error)
+    taken = f"{size:,} bytes of text" + (f" (of {num_text_bytes:,}; --sample-bytes takes more)" if size < num_text_bytes else "")
+    if match := re.search(r"too high \(\d+\).*<= (\d+)", said):
+        return DataError(
+            f"--vocab-size {vocab_size} is too large for {taken}: that has at most {match[1]} pieces; give --vocab-size {match[1]} or less,"
+            " or more text"
+        )
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+        return DataError(
+            f"--vocab-size {vocab_size} is too small for {taken}: its characters, the 256 bytes and the special tokens are {match[1]}"
+            f" pieces already; give --vocab-size {match[1]} or more, better some thousands more"
+        )
+    return DataError(f"cannot train {vocab_size} pieces on {taken}: {said}")
 
 
 def _write(path: Path, contents: bytes) -> None:

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from megatron_sp.commands.cli import main
-from megatron_sp.data.text_input import Part, check_input, read_chunks
+from megatron_sp.data.text_input import Part, check_inputs, read_chunks, read_texts
 from megatron_sp.utils.errors import ConfigError, DataError
 
 TEXTS = [f"{i} " + "ä" * (i * 7 % 23) for i in range(97)] + ["", "two\nlines"]
@@ -72,8 +72,29 @@ def texts(*paths: Path | str, **options: Any) -> list[str]:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_holds_the_same_documents(name: str, tmp_path: Path) -> None:
     KINDS[name](tmp_path / name)
-    check_input(str(tmp_path / name), "auto", Part())
+    check_inputs([str(tmp_path / name)], "auto", ("text",), Part())
     assert texts(tmp_path / name) == TEXTS
+    assert [text for (text,) in read_texts([str(tmp_path / name)])] == TEXTS
+
+
+def test_a_tokenizer_is_trained_on_what_preprocessing_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = []
+    for name, make in KINDS.items():
+        make(tmp_path / name)
+        assert main(["tokenizer", "--input", str(tmp_path / name), "--output", str(tmp_path / "m"), "--vocab-size", "300"]) == 0
+        models.append((tmp_path / "m").read_bytes())
+    assert models == models[:1] * len(KINDS)
+    (tmp_path / "a.txt").write_text("one two\n\nthree")
+    (tmp_path / "b.jsonl").write_text('{"a": "x y", "b": "z"}\nno\n')
+    line = ["tokenizer", "--output", str(tmp_path / "v.txt"), "--type", "wordpiece"]
+    for flags, pieces, code in (
+        (["--input", str(tmp_path / "a.txt")], {"one", "two", "three"}, 0),
+        (["--input", str(tmp_path / "b.jsonl"), "--json-keys", "a", "b", "--skip-bad-lines"], {"x", "y", "z"}, 0),
+        (["--input", str(tmp_path / "b.jsonl"), "--json-key", "b"], set(), 4),
+    ):
+        assert main([*line, *flags]) == code
+        assert not pieces or pieces <= set((tmp_path / "v.txt").read_text().split())
+    assert f"{tmp_path / 'b.jsonl'}:2: not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 200])
@@ -204,19 +225,19 @@ def test_folders(tmp_path: Path) -> None:
             (path / "train").mkdir()
             (path / "train/state.json").write_text("{}")
         with pytest.raises(DataError, match=message):
-            check_input(str(path), "auto", Part())
+            check_inputs([str(path)], "auto", ("text",), Part())
 
 
 def test_what_cannot_be_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--input - is standard input, .*add --input-format"):
-        check_input("-", "auto", Part())
+        check_inputs(["-"], "auto", ("text",), Part())
     with pytest.raises(ConfigError, match="cannot be read in parts"):
-        check_input("-", "text", Part(1, 2))
+        check_inputs(["-"], "text", ("text",), Part(1, 2))
     zstd(tmp_path / "a.jsonl.zst")
     parquet(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="has columns"):
-        check_input(str(tmp_path / "a.parquet"), "text", Part())
+        check_inputs([str(tmp_path / "a.parquet")], "text", ("text",), Part())
     for module, name in (("zstandard", "a.jsonl.zst"), ("pyarrow.ipc", "a.parquet")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=rf"needs the package {module.partition('.')[0]}: pip install .*megatron-sp\[data\]"):
-            check_input(str(tmp_path / name), "auto", Part())
+        with pytest.raises(ConfigError, match="needs the package ({0}): pip install {0}".format(module.partition(".")[0])):
+            check_inputs([str(tmp_path / name)], "auto", ("text",), Part())

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer, train
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.tokenizer import well_formed
-from megatron_sp.data.tokenizers.train import texts_of_jsonl, train_sentencepiece
+from megatron_sp.data.tokenizers.train import train_sentencepiece
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 
 NAMES = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "theta", "kappa", "lambda", "omega", "sigma"]
@@ -129,24 +129,32 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
         train_sentencepiece(TEXTS, tmp_path / "t", 299)
     with pytest.raises(DataError, match="no text"):
         train_sentencepiece(["\n\n", ""], tmp_path / "t", 400)
-    with pytest.raises(DataError, match=r"cannot train 8000 pieces on \d+ bytes of text"):
-        train_sentencepiece(TEXTS[:3], tmp_path / "t", 8000)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_of_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"text": "a\nb"}) + "\n\n" + json.dumps({"text": "c"}) + "\n")
-    assert list(texts_of_jsonl(path)) == ["a\nb", "c"]
-    for bad, message in [("{", r":2: not JSON"), ('{"t": 1}', r":2: expected a JSON object whose 'text'"), ('{"text": 1}', ":2: expected")]:
-        path.write_text('{"text": "a"}\n' + bad + "\n")
-        with pytest.raises(DataError, match=message):
-            list(texts_of_jsonl(path))
-    path.write_bytes(b"\xff")
-    with pytest.raises(DataError, match="not UTF-8"):
-        list(texts_of_jsonl(path))
-    with pytest.raises(DataError, match="cannot be read"):
-        list(texts_of_jsonl(tmp_path / "none"))
+def test_a_vocabulary_that_does_not_fit_the_text_says_which_does(tmp_path: Path) -> None:
+    """Of one that was too small it said to take a smaller one."""
+    many = ["".join(chr(0x4E00 + (7 * i + k) % 500) for k in range(50)) for i in range(80)]
+    for texts, size, says in ((TEXTS[:3], 8000, "is too large for"), (many, 301, "is too small for")):
+        with pytest.raises(DataError, match=rf"--vocab-size {size} {says} [0-9,]+ bytes of text: .*; give --vocab-size \d+ or") as caught:
+            train_sentencepiece(texts, tmp_path / "t", size)
+        fits = int(str(caught.value).split("; give --vocab-size ")[1].split()[0])
+        assert train_sentencepiece(texts, tmp_path / "t", fits).vocab_size == fits
+        with pytest.raises(DataError, match=says):
+            train_sentencepiece(texts, tmp_path / "t", fits + (1 if size == 8000 else -1))
+    with pytest.raises(DataError, match=r"bytes of text \(of [0-9,]+; --sample-bytes takes more\): that has at most"):
+        train_sentencepiece(TEXTS, tmp_path / "t", 8000, sample_bytes=1000)
+
+
+def test_more_text_than_is_held_gives_lines_from_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {i:04}" for i in range(1000)]
+    whole, total = train._sample(["\n".join(lines)], 900)
+    assert (len(whole), total) == (100, 9000) and whole[:2] == ["line 0000", "line 0010"]
+    monkeypatch.setattr(train, "_MIN_HELD_BYTES", 0)
+    part, total = train._sample(("\n".join(lines[at : at + 7]) for at in range(0, 1000, 7)), 900)
+    numbers = [int(line.split()[1]) for line in part]
+    assert total == 9000 and 80 <= len(part) <= 100 and numbers[0] == 0 and numbers[-1] > 950
+    assert max(b - a for a, b in itertools.pairwise(numbers)) <= 2 * min(b - a for a, b in itertools.pairwise(numbers))
 
 
 def test_files_that_are_no_model(model: Path, tmp_path: Path) -> None:
