@@ -162,9 +162,9 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
 def flags_of(program: str) -> tuple[str, ...]:
     """Flags that it knows, and for a training some that it does not."""
     if program.startswith("pretrain_") or program in ("finetune_classifier.py", "train"):
-        from megatron_sp.config.flags.arguments import all_spellings
+        from megatron_sp.config.flags.flag_names import offered
 
-        return tuple(f"--{name}" for name in all_spellings() if name not in ("help", "verify-parallelism"))
+        return tuple(f"--{name}" for name in offered() if name not in ("help", "verify-parallelism"))
     folders = {"megatron-sp": ("commands/ckpt", "convert", "commands/schedule", "planner")}.get(program, ())
     files = [path for folder in folders for path in (ROOT / "megatron_sp" / folder).glob("*.py")]
     files += (

@@ -13,19 +13,18 @@ Nothing here imports torch or numpy; a wrong flag is reported in a tenth of a se
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.field_kinds import FieldKind
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import Setting, canonical, read_config_file
 from megatron_sp.config.flags.deepspeed_config import settle
 from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
 from megatron_sp.config.flags.expert_dialects import HELD, settle_expert_dialect
+from megatron_sp.config.flags.flag_names import ANY, DEEPSPEED_FILE, SPECIAL, Target, arity, idleness, meant_by, refusal, targets
 from megatron_sp.config.open_fields import OpenFields, certain_violations
 from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize
@@ -34,22 +33,7 @@ from megatron_sp.config.split_groups import read_group_file
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.launch import launched_processes
 
-_DEEPSPEED = ("deepspeed-config", "deepscale-config")
-_SPECIAL = (
-    "preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", "load-tag", *_DEEPSPEED, *HELD,
-    *dialect.GROUP_FILES,
-)  # fmt: skip
 _DRY_RUN = ("text", "json")
-_ANY = -1  # number of values: as many as follow
-
-
-class Target(NamedTuple):
-    """The field that a flag name sets."""
-
-    group: str
-    name: str
-    kind: FieldKind
-    negated: bool = False
 
 
 @dataclass
@@ -167,52 +151,6 @@ def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
     return own + of_file + line.settings
 
 
-# ---------------------------------------------------------------------------------------------------------- names
-
-
-@cache
-def targets() -> dict[str, Target]:
-    """Return all flag names that set a field, including aliases and negated switches."""
-    table: dict[str, Target] = {}
-    for group, cls in GROUPS.items():
-        kinds = field_kinds(cls)
-        for item in dataclasses.fields(cls):
-            kind = kinds[item.name]
-            for spelling in (item.name, *item.metadata["aliases"]):
-                name = canonical(spelling)
-                names = [(name, False), (_negation(name), True)] if kind.base == "bool" else [(name, False)]
-                for each, negated in names:
-                    if table.setdefault(each, Target(group, item.name, kind, negated))[:2] != (group, item.name):
-                        raise AssertionError(f"--{each} is the spelling of two fields")
-    return table
-
-
-def _negation(name: str) -> str:
-    return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
-
-
-def _refusal(name: str) -> str | None:
-    """Return why a flag of Megatron is not supported; None if it is not among those."""
-    return dialect.REFUSED.get(name) or next((why for start, why in dialect.REFUSED_PREFIXES.items() if name.startswith(start)), None)
-
-
-def all_spellings() -> Iterable[str]:
-    """Return every flag name that is not unknown, our own first."""
-    tables = (targets(), _SPECIAL, dialect.REWRITTEN, dialect.IGNORED_SWITCHES, dialect.IGNORED_VALUES, dialect.REFUSED)
-    return [name for table in tables for name in table]
-
-
-def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that ``name`` may be meant as: those it is a prefix of, then similar ones; our own are preferred."""
-    names = list(names)
-    begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
-    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    scores = [difflib.SequenceMatcher(None, name, other).ratio() for other in alike]
-    close = [other for other, score in zip(alike, scores, strict=True) if score > max(scores) - 0.12]
-    own = [other for other in dict.fromkeys(begun + close) if other in targets()]
-    return (own or list(dict.fromkeys(begun + close)))[:3]
-
-
 # ------------------------------------------------------------------------------------------------------- scanning
 
 
@@ -246,7 +184,7 @@ def _stray(word: str, previous: str) -> str:
         name = canonical("-" + word)
         meant = f", as in --{name}" if word.startswith("-") and name in targets() else ""
         return f"unexpected '{word}': a flag begins with --{meant}"
-    takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
+    takes = "no value" if arity(canonical(previous)) == 0 else "one value"
     return f"unexpected '{word}': {previous} takes {takes}"
 
 
@@ -283,27 +221,12 @@ def _num_words(name: str, rest: list[str]) -> int:
         return 1
     if name == "dry-run":
         return int(rest[:1] != [] and rest[0] in _DRY_RUN)
-    wanted = _ANY if name == "num-experts" else _arity(name)  # Megatron-DeepSpeed's may be a list
-    return following if wanted == _ANY else min(wanted, following)
+    wanted = ANY if name == "num-experts" else arity(name)  # Megatron-DeepSpeed's may be a list
+    return following if wanted == ANY else min(wanted, following)
 
 
 def _is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
-
-
-def _arity(name: str) -> int:
-    if name in targets():
-        kind = targets()[name].kind
-        return 0 if kind.base == "bool" else _ANY if kind.many else 1
-    if name in dialect.REWRITTEN:
-        return int(dialect.REWRITTEN[name].takes_value)
-    if name in dialect.IGNORED_VALUES:
-        return _ANY if name in dialect.IGNORED_LISTS else 1
-    if name in dialect.IGNORED_SWITCHES or name in ("help", "print-config"):
-        return 0
-    if name in HELD:
-        return HELD[name][0]
-    return 1 if name in _SPECIAL else _ANY  # a refused or unknown flag takes its words with it, so they are not reported as well
 
 
 # ------------------------------------------------------------------------------------------------------- applying
@@ -476,11 +399,11 @@ def _ignore(draft: _Draft, setting: Setting) -> None:
 
 
 def _reject(draft: _Draft, setting: Setting) -> None:
-    if _refusal(setting.name) and _is_off(setting.words):
+    if refusal(setting.name) and _is_off(setting.words):
         return
     draft.problems.append(_unusable(setting))
-    if _refusal(setting.name) is None:
-        near = {targets()[name][:2] for name in nearest(setting.name, all_spellings()) if name in targets()}
+    if refusal(setting.name) is None:
+        near = {targets()[name][:2] for name in meant_by(setting.name) if name in targets()}
         draft.meant |= near if len(near) == 1 else set()
         draft.perhaps |= near
 
@@ -493,7 +416,7 @@ _HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the fir
     (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
     (lambda setting: " ".join(setting.words).lower() in dialect.REWRITTEN_VALUES.get(setting.name, {}), _rewrite_value),
     (lambda setting: setting.name in dialect.GROUP_FILES, _read_groups),
-    (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
+    (lambda setting: setting.name in DEEPSPEED_FILE, _keep_deepspeed_file),
     (lambda setting: setting.name == "preset", _skip_preset),
     (lambda setting: setting.name == "profile-steps", _split_profile_steps),
     (lambda setting: setting.name == "load-tag", _take_step_of_tag),
@@ -610,18 +533,18 @@ def _ignored_because(setting: Setting) -> str | None:
     name, words, _ = setting
     if words and all(word in dialect.HARMLESS_VALUES.get(name, ()) for word in words):
         return "asks for what happens anyway"
-    return dialect.IGNORED_SWITCHES.get(name) or dialect.IGNORED_VALUES.get(name)
+    return idleness(name)
 
 
 def _unusable(setting: Setting) -> str:
     name, words, where = setting
-    reason = _refusal(name)
+    reason = refusal(name)
     if reason:
         return f"{where}{' ' + ' '.join(words) if 0 < len(words) < 4 else ''} is not supported: {reason}"
-    if name in _SPECIAL:
+    if name in SPECIAL:
         return f"{where} belongs on the command line"
     dashes = "--" if where.startswith("--") else ""
-    near = [dashes + other for other in nearest(name, all_spellings())]
+    near = [dashes + other for other in meant_by(name)]
     choice = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near)
     return f"{where} is unknown" + (f": did you mean {choice}?" if near else "; --help lists all flags")
 

@@ -61,11 +61,22 @@ REWRITTEN: dict[str, Rewrite] = {
     "model-parallel-size": Rewrite((("tensor-model-parallel-size", None),)),
     "batch-size": Rewrite((("micro-batch-size", None),)),  # per data-parallel rank; there was no gradient accumulation
     "warmup": Rewrite((("lr-warmup-fraction", None),)),
+    "persistent-save-interval": Rewrite((("save-interval", None),)),
+    # FSDP is ZeRO 3, and ZeRO is what each strategy of Megatron's is called here
+    "use-torch-fsdp2": Rewrite((("zero-stage", "3"),), weak=True),
+    # W&B's names in epfLLM's and BigCode's forks and in GPT-NeoX
+    "wandb-name": Rewrite((("wandb-exp-name", None),), weak=True),
+    "wandb-run-name": Rewrite((("wandb-exp-name", None),), weak=True),
+    "wandb-project-name": Rewrite((("wandb-project", None),), weak=True),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
 
 REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
+    "data-parallel-sharding-strategy": {
+        strategy: (Rewrite((("zero-stage", str(stage)),), weak=True),)
+        for stage, strategy in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params"))
+    },
     "attention-head-type": {"multiquery": (Rewrite((("num-query-groups", "1"),)),)},  # BigCode's fork
     "glu-activation": {  # BigScience's fork, whose GELU is exact there; arguments.py knows its width
         "swiglu": (Rewrite((("swiglu", "true"),)),),
@@ -116,6 +127,16 @@ _TABLE = "the head makes the gradient of its table together with the loss"
 _STAGES = "layers are dealt so that no stage is slower than the others, which counts the head"
 _CAPACITY = "every token is computed: none is dropped, and none padded"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
+_FSDP = "ZeRO is one implementation here; --zero-stage or --data-parallel-sharding-strategy says what it shards"
+_PROFILER = "the profiler is torch's"
+_INFERENCE = "for inference only"
+_FAULTS = "a run looks for hanging, slow and failing ranks by itself, and --auto-resume goes on"
+_TOKENIZERS = "the tokenizer's own files say how it works, and no code of theirs is run"
+_DUMPS = "a run's tensors are in its checkpoints alone"
+_IMAGES = "GPT and BERT do not read it: it is for models of images"
+_RETRIEVAL = "GPT and BERT do not read it: it is for models of retrieval"
+_EVERY_STEP = "every loss and gradient is checked, and a bad step is skipped"
+_ACTIVATIONS = "--offload-activations sends what blocks save to the host"
 
 _IGNORED_LISTS = (
     "recompute-modules",
@@ -124,6 +145,10 @@ _IGNORED_LISTS = (
     "tiktoken-special-tokens",
     "high-priority-stream-groups",
     "cuda-graph-scope",
+    "memory-keys",
+    "modules-to-filter",
+    "retriever-report-topk-accuracies",
+    "tokenizer-special-tokens",
 )
 
 _IGNORED_SWITCHES = {
@@ -134,28 +159,67 @@ _IGNORED_SWITCHES = {
         cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
         ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload use-te-activation-func use-transformer-engine-op-fuser
-        abort-on-unmet-fused-kernel-constraints disable-te-fused-rope cross-entropy-loss-fusion-te no-weight-gradient-accumulation-fusion
-        use-fused-weighted-squared-relu fused-residual-rmsnorm use-fused-rmsnorm-te use-turbo-attention cuda-graph-share-io-buffers
-        tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
-        disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag disable-tp-comm-split-rs""",
-    "the softmax and the loss are always computed in fp32": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
+        abort-on-unmet-fused-kernel-constraints disable-te-fused-rope
+        no-weight-gradient-accumulation-fusion cuda-graph-retain-backward-graph cuda-graph-use-single-mempool use-te-rng-tracker
+        activation-func-fp8-input-store use-fused-weighted-squared-relu fused-residual-rmsnorm apply-rope-fusion
+        cuda-graph-share-io-buffers tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
+        tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
+        disable-tp-comm-split-rs""",
+    "the softmax and the loss are always computed in fp32": """
+        attention-softmax-in-fp32 fp16-lm-cross-entropy disable-attention-softmax-in-fp32""",
+    "products are rounded as torch rounds them": "disable-bf16-reduced-precision-matmul",
+    "--deterministic-mode repeats a run to the bit": "batch-invariant-mode",
+    _FSDP: """
+        use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration torch-fsdp2-no-reshard-after-forward
+        enable-full-sharding-in-hsdp""",
     "scores are scaled once; scaling by layer and back changes nothing": "apply-query-key-layer-scaling no-query-key-layer-scaling",
-    "gradients are always accumulated and summed in fp32 (or wider)": "accumulate-allreduce-grads-in-fp32",
+    "gradients are always accumulated and summed in fp32 (or wider)": """
+        accumulate-allreduce-grads-in-fp32 ddp-reduce-scatter-with-fp32-accumulation""",
     "the loss is always divided by the step's global number of tokens": "calculate-per-token-loss",
     "initial weights never depend on device or layout": "use-cpu-initialization no-initialization",
     "no random state exists, so none is stored or loaded": "no-load-rng no-save-rng",
-    "--async-save writes in a thread of the process itself": "use-persistent-ckpt-worker",
+    "--async-save writes in a thread of the process itself": """
+        use-persistent-ckpt-worker async-ckpt-use-cpu-shm""",
+    "files are always hashed, and checked when they are read": "verify-integrity",
+    "any checkpoint loads into any layout; the layout is what the flags say": "use-mp-args-from-checkpoint-args",
+    "weights are loaded in fp32": "load-main-params-from-ckpt",
+    "a tokenizer that is given counts": "no-use-tokenizer-model-from-checkpoint-args",
+    _TOKENIZERS: """
+        legacy-tokenizer trust-remote-code tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy no-save-tokenizer-assets""",
+    "no token is left out of the loss for being padding": "allow-ambiguous-pad-tokens",
+    "rows of padding are never in a checkpoint": "no-pad-vocab-size",
+    _INFERENCE: """
+        flash-decode decode-only-cuda-graphs disable-chunked-prefill enable-chunked-prefill nccl-all-reduce-for-prefill
+        output-bert-embeddings return-log-probs skip-prompt-log-probs use-flashinfer-fused-rope use-inference-optimized-layers
+        use-legacy-static-engine""",
+    _FAULTS: "enable-ft-package calc-ft-timeouts run-workload-inspector-server",
+    "a signal stops a run and its readers together": "exit-signal-handler-for-dataloader exit-signal-handler-for-training",
+    "there is nothing experimental to enable": "enable-experimental",
+    "biases are added as torch adds them, and transposes are torch's": "fused-single-qkv-rope disable-parameter-transpose-cache",
+    "files are on disks that this machine mounts": "disable-msc",
+    "lengths of sequences are the same on all ranks": "variable-seq-lengths",
+    "the tests of Megatron itself read it": "test-mode",
+    _ACTIVATIONS: "cpu-offloading-weights cpu-offloading-double-buffering disable-cpu-offloading-activations",
+    _IMAGES: "vision-pretraining",
+    _RETRIEVAL: "use-one-sent-docs biencoder-shared-query-context-model retriever-score-scaling",
+    "a router's choices are traced by no flag; the load of the experts is in metrics.jsonl": """
+        moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states moe-routing-trace-dump-weights""",
+    "replicas start equal, and initial weights never depend on the layout": "data-parallel-random-init",
     _FORMAT: """
         use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save auto-detect-ckpt-format
         ckpt-assume-constant-structure dist-ckpt-save-pre-mcore-014 no-strict-fsdp-dtensor-load dist-ckpt-optim-fully-reshardable
-        distrib-optim-fully-reshardable-mem-efficient async-strategy-nvrx""",
+        distrib-optim-fully-reshardable-mem-efficient""",
     _LOGGED: """
         log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
         log-batch-size-to-tensorboard log-world-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard
         log-optimizer-states-to-tensorboard no-log-learning-rate-to-tensorboard no-log-learnig-rate-to-tensorboard
-        no-log-loss-scale-to-tensorboard log-progress log-energy log-straggler disable-straggler-on-startup enable-one-logger
-        no-barrier-with-level-1-timing log-max-attention-logit log-device-memory-used log-optimizer-states log-overall-straggler""",
-    "the profiler is torch's": "use-pytorch-profiler record-memory-history profile-backward",
+        log-l2-norm-grad-to-tensorboard log-runtime-to-tensorboard log-throughput-to-tensorboard no-one-logger no-filter-warnings
+        set-level-for-all-loggers no-log-loss-scale-to-tensorboard log-progress log-energy log-straggler
+        disable-straggler-on-startup enable-one-logger no-barrier-with-level-1-timing log-max-attention-logit log-device-memory-used
+        log-optimizer-states""",
+    _PROFILER: """
+        use-pytorch-profiler record-memory-history profile-backward use-nsys-profiler nvtx-ranges record-shapes
+        pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra""",
     _GARBAGE: "manual-gc no-manual-gc-eval",
     _EXPERTS: """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap
@@ -166,7 +230,7 @@ _IGNORED_SWITCHES = {
     "pairs (2 i, 2 i + 1) are pairs (i, i + n/2) with a head's channels in another order, which fresh weights do not have; those of"
     " checkpoints are put in order by megatron-sp convert": "rotary-interleaved",
     _STAGES: "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
-    _CAPACITY: "moe-pad-expert-input-to-capacity moe-token-dropping disable-moe-token-dropping",
+    _CAPACITY: "moe-pad-expert-input-to-capacity moe-token-dropping disable-moe-token-dropping moe-paged-stash",
     "the second expert of a token is the next best, never drawn": "disable-moe-top2-2nd-expert-sampling",
     "the load of the experts is in the log line and in metrics.jsonl": "moe-per-layer-logging",
     _ENGINE: """
@@ -174,32 +238,63 @@ _IGNORED_SWITCHES = {
         repeated-dataloader skip-warmup use-dataset-only custom-token-counting force-ds-sequence-parallel""",
     _COMMUNICATION: """
         overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
-        no-async-tensor-model-parallel-allreduce no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce delay-param-gather
-        no-align-param-gather no-scatter-gather-tensors-in-pipeline no-contiguous-buffers-in-local-ddp use-contiguous-buffers-in-ddp
-        use-contiguous-parameters-in-local-ddp disable-gloo-process-groups enable-gloo-process-groups nccl-ub disable-symmetric-registration
-        batch-p2p-communication no-batch-p2p-communication overlap-p2p-communication-warmup-flush defer-grad-reduce
-        use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
+        no-async-tensor-model-parallel-allreduce disable-async-tensor-model-parallel-allreduce disable-batch-p2p-comm
+        disable-batch-p2p-sync no-gradient-reduce-div-fusion no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce
+        delay-param-gather no-align-param-gather no-scatter-gather-tensors-in-pipeline no-contiguous-buffers-in-local-ddp
+        use-contiguous-buffers-in-ddp use-contiguous-parameters-in-local-ddp disable-gloo-process-groups enable-gloo-process-groups
+        nccl-ub disable-symmetric-registration batch-p2p-communication no-batch-p2p-communication
+        overlap-p2p-communication-warmup-flush defer-grad-reduce use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub
+        use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
     _MEMORY: """
-        distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding partition-activations
-        contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
+        distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding
+        disable-clone-scatter-output-in-embedding recompute-non-linear-layer-in-mlp partition-activations contigious-checkpointing
+        checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
         overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params init-model-with-meta-device use-precision-aware-optimizer
         zero-reduce-scatter zero-contigious-gradients reuse-grad-buf-for-mxfp8-param-ag fine-grained-activation-offloading
-        torch-memory-saver""",
+       """,
     _DATA: """
         no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
     "all schedules have the bits of 1F1B": "enable-zbh1-exact-semantics enable-exactly-numeric-match enable-optimizer-post-validation",
-    "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
+    _EVERY_STEP: """
+        no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads""",
     "--auto-resume does that on any cluster": "adlr-autoresume",
     "a checkpoint loads into any layout; one of DeepSpeed's own is converted first, and --load says how": "universal-checkpoint",
-    "ranks are those of whatever has started this: mpirun, srun, torchrun, or nothing, for a single process": "use-mpi",
+    "ranks are those of whatever has started this: mpirun, srun, torchrun, or nothing, for a single process": """
+        use-mpi deepspeed-mpi""",
 }
 
 _IGNORED_VALUES = {
     _FUSED: """
         transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps
-        tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute use-fused-rmsnorm
-        use-fast-softmax""",
+        tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute
+        use-fused-rmsnorm use-fast-softmax""",
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
+    _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size",
+    "--async-save writes in a thread of the process itself": "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
+    _TOKENIZERS: "tokenizer-metadata tokenizer-special-tokens",
+    _INFERENCE: "mlp-chunks-for-prefill num-speculative-tokens symmetric-ar-type bert-embedder-type max-tokens-to-oom",
+    _FAULTS: "result-rejected-tracker-filename gpu-sniff-test-interval",
+    _DUMPS: """
+        save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval save-dgrads-interval""",
+    _PROFILER: "memory-snapshot-path",
+    _ACTIVATIONS: "cpu-offloading-num-layers min-offloaded-tensor-size",
+    "a router's choices are traced by no flag; the load of the experts is in metrics.jsonl": """
+        moe-routing-trace-path moe-routing-trace-max-training-iters""",
+    "validations begin with the first --eval-interval": "start-eval-at-iter",
+    "validation sets are called as their data": "validation-set-names",
+    "--keep-last says how many of the newest checkpoints are kept": "most-recent-k",
+    "files are on disks that this machine mounts": "object-storage-cache-path",
+    "--config and --print-config read and write a run's flags": "save-config-filepath",
+    "recomputation has its own flags here": "num-microbatches-with-partial-activation-checkpoints",
+    "--optimizer-cpu-offload sends all of the optimizer's state to the host": "optimizer-offload-fraction",
+    "nothing is exported to ONNX": "onnx-safe",
+    _IMAGES: """
+        img-h img-w patch-dim num-channels num-classes vision-model-type swin-backbone-type classes-fraction data-per-class-fraction
+        head-lr-mult mask-type mask-factor iter-per-epoch""",
+    _RETRIEVAL: """
+        ict-head-size ict-load bert-load query-in-block-prob evidence-data-path titles-data-path retriever-seq-length
+        retriever-report-topk-accuracies block-data-path embedding-path indexer-batch-size indexer-log-interval
+        biencoder-projection-dim""",
     "it is for TikTokenizer": "tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
     "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": """
         pad-vocab-size-to padded-vocab-size""",
@@ -215,30 +310,32 @@ _IGNORED_VALUES = {
         ckpt-format dist-ckpt-format dist-ckpt-strictness dist-ckpt-workers non-persistent-save-interval non-persistent-ckpt-type
         non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir""",
     _LOGGED: """
-        timing-log-level timing-log-option tensorboard-log-interval log-memory-interval logging-level straggler-minmax-count
+        timing-log-level timing-log-option runtime-time-unit throughput-window-size memory-keys modules-to-filter structured-logs
+        dump-param-to-param-group-map tensorboard-log-interval log-memory-interval logging-level straggler-minmax-count
         straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity one-logger-async log-path log-level
         log-level-replica config-logger-dir codecarbon-dir profile-dir app-tag-run-name app-tag-run-version""",
     _EXPERTS: "moe-token-dispatcher-type moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms mlp-impl",
     _CAPACITY: """
-        moe-expert-capacity-factor moe-token-drop-policy moe-token-drop-method moe-train-capacity-factor moe-eval-capacity-factor
-        moe-min-capacity moe-capacity-factor""",
+        moe-expert-capacity-factor moe-token-drop-policy moe-train-capacity-factor moe-eval-capacity-factor
+        moe-min-capacity moe-capacity-factor moe-expert-rank-capacity-factor""",
     "the router and its losses are computed in fp32": "moe-lbl-in-fp32 moe-zloss-in-fp32",
-    "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
+    "W&B reads its own environment variables": """
+        wandb-save-dir wandb-entity wandb-entity-name wandb-team wandb-group wandb-host wandb-id wandb-api-key wandb-resume
+        wandb-mode wandb-tags""",
     _GARBAGE: "manual-gc-interval",
     _ENGINE: "remote-device",
     "the launcher tells the rank": "local-rank",
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """
-        ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
-        high-priority-stream-groups tp-comm-bootstrap-backend distributed-timeout-seconds-after-init""",
+        ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init high-priority-stream-groups
+        tp-comm-bootstrap-backend pipeline-model-parallel-comm-backend sharp-enabled-group distributed-timeout-seconds-after-init""",
     _MEMORY: """
         empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context zero-reduce-bucket-size
         zero-allgather-bucket-size""",
-    "every loss and gradient is checked, and a bad step is skipped": "rerun-mode error-injection-rate error-injection-type",
+    _EVERY_STEP: "rerun-mode error-injection-rate error-injection-type",
     "replicas are checked by the tests, not while training, for now": "check-weight-hash-across-dp-replicas-interval",
     "ranks agree on stopping in every step without it": "train-sync-interval",
     "--auto-resume does that on any cluster": "adlr-autoresume-interval",
-    "for inference only": "inference-batch-times-seqlen-threshold max-tokens-to-oom",
 }
 
 
@@ -256,11 +353,13 @@ IGNORED_LISTS = frozenset(_IGNORED_LISTS)
 _REFUSED = {
     "--reset-attention-mask keeps documents apart": "dataloader-inter-document-masking",
     "the formats today are fp32, --bf16, --fp16 and --fp64": """
-        fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len fp8-amax-compute-algo
-        fp8-amax-reduce fp8-coverage fp8-quantizer-factory no-fp8-wgrad fp4-format fp4-recipe fp4-param-gather
-        keep-fp8-weight-transpose-cache first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16""",
+        fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len
+        fp8-amax-compute-algo fp8-amax-reduce fp8-coverage fp8-quantizer-factory no-fp8-wgrad disable-fp8-wgrad
+        keep-fp8-transpose-cache tp-only-amax-red fp4-format fp4-recipe fp4-param-gather keep-fp8-weight-transpose-cache
+        first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16""",
     "residuals, master weights, gradients and Adam's moments have fixed formats": """
-        fp32-residual-connection main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype embedding-weights-in-fp32""",
+        fp32-residual-connection main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype embedding-weights-in-fp32
+        use-pure-low-precision""",
     "an expert is whole on a rank; more ranks take --expert-model-parallel-size": """
         expert-tensor-parallel-size enable-expert-tensor-parallelism""",
     "an MLP beside the experts, weighed against them by a router of its own, is not there; one that is added as it is takes"
@@ -268,37 +367,56 @@ _REFUSED = {
     "weights of the chosen experts sum to 1 without --moe-router-pre-softmax; other norms are not there": "moe-normalize-expert-weights",
     "tokens choose by their router's scores alone: the balance is kept by --moe-router-load-balancing-type or"
     " --moe-router-enable-expert-bias": """
-        moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing moe-router-force-biased moe-noisy-gate-policy use-tutel-gate""",
+        moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing moe-router-force-biased
+       """,
     "a shared expert is added as it is, without a gate": "moe-shared-expert-gate moe-use-shared-expert-gate",
     "an expert's weight is a factor of its result, not of its input": "moe-apply-probs-on-input",
     "latent, upcycled and other mixtures are not there; experts are MLPs": """
         moe-use-upcycling moe-upcycling-granularity moe-latent-size num-experts-switch moe-mlp-glu-interleave-size""",
     "text is generated by megatron-sp generate and megatron-sp serve": "ds-inference inference text-generate-input-file out-seq-length",
-    "--zero-stage 1, 2 or 3 is what shards here": """
-        use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
-        optimizer-offload-fraction num-distributed-optimizer-instances""",
+    "the strategies are no_shard, optim, optim_grads and optim_grads_params: ZeRO 0 to 3": "data-parallel-sharding-strategy",
     "the embedding is on the first stage with layers; --pipeline-model-parallel-layout says with how many": "standalone-embedding-stage",
     "GPT and BERT are one stack of blocks, without an encoder beside it; leave it out": """
         pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
     "--pipeline-schedule says 1f1b, interleaved, zb1p or zbv": "schedule-method",
     "a classifier is trained by megatron-sp finetune, which has this flag; pretraining has no use for it": """
         pretrained-checkpoint task epochs train-data valid-data""",
-    "GPT and BERT are the models today; T5 and retrieval are not there yet": """
-        bert-load decoder-num-layers retriever-seq-length ict-head-size ict-load query-in-block-prob use-one-sent-docs evidence-data-path
-        img-h img-w patch-dim num-channels num-classes vision-pretraining vision-model-type vision-backbone-type swin-backbone-type
-        prefixlm noise-density mean-noise-span-length""",
-    "--tokenizer-type today is SentencePieceTokenizer or HuggingFaceTokenizer (--tokenizer-model FILE), GPT2BPETokenizer (--vocab-file and"
-    " --merge-file), BertWordPieceLowerCase or BertWordPieceCase (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
-        vocab-extra-ids vocab-extra-ids-list""",
+    "a model predicts the next token alone; heads for further ones are not there": """
+        mtp-num-layers mtp-loss-scaling-factor mtp-detach-heads mtp-use-repeated-layer""",
+    "queries, keys and values are projected as a whole; latent attention is not there": """
+        multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale
+        mscale-all-dim cache-mla-latents beta-fast beta-slow original-max-position-embeddings""",
+    "scores are kept small by --qk-layernorm; they are not clipped": """
+        qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold attn-logit-softcapping""",
+    "a softmax is over the keys alone, of scores divided by the root of a head's width": "softmax-type softmax-scale",
+    "attention's result has no gate": "attention-output-gate",
+    "attention is softmax attention in every layer; linear and sparse kinds are not there": """
+        linear-attention-type linear-attention-freq experimental-attention-variant""",
+    "layers are attention with an MLP or experts; state spaces are not there": """
+        is-hybrid-model hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern""",
+    "packed documents are dealt to data-parallel ranks by --balance-rows; the context-parallel size is the same for all": """
+        hybrid-context-parallel""",
+    "embeddings go into the first block as they are": "embed-layernorm",
+    "initial weights and learning rates do not follow the width; muP is not there": "use-mup",
+    "--init-method-std is the deviation of embeddings, too": "embedding-init-method-std",
+    "the loss is over all tokens, each with the same weight, but for --eod-mask-loss and BERT's masks": """
+        loss-on-targets-only reweight-loss-based-on-position-frequency""",
+    "a validation is --eval-iters batches": "full-validation",
+    "which samples are drawn is said by --split and by the weights of --data-path": "sample-rate mid-level-dataset-surplus",
+    "documents are trained as they stand; pieces of them do not change places, for filling in the middle": "fim-data fim-rate",
+    "no step is left out by its number; one with a bad loss or gradient is by itself": "skip-train-iteration-range iterations-to-skip",
+    "which experts a token chooses among is limited by --moe-router-num-groups and --moe-router-group-topk": """
+        moe-router-topk-limited-devices""",
+    "models of retrieval are not there": "retro-add-retriever retro-project-dir retro-workdir",
+    "positions are learned_absolute or rope: they have no biases of their own, and are those of a text": """
+        use-alibi-position-embeddings relative-attention-num-buckets relative-attention-max-distance mrope-section""",
+    "GPT and BERT are the models today; T5 and prefix models are not there yet": """
+        decoder-num-layers prefixlm noise-density mean-noise-span-length""",
+    "a vocabulary is the tokenizer's own; nothing is added to it, such as T5's sentinels": "vocab-extra-ids vocab-extra-ids-list",
     "rotary positions today turn pairs (i, i + n/2) of every layer alike, stretched by --use-rope-scaling or"
-    " --rotary-seq-len-interpolation-factor": """
-        no-rope-freq mrope-section use-alibi-position-embeddings
-        relative-attention-num-buckets relative-attention-max-distance""",
+    " --rotary-seq-len-interpolation-factor": "no-rope-freq",
     "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
-        window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-        rotary-scaling-factor mscale mscale-all-dim cache-mla-latents qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
-        softmax-type mtp-num-layers mtp-loss-scaling-factor attention-output-gate
-        linear-attention-type linear-attention-freq experimental-attention-variant attn-logit-softcapping""",
+        window-attn-skip-freq""",
     "heads are multihead or multiquery here": "attention-head-type",
     "gates are swiglu or geglu here": "glu-activation",
     "positions are learned_absolute, rope or none": "rope-type",
@@ -307,30 +425,25 @@ _REFUSED = {
         ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading""",
     "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, ReLU, squared ReLU (--relu,"
     " --squared-relu), or gated by SiLU or GELU (--swiglu, --geglu)": """
-        apply-residual-connection-post-layernorm quick-geglu embed-layernorm onnx-safe is-hybrid-model
-        hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern spec heterogeneous-layers-config-path
-        heterogeneous-layers-config-encoded-json use-mup activation-func-clamp-value glu-linear-offset residual-scaling xielu""",
-    "initial weights today are normal (--init-method-std)": """
-        init-method-xavier-uniform data-parallel-random-init embedding-init-method-std""",
+        apply-residual-connection-post-layernorm quick-geglu spec heterogeneous-layers-config-path
+        heterogeneous-layers-config-encoded-json activation-func-clamp-value glu-linear-offset xielu""",
+    "initial weights today are normal (--init-method-std)": "init-method-xavier-uniform",
     "the optimizers today are AdamW and SGD": """
-        no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer
-        optimizer-layerwise""",
+        no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer""",
     "every batch has the size that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule says": """
         decrease-batch-size-if-needed""",
     "compression and distillation are not there, and of data-efficiency methods only --seq-length-curriculum is": """
-        kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize
-        compression-training
-        train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path mos kd-alpha-ce kd-beta-ce
-        kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
+        kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize compression-training
+        train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path train-sample-idx-path
+        train-shuffle-idx-path mos kd-alpha-ce kd-beta-ce kd-temp load-teacher num-layers-teacher num-experts-teacher
+        hidden-size-teacher num-attention-heads-teacher""",
     "random layer token dropping leaves tokens out of the middle layers, and here every layer computes all": "random-ltd",
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
-        data-args-path per-split-data-args-path titles-data-path full-validation sample-rate aml-data-download-path extra-eval-data-path
-        skip-train-iteration-range
-        loss-on-targets-only reweight-loss-based-on-position-frequency""",
+        data-args-path per-split-data-args-path aml-data-download-path""",
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
         sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
     "checkpoints of other programs are converted by megatron-sp convert (docs/how-to/convert.md); --load takes ours": """
-        ckpt-convert-format ckpt-convert-save""",
+        ckpt-convert-format ckpt-convert-update-legacy-dist-opt-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
         reset-iteration no-load-lr-state""",
     "write the flags, without dashes, into a file for --config FILE": "yaml-cfg",
@@ -340,23 +453,66 @@ REFUSED: dict[str, str] = _by_name(_REFUSED)
 REFUSED_PREFIXES: dict[str, str] = {
     "ds-sequence-parallel-fpdt": REFUSED["ds-sequence-parallel-fpdt"],
     "kd-": REFUSED["kd"],
-    "rl-": REFUSED["sft"],
-    "vision-": REFUSED["vision-pretraining"],
-    "dino-": REFUSED["vision-pretraining"],
-    "biencoder-": REFUSED["vision-pretraining"],
-    "linear-attention-": REFUSED["linear-attention-type"],
-    "dsa-": REFUSED["linear-attention-type"],
-    "hybrid-": REFUSED["spec"],
-    "mup-": REFUSED["use-mup"],
+    "export-kd-": REFUSED["kd"],
+    "sft-": REFUSED["sft"],
+    "hybrid-": REFUSED["is-hybrid-model"],
+    "fp4-": REFUSED["fp8-format"],
     "fp8-": REFUSED["fp8-format"],
+    "kitchen-": REFUSED["fp8-format"],
+    "use-kitchen": REFUSED["fp8-format"],
     "curriculum-": REFUSED["compression-training"],
     "random-ltd-": REFUSED["random-ltd"],
-    "muon-": REFUSED["no-decoupled-weight-decay"],
-    "mamba-": REFUSED["spec"],
-    "retro-": REFUSED["spec"],
-    "fim-": REFUSED["sample-rate"],
+    "heterogeneous-": REFUSED["heterogeneous-layers-config-path"],
 }
 """Beginnings of refused families."""
+
+IGNORED_PREFIXES: dict[str, str] = {
+    "inference-": _INFERENCE,
+    "mamba-inference-": _INFERENCE,
+    **dict.fromkeys(("rl-", "grpo-", "langrl-", "moe-enable-routing-replay"), "without --perform-rl-step it has no effect"),
+    **dict.fromkeys(("inprocess-", "fault-injector-"), _FAULTS),
+    "otel-": "where measurements go is said by --tensorboard-dir and --wandb-project",
+    "retro-": "without --retro-add-retriever it has no effect",
+    "fim-": "without --fim-data it has no effect",
+    "mtp-": "without --mtp-num-layers it has no effect",
+    "muon-": "without --optimizer muon it has no effect",
+    "mup-": "without --use-mup it has no effect",
+    **dict.fromkeys(("mamba-", "disable-mamba-"), "without --is-hybrid-model it has no effect"),
+    **dict.fromkeys(("linear-", "dsa-"), "without --experimental-attention-variant it has no effect"),
+    "max-seqlen-per-dp-cp-rank": "without --hybrid-context-parallel it has no effect",
+    **dict.fromkeys(("vision-", "dino-"), _IMAGES),
+    "biencoder-": _RETRIEVAL,
+    **dict.fromkeys(("fsdp-", "torch-fsdp2-"), _FSDP),
+    "tp-comm-": _FUSED,
+    **dict.fromkeys(("replication", "ckpt-fully-parallel-", "non-persistent-", "async-ckpt-"), _FORMAT),
+}
+"""Beginnings of families that are ignored: the flag that would make them matter, if there is one, is refused itself."""
+
+SYNONYMS = {
+    **dict.fromkeys(("learning-rate", "max-lr", "peak-lr"), "lr"),
+    **dict.fromkeys(("min-learning-rate", "lr-min"), "min-lr"),
+    **dict.fromkeys(("warmup-steps", "warmup-iters", "num-warmup-steps", "lr-warmup-steps"), "lr-warmup-iters"),
+    **dict.fromkeys(("warmup-ratio", "warmup-fraction"), "lr-warmup-fraction"),
+    **dict.fromkeys(("lr-scheduler", "lr-scheduler-type", "lr-schedule"), "lr-decay-style"),
+    **dict.fromkeys(("steps", "iters", "max-steps", "train-steps", "num-train-steps", "max-iters", "iterations"), "train-iters"),
+    **dict.fromkeys(("layers", "n-layer", "n-layers", "num-hidden-layers", "depth"), "num-layers"),
+    **dict.fromkeys(("hidden-dim", "d-model", "n-embd", "embed-dim", "width"), "hidden-size"),
+    **dict.fromkeys(("heads", "n-head", "n-heads", "num-heads"), "num-attention-heads"),
+    **dict.fromkeys(("num-kv-heads", "n-kv-heads", "kv-heads"), "num-query-groups"),
+    **dict.fromkeys(("ffn-dim", "intermediate-size", "ffn-size", "d-ff"), "ffn-hidden-size"),
+    **dict.fromkeys(("sequence-length", "seq-len", "max-seq-len", "max-seq-length", "context-length", "block-size"), "seq-length"),
+    **dict.fromkeys(("train-batch-size", "global-batch", "gbs", "gradient-accumulation-steps", "grad-accum-steps"), "global-batch-size"),
+    **dict.fromkeys(("per-device-train-batch-size", "micro-batch", "mbs"), "micro-batch-size"),
+    **dict.fromkeys(("max-grad-norm", "grad-clip", "gradient-clipping", "clip-grad-norm"), "clip-grad"),
+    **dict.fromkeys(("beta1", "beta2"), "adam-beta1"), "wd": "weight-decay", "dropout": "hidden-dropout",
+    **dict.fromkeys(("output-dir", "save-dir", "checkpoint-dir"), "save"), **dict.fromkeys(("resume", "resume-from", "load-dir"), "load"),
+    **dict.fromkeys(("data", "dataset", "train-data-dir", "data-dir"), "data-path"), "tokenizer": "tokenizer-model",
+    **dict.fromkeys(("tp", "tensor-parallel-size", "tensor-parallel"), "tensor-model-parallel-size"),
+    **dict.fromkeys(("pp", "pipeline-parallel-size", "pipeline-parallel"), "pipeline-model-parallel-size"),
+    **dict.fromkeys(("cp", "context-parallel"), "context-parallel-size"), **dict.fromkeys(("sp", "ulysses"), "sequence-parallel-size"),
+    **dict.fromkeys(("ep", "expert-parallel-size"), "expert-model-parallel-size"),
+}  # fmt: skip
+"""What other programs call our flags; with a name of these the answer is "did you mean"."""
 
 STANDARD_SPECS = (
     "local", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.bert.bert_layer_specs", "get_gpt_layer_local_spec",
@@ -369,9 +525,9 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "attention-head-type": ("multihead",), "rope-type": ("rope",), "spec": STANDARD_SPECS,
     "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
     "moe-jitter-eps": ("0", "0.0"),
-    "vocab-extra-ids": ("0",),
+    "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
+    "softmax-type": ("vanilla",), "qk-clip-threshold": ("0",), "glu-linear-offset": ("0", "0.0"),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
-    "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
 }  # fmt: skip
 """Refused flags that are ignored with these values, because they then ask for what happens anyway."""
@@ -413,9 +569,9 @@ FAMILIES = (
         ("num-experts", "moe-num-experts"),
         _names("""
             moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy moe-train-capacity-factor
-            moe-eval-capacity-factor moe-min-capacity moe-token-drop-method moe-token-dropping expert-tensor-parallel-size
+            moe-eval-capacity-factor moe-min-capacity moe-token-dropping expert-tensor-parallel-size
             enable-expert-tensor-parallelism mlp-type expert-interval moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing
-            moe-noisy-gate-policy moe-shared-expert-gate moe-use-shared-expert-gate moe-use-upcycling moe-apply-probs-on-input"""),
+            moe-shared-expert-gate moe-use-shared-expert-gate moe-use-upcycling moe-apply-probs-on-input"""),
     ),
     Family(
         ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4-format"),
@@ -427,7 +583,9 @@ FAMILIES = (
         ("multi-latent-attention",),
         _names("""
             q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
-            cache-mla-latents"""),
+            cache-mla-latents beta-fast beta-slow original-max-position-embeddings"""),
     ),
-    Family(("mtp-num-layers",), _names("mtp-loss-scaling-factor")),
+    Family(("mtp-num-layers",), _names("mtp-loss-scaling-factor mtp-detach-heads mtp-use-repeated-layer")),
+    Family(("qk-clip",), _names("qk-clip-alpha qk-clip-threshold")),
+    Family(("load", "auto-resume"), _names("reset-iteration no-load-lr-state")),
 )  # fmt: skip

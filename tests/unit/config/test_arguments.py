@@ -13,9 +13,10 @@ from support.paths import ROOT
 
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
-from megatron_sp.config.flags.arguments import all_spellings, config_as_yaml, config_from_args, nearest, targets
+from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES, canonical
 from megatron_sp.config.flags.flag_help import print_help
+from megatron_sp.config.flags.flag_names import meant_by, targets
 from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.utils.errors import ConfigError
@@ -158,7 +159,7 @@ def test_a_beginning_is_not_completed() -> None:
 
 def test_at_most_three_names_are_offered() -> None:
     for name in ("lr", "num", "log", "no", "tensor", "moe", "x"):
-        assert len(nearest(name + "-", all_spellings())) <= 3
+        assert len(meant_by(name + "-")) <= 3
 
 
 def test_several_mistakes_in_one_message() -> None:
@@ -262,8 +263,8 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
         "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
         "--num-experts 8 --expert-tensor-parallel-size 2",
-        "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--use-torch-fsdp2", "--optimizer muon",
-        "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
+        "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--optimizer muon",
+        "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--retro-project-dir x",
         "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
         "--decrease-batch-size-if-needed", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",

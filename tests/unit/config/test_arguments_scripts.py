@@ -120,7 +120,7 @@ def test_megatron_deepspeed(tmp_path: Path) -> None:
 
 def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        config(MEGATRON_LM_345M + " --use-torch-fsdp2 --num-experts 8 --moe-input-jitter-eps 0.1 --fp8-format hybrid")
+        config(MEGATRON_LM_345M + " --multi-latent-attention --num-experts 8 --moe-input-jitter-eps 0.1 --fp8-format hybrid")
     text = str(caught.value)
     assert text.startswith("3 things are wrong:") and "by their router's scores alone" in text
     with pytest.raises(

@@ -1,0 +1,140 @@
+"""Names of Megatron-LM, Megatron-DeepSpeed and DeepSpeed: each has its own answer, and what is offered for a typo can be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags.arguments import config_from_args, scan
+from megatron_sp.config.flags.flag_names import SPECIAL, UPSTREAM, idleness, meant_by, offered, refusal, targets
+from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
+
+SOUND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"
+
+
+def parse(more: str) -> Config:
+    return config_from_args([*SOUND.split(), *more.split()])
+
+
+def refused(more: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(more)
+    return str(caught.value)
+
+
+def answered(name: str) -> str | None:
+    """Return which kind of answer a name has."""
+    families = [family for family in dialect.FAMILIES if family.has(name)]
+    tables = {
+        "field": name in targets(), "special": name in SPECIAL, "rewritten": name in dialect.REWRITTEN, "family": bool(families),
+        "ignored": idleness(name) is not None, "refused": refusal(name) is not None,
+    }  # fmt: skip
+    return next((kind for kind, has in tables.items() if has), None)
+
+
+def test_every_name_has_an_answer_with_a_reason_of_its_own() -> None:
+    assert [name for name in sorted(UPSTREAM) if answered(name) is None or "no counterpart here" in (refusal(name) or "")] == []
+
+
+def test_every_name_of_the_tables_is_one_of_some_program() -> None:
+    tables = {*dialect.IGNORED_SWITCHES, *dialect.IGNORED_VALUES, *dialect.REFUSED}
+    assert sorted(tables - UPSTREAM) == []
+
+
+def test_a_known_name_takes_its_words_and_is_never_a_typo() -> None:
+    words = [word for name in sorted(UPSTREAM) if answered(name) in ("ignored", "refused", "family") for word in (f"--{name}", "7")]
+    switches = {f"--{name}" for name in dialect.IGNORED_SWITCHES}
+    line = scan([word for i, word in enumerate(words) if word != "7" or words[i - 1] not in switches])
+    assert line.problems == []
+    text = refused(" ".join(f"--{setting.name} {' '.join(setting.words)}" for setting in line.settings))
+    assert "did you mean" not in text and "is unknown" not in text and "unexpected" not in text
+
+
+def test_what_is_offered_can_be_used() -> None:
+    assert [name for name in offered() if answered(name) in (None, "refused")] == []
+    for name in [f"{known}x" for known in sorted(UPSTREAM)[::25]] + list(dialect.SYNONYMS):
+        assert set(meant_by(name)) <= set(offered())
+        assert name not in targets() or name not in dialect.SYNONYMS
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning-rate", "lr"), ("max-steps", "train-iters"), ("num-heads", "num-attention-heads"), ("sequence-length", "seq-length"),
+        ("micro-batchsize", "micro-batch-size"), ("global-batchsize", "global-batch-size"), ("hiden-size", "hidden-size"),
+        ("num-layer", "num-layers"), ("num-attention-head", "num-attention-heads"), ("train-iter", "train-iters"),
+        ("tensor-parallel-size", "tensor-model-parallel-size"), ("pipeline-parallel-size", "pipeline-model-parallel-size"),
+        ("lr-decay-stlye", "lr-decay-style"), ("wieght-decay", "weight-decay"), ("savee", "save"), ("save-intervall", "save-interval"),
+        ("tokenizer-mdoel", "tokenizer-model"), ("datapath", "data-path"), ("clipgrad", "clip-grad"), ("bf-16", "bf16"),
+        ("expert-parallel-size", "expert-model-parallel-size"), ("wandb-projct", "wandb-project"), ("eval-interva", "eval-interval"),
+    ],
+)  # fmt: skip
+def test_near_misses_of_common_names(typed: str, meant: str) -> None:
+    assert meant_by(typed)[0] == meant
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--loss-on-targets-only", "the loss is over all tokens"), ("--fim-rate 0.5", "for filling in the middle"),
+        ("--mtp-num-layers 2", "a model predicts the next token alone"), ("--multi-latent-attention", "latent attention is not there"),
+        ("--embed-layernorm", "embeddings go into the first block as they are"), ("--sample-rate 0.5", "which samples are drawn"),
+        ("--mid-level-dataset-surplus 0.01", "which samples are drawn"), ("--is-hybrid-model", "state spaces are not there"),
+        ("--vocab-extra-ids 100", "nothing is added to it"),
+        ("--load x --reset-iteration", "--finetune starts at step 0"), ("--iterations-to-skip 3 4", "no step is left out by its number"),
+        ("--data-parallel-sharding-strategy all", "optim_grads_params: ZeRO 0 to 3"), ("--retro-add-retriever", "models of retrieval"),
+        ("--hybrid-context-parallel", "--balance-rows"), ("--softmax-scale 1", "divided by the root"),
+        ("--kitchen-recipe-number 1", "fp32"),
+    ],
+)  # fmt: skip
+def test_refused_by_the_true_reason(more: str, reason: str) -> None:
+    assert reason in refused(more)
+
+
+@pytest.mark.parametrize(
+    ("more", "reasons"),
+    [
+        ("--img-h 224 --patch-dim 16 --vision-backbone-type vit --dino-norm-last-layer", ["it is for models of images"] * 4),
+        ("--inference-max-requests 8 --inference-dynamic-batching --flash-decode", ["for inference only"] * 3),
+        ("--grpo-group-size 4 --rl-partial-rollouts", ["without --perform-rl-step it has no effect"] * 2),
+        ("--inprocess-restart --inprocess-hard-timeout 90", ["--auto-resume goes on"] * 2),
+        ("--retro-encoder-layers 2", ["without --retro-"]),
+        ("--reset-iteration --no-load-lr-state", ["without --load it has no effect"] * 2),
+        ("--mamba-head-dim 4", ["without --is-hybrid"]),
+        ("--verify-integrity --replication --replication-jump 2", ["always hashed", "one format", "one format"]),
+        ("--save x --async-save --async-strategy nvrx --async-ckpt-use-cpu-shm --ckpt-fully-parallel-load-exchange-algo broadcast",
+         ["writes in a thread", "writes in a thread", "one format"]),
+        ("--check-for-spiky-loss --check-for-large-grads --test-mode --enable-experimental",
+         ["is checked", "is checked", "tests", "nothing"]),
+        ("--wandb-group a --wandb-team b --wandb-entity c", ["its own environment variables"] * 3),
+        ("--otel-endpoint x", ["--tensorboard-dir"]),
+        ("--use-megatron-fsdp --fsdp-double-buffer --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+         ["ZeRO is one implementation"] * 4),
+        ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.1", ["what happens anyway", "without --mtp-num-layers"]),
+        ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
+    ],
+)  # fmt: skip
+def test_ignored_by_the_true_reason(more: str, reasons: list[str]) -> None:
+    notes = parse(more).ignored_flags
+    assert len(notes) == len(reasons) and all(reason in note for reason, note in zip(reasons, notes, strict=True)), notes
+
+
+@pytest.mark.parametrize(
+    ("more", "stage"),
+    [
+        ("--use-torch-fsdp2", 3), ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 3), ("--use-megatron-fsdp", 0),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
+        ("--data-parallel-sharding-strategy optim_grads", 2),
+        ("--data-parallel-sharding-strategy OPTIM", 1), ("--data-parallel-sharding-strategy no_shard --use-distributed-optimizer", 1),
+        ("--use-torch-fsdp2 --zero-stage 2", 2), ("--zero-stage 1 --data-parallel-sharding-strategy optim_grads_params", 1),
+    ],
+)  # fmt: skip
+def test_fully_sharded_data_parallelism_is_zero(more: str, stage: int) -> None:
+    assert parse(more).parallel.zero_stage == stage
+
+
+def test_names_for_wandb() -> None:
+    logging = parse("--wandb-project-name p --wandb-name n").logging
+    assert (logging.wandb_project, logging.wandb_exp_name) == ("p", "n")
+    assert parse("--wandb-project p --wandb-name n --wandb-exp-name m").logging.wandb_exp_name == "m"
