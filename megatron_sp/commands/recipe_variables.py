@@ -136,14 +136,15 @@ def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LA
     """Return the variables of an environment that are almost one of ours, each with the one that is meant.
 
     An environment has hundreds of variables that are none of our business. Counted are other capitals and underscores (``DRYRUN``,
-    ``dry_run``), and a letter too many, too few, wrong or in its neighbour's place (``DRY_RNU``) in names of five letters or more.
+    ``dry_run``), and a letter too many, too few, wrong or in its neighbour's place (``DRY_RNU``) in names of five letters or more; not
+    where both have the same value (``NODES=2 NNODES=2``).
     """
     plain = {_plain(name): name for name in names if name not in _COMMON}
     found: dict[str, str] = {}
     for name, value in environ.items():
         if value and name not in names:
             meant = plain.get(_plain(name)) or next((ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None)
-            found |= {name: meant} if meant else {}
+            found |= {name: meant} if meant and environ.get(meant) != value else {}
     return found
 
 

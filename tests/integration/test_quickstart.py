@@ -55,10 +55,29 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
     assert first.count("--sp-overlap-mode auto: ") == 1, "the choice of the first attempt is kept in the checkpoint"
     assert "</html>" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    for promised in ("tokens/s", "valid loss", "perplexity", "What next"):
+    for promised in ("tokens/s", "valid loss", "perplexity", "valid bits per byte", "knows nothing  8.9872, ln 8,000", "What next"):
         assert promised in first
     again = run("bash scripts/quickstart.sh", ROOT, **variables)
     assert "valid loss" in again and len(read_records(tmp_path / "gpt")[0]) <= len(records) + 3, "nothing was trained twice"
+
+
+@pytest.mark.parametrize("words, variables, said", [
+    ("", {"QUICKSTART_STEPS": "abc"}, "QUICKSTART_STEPS=abc must be a whole number, 1 or more"),
+    ("", {"QUICKSTART_BYTES": "0"}, "QUICKSTART_BYTES=0 must be a whole number, 1 or more"),
+    ("", {"QUICKSTART_STEP": "10"}, "QUICKSTART_STEP is unknown: there are QUICKSTART_STEPS, QUICKSTART_BYTES and QUICKSTART_OUT"),
+    ("brt", {}, "unknown argument 'brt': expected gpt (the default) or bert"), ("gpt bert", {}, "one argument at most"),
+])  # fmt: skip
+def test_a_quickstart_that_cannot_be(words: str, variables: dict[str, str], said: str) -> None:
+    """Before anything is installed or written."""
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", *words.split()], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
+
+
+def test_quickstart_help() -> None:
+    done = subprocess.run(["bash", "scripts/quickstart.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("From a clean clone") and done.stdout.rstrip().endswith("(runs/quickstart)")
 
 
 @pytest.mark.torchrun
@@ -83,8 +102,6 @@ def test_quickstart_bert_from_text_to_summary(tmp_path: Path) -> None:
         assert promised in said, promised
     assert "</html>" in (tmp_path / "bert-report.html").read_text() and (tmp_path / "bert-loss.png").exists()
     assert not (tmp_path / "gpt").exists() and not (tmp_path / "killed").exists(), "the GPT's quickstart has its own places"
-    wrong = subprocess.run(["bash", "scripts/quickstart.sh", "brt"], cwd=ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "unknown argument 'brt': expected gpt" in wrong.stderr and not wrong.stdout
 
 
 @pytest.mark.torchrun

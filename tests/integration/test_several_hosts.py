@@ -308,7 +308,7 @@ def test_a_script_of_the_zoo_under_slurm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variables, message", [
-    ({"NNODES": "two"}, "NNODES=two must be the number of hosts"),
+    ({"NNODES": "two"}, "NNODES=two must be the number of hosts"), ({"NNODE": 2}, "NNODE is unknown: did you mean NNODES?"),
     ({"NNODES": 0}, "NNODES=0 must be the number of hosts, 1 or more"),
     ({"NNODES": 2}, "give each of them NODE_RANK=0..1, a different one on each host, and MASTER_ADDR, the address of host 0"),
     ({"NNODES": 2, "NODE_RANK": 1}, "give each of them MASTER_ADDR, the address of host 0"),

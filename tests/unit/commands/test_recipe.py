@@ -79,6 +79,7 @@ def test_variables_of_others_are_none_of_our_business() -> None:
         "MASTER", "SHLVL", "TERM", "TZ", "P", "SPS", "DATA", "OUT", "GPU", "SAVES", "RANK", "WORLD_SIZE", "LOCAL_RANK",
     )  # fmt: skip
     assert misspelled(dict.fromkeys(others, "1")) == {} and misspelled({"DRYRUN": ""}) == {}
+    assert misspelled({"NODES": "2", "NNODES": "2"}) == {} and misspelled({"NODES": "2", "NNODES": "1"}) == {"NODES": "NNODES"}
     assert misspelled({name: "1" for name in (*NAMES, *LAUNCHER_NAMES)}) == {}
 
 
