@@ -41,6 +41,11 @@ if [ $# -lt 1 ] || ! [[ "$nproc" =~ ^([1-9][0-9]*|auto|gpu|cpu)$ ]]; then
     exit 2
 fi
 
+case "$1" in
+-*) ;; # -m MODULE
+*) [ -f "$1" ] || die 2 "$1 is not there, or is no file: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]" ;;
+esac
+
 # ------------------------------------------------------------------------------------------------- one host or several
 nnodes="${NNODES:-1}"
 number "$nnodes" && [ "$nnodes" -ge 1 ] || die 2 "NNODES=$nnodes must be the number of hosts, 1 or more"
@@ -101,7 +106,7 @@ before="$([ -f "$status" ] && cat "$status" 2>/dev/null)" # every report has its
 meet() {
     local met address interface
     if [ "$nnodes" -eq 1 ]; then
-        torchrun=(-m torch.distributed.run --standalone)
+        torchrun=("$root/scripts/torchrun.py" --standalone)
         return 0
     fi
     met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || return $?
@@ -112,7 +117,7 @@ meet() {
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     echo "launch: host $NODE_RANK of $nnodes ($address), $nproc processes here; all meet at $MASTER_ADDR:$port" >&2
     # is_host says who opens the port, so that it is not guessed from names; this rendezvous ignores --node-rank and orders hosts by address
-    torchrun=("$root/scripts/torchrun_across_hosts.py" --nnodes "$nnodes" --rdzv-backend reachable-c10d
+    torchrun=("$root/scripts/torchrun.py" --nnodes "$nnodes" --rdzv-backend reachable-c10d
         --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port" --local-addr "$address"
         --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
 }
@@ -149,14 +154,14 @@ while :; do
     echo "launch: host 0 or the connection to it was lost: waiting up to $join_timeout s for it to come back (restart $relaunched of $restarts)" >&2
 done
 if [ "$code" -ne 0 ] && [ -n "$run_dir" ] && [ -f "$status" ] && [ "$(cat "$status")" != "$before" ]; then
-    "$python" - "$status" "$code" <<'PY'
+    "$python" - "$status" "$code" "$nnodes" <<'PY'
 import json, sys
 status = json.load(open(sys.argv[1]))
 code = status.get("exit_code")
 if status.get("status") == "running" or not isinstance(code, int) or code == 0:
     code = int(sys.argv[2])  # it died before it could say why
-if status.get("message"):
-    print(f"{status['status']} (exit code {code}): {status['message']}", file=sys.stderr)
+if status.get("message"):  # which a rank has told, on this host or another
+    print(f"{status['status']} (exit code {code})" + (f": {status['message']}" if sys.argv[3] != "1" else ""), file=sys.stderr)
 sys.exit(code)
 PY
     code=$?

@@ -16,7 +16,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
 from megatron_sp.utils.address_space import require_address_space
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
-from megatron_sp.utils.launch import Launch, is_first_rank
+from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
 from megatron_sp.utils.torch_version import require_torch
 
 
@@ -84,7 +84,9 @@ def parse_config(
             answer = "" if request.action == "help" else _answer(request)
         except ReportedError as error:
             if speaks or not error.on_all_ranks:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                let_first_rank_speak()
             raise SystemExit(error.exit_code) from None
         if request.action == "run":
             assert request.config is not None

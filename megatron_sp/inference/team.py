@@ -32,7 +32,7 @@ from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
-from megatron_sp.utils.launch import Launch
+from megatron_sp.utils.launch import Launch, let_first_rank_speak
 from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import leave
 
@@ -242,6 +242,8 @@ def run_tool(body: Callable[[Launch], None]) -> int:
         if launch.rank == 0 or not error.on_all_ranks:
             prefix = "" if error.on_all_ranks or launch.world_size == 1 else f"[rank {launch.rank}] "
             print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+        else:
+            let_first_rank_speak()
     except KeyboardInterrupt as error:
         failed, code = error, EXIT_INTERRUPTED
         print(file=sys.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         )
     require_own_checkpoint(config)
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
-    signals = StopSignals(launched=bool(launch.launcher))
+    signals = StopSignals(launched=bool(launch.launcher), speaks=launch.rank == 0 or not sys.stderr.isatty())
     if not config.batch.no_exit_signal_handler:
         signals.install()
     groups = join(config, launch)
@@ -71,6 +72,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         kill_switch.require_unthrown()
     with contextlib.ExitStack() as closing:
         run_dir = open_run_dir(config, task.name, groups)
+        status.is_made_up = config.checkpoint.save is None
         with all_ranks_agree(groups.control):
             if launch.rank == 0:
                 closing.enter_context(contextlib.closing(lock_run_dir(run_dir)))
@@ -94,11 +96,14 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
                 closing.callback(saves.close)
             code = train(run, saves)
         except ReportedError as error:
-            if isinstance(error, PeerError) and saves is not None:
-                saves.abandon()
+            if isinstance(error, PeerError):
+                signals.hush()
+                if saves is not None:
+                    saves.abandon()
             raise
         except Exception as error:
             if is_peer_failure(error):
+                signals.hush()  # the launcher's SIGTERM is about the same
                 if saves is not None:
                     saves.abandon()
                 raise PeerError(peers.explain(error, run_dir, context.watchdog.place)) from error
@@ -130,7 +135,9 @@ def train(run: Run, saves: Saves | None = None) -> int:
         reason = _steps(run, saves)
         run.parts.weights.settle()
         if saves is not None:
+            context.signals.saving = True
             saves.save_last()
+            context.signals.saving = False
         else:  # a save checks them, too
             require_finite_weights((unit.master for unit in run.state.units), context.groups, progress.step)
         context.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, saves, reason)}")

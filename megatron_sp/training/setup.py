@@ -6,7 +6,9 @@ code, and writes the outcome to ``run_status.json``, because torchrun reports ev
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +35,7 @@ from megatron_sp.utils import output
 from megatron_sp.utils.errors import (
     EXIT_CONFIG,
     EXIT_OK,
+    EXIT_PEER,
     EXIT_PREEMPTED,
     ConfigError,
     DiskError,
@@ -55,6 +58,7 @@ class RunStatus:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self.path: Path | None = None
+        self.is_made_up = False  # the folder has a name of our own, in runs/
         self.fields: dict[str, Any] = {}
         self.lost: dict[str, str] = {}  # other outputs that could not be written, and why
         self._began = False  # once this attempt has written the file, it no longer describes an earlier one
@@ -70,6 +74,20 @@ class RunStatus:
         """Return whether the file already reports a failure."""
         return self.path is not None and read_status(self.path.parent).get("status") == "failed"
 
+    def report(self, error: ReportedError) -> bool:
+        """Write a failure; return False if another rank has told of the same lost one, so that this one need not.
+
+        A lost rank is no news after a failure of another kind either: the file holds the reason of the rank that failed
+        first, which says more.
+        """
+        if self.path is None:
+            return True
+        with held_folder(self.path.parent):
+            told = read_status(self.path.parent) if isinstance(error, PeerError) else {}
+            if told.get("status") != "failed":
+                self._replace("failed", error.exit_code, str(error))
+        return told.get("status") != "failed" or told.get("exit_code") != EXIT_PEER
+
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
         """Replace the file; a disk error is only a warning.
 
@@ -78,16 +96,35 @@ class RunStatus:
         self.fields.update(fields)
         if self.path is None or (self._rank != 0 and status != "failed"):
             return
+        with held_folder(self.path.parent):
+            if status != "running" or not self._began or not self.has_failed():
+                self._replace(status, exit_code, message)
+
+    def _replace(self, status: str, exit_code: int | None, message: str) -> None:
+        assert self.path is not None
         record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
         if lost := {**output.lost(), **self.lost}:
             record["lost_output"] = lost
         try:
-            with held_folder(self.path.parent):
-                if status != "running" or not self._began or not self.has_failed():
-                    atomic_write_json(self.path, record)
-                    self._began = True
+            atomic_write_json(self.path, record)
+            self._began = True
         except OSError as error:
             print(f"warning: {self.path} cannot be written: {error}", file=sys.stderr)
+
+    def discard(self) -> bool:
+        """Remove the run's folder if it was made up and no run has begun in it; return whether it is gone.
+
+        What this process has not written itself stays, and the folder with it.
+        """
+        if not self.is_made_up or self._rank != 0 or self.path is None:
+            return False
+        folder = self.path.parent
+        if {path.name for path in folder.iterdir()} - {self.path.name, "tokenizer"}:
+            return False
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+            folder.parent.rmdir()  # runs/, if it is empty
+        return not folder.exists()
 
 
 def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
@@ -107,10 +144,9 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
         code = error.exit_code
         if launch.rank == 0 or not error.on_all_ranks:
             prefix = "" if error.on_all_ranks else f"[rank {launch.rank}] "
-            print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
-            is_consequence = isinstance(error, PeerError) and status.has_failed()
-            if not is_consequence:  # else the file holds the reason of the rank that failed first, which says more
-                status.write("failed", code, str(error))
+            is_discarded = error.on_all_ranks and status.discard()
+            if is_discarded or status.report(error):
+                print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
     except Exception as error:
         held.append(error)
         code = 1

@@ -2,8 +2,8 @@
 
 A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of
 them after the same step. A second signal (not the same key press forwarded by the launcher) ends this process at once,
-even while it is blocked in a collective, where Python runs no handlers: the interpreter's C code writes signals to a
-pipe, which a thread reads.
+unless that would break off the save, which takes a third one. It does so even while the process is blocked in a
+collective, where Python runs no handlers: the interpreter's C code writes signals to a pipe, which a thread reads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ class StopSignals:
     Args:
         launched: True under a launcher that forwards signals: one that follows the first within a moment is then not a
             second one.
+        speaks: False: another rank, which a terminal's Ctrl-C reaches as well, tells the user.
+
+    Attributes:
+        requested: a stop was requested.
+        saving: the last save is under way; a second signal does not break it off.
     """
 
-    def __init__(self, launched: bool = True) -> None:
-        self.requested = False
+    def __init__(self, launched: bool = True, speaks: bool = True) -> None:
+        self.requested = self.saving = False
+        self._speaks = speaks
         self._launched = launched
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
@@ -71,17 +77,31 @@ class StopSignals:
 
     def _watch(self, reports: int) -> None:
         """Print a message on the first signal, and end the process on the second."""
-        told = False
+        told = spared = False
         while numbers := os.read(reports, 512):
             now = time.monotonic()
             for number in (number for number in numbers if number in _SIGNALS):
                 self._asked(now)
                 if not told:
                     told = True
-                    complain("stop requested: saving after this step (a second signal leaves at once)")
-                elif not self._is_echo(now):
-                    complain("second signal: leaving at once, the last checkpoint stays valid")
+                    self._say("stop requested: saving after this step (a second signal leaves at once)")
+                elif self._is_echo(now):
+                    continue
+                elif self.saving and not spared:
+                    spared = True
+                    self._first = now  # this one has an echo, too
+                    self._say("second signal: the save is under way and goes on (a third one leaves at once, without it)")
+                else:
+                    self._say(f"{'third' if spared else 'second'} signal: leaving at once, the last checkpoint stays valid")
                     os._exit(128 + number)
+
+    def hush(self) -> None:
+        """Say no more: the run ends for a reason of its own, which is told."""
+        self._speaks = False
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            complain(line)
 
     def _is_echo(self, now: float) -> bool:
         return self._launched and self._first is not None and now - self._first <= _ECHO_SECONDS

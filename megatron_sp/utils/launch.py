@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from megatron_sp.utils.errors import ConfigError
 Address = tuple[str, int]
 _TORCHRUN = "torchrun --standalone --nproc-per-node N"
 _DEFAULT_PORT = 29500
+_SPEAKING_S = 10.0  # rank 0 may still be importing
 _NO_STEP = 0xFFFFFFF0  # from here on Slurm numbers the shells of its own: of sbatch, of salloc
 _FIRST_PORT, _PORTS = 20000, 9000  # below those that systems give to outgoing connections
 
@@ -118,6 +120,12 @@ def is_first_rank() -> bool:
     mpi = _Variables(os.environ).mpi()
     text = os.environ.get("RANK") or os.environ.get(mpi.rank if mpi else "SLURM_PROCID") or "0"
     return not text.isdigit() or int(text) == 0
+
+
+def let_first_rank_speak() -> None:
+    """Wait before this rank ends because of what rank 0 tells the user: torchrun kills the others as soon as one has ended."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not is_first_rank():
+        time.sleep(_SPEAKING_S)  # torchrun ends it when rank 0 has ended
 
 
 class _Variables:

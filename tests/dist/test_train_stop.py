@@ -98,6 +98,31 @@ def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Pa
     train(tmp_path, *flags, "--auto-resume").expect(0, "(step 2,")
 
 
+def test_a_second_signal_does_not_break_off_the_save(tmp_path: Path) -> None:
+    """A user presses Ctrl-C again because nothing seems to happen."""
+    run = tmp_path / "run"
+
+    def slow_to_save(rank: int) -> None:
+        class Slow(loop.Saves):
+            def save_last(self) -> None:
+                Path("saving").touch()
+                wait_until(Path("told").exists)
+                super().save_last()
+
+        signals._ECHO_SECONDS = 0.0
+        loop.Saves = Slow  # type: ignore[misc]
+
+    def act(pids: list[int]) -> None:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)
+        os.kill(pids[0], signal.SIGINT)
+        wait_until((tmp_path / "saving").exists)
+        os.kill(pids[0], signal.SIGINT)
+        wait_until(lambda: "under way and goes on" in "".join(f.read_text() for f in tmp_path.glob("rank0-*.txt")))
+        (tmp_path / "told").touch()
+
+    train(tmp_path, "--save", run, *LONG, setup=slow_to_save, during=act).expect(75, "saved step", "a signal asked for it")
+
+
 def test_a_signal_during_a_save_takes_no_further_step(tmp_path: Path) -> None:
     """The grace of a scheduler is short: what has just been saved need not be saved again one step later."""
     run = tmp_path / "run"

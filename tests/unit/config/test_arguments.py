@@ -488,7 +488,7 @@ def test_help_into_a_closed_pipe_is_silent() -> None:
 def test_world_size_comes_from_the_launcher() -> None:
     code, _, err = outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="2")
     assert code == 2 and "(1 * 2 = 2): 3 = 1 * 2 + 1" in err
-    assert outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="3")[0] == 0
+    assert outside(*SOUND.split(), "--global-batch-size", "3", "--print-config", WORLD_SIZE="3")[0] == 0
     code, _, err = outside(*SOUND.split(), WORLD_SIZE="many")
     assert code == 2 and "WORLD_SIZE is 'many', not a number" in err
 

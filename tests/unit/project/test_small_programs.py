@@ -80,7 +80,7 @@ def test_too_little_address_space_for_numpy_is_said_before_it_is_imported(tool: 
 
 
 def test_the_launcher_of_several_hosts_says_that_torch_cannot_be_imported() -> None:
-    done = with_little_address_space("scripts/torchrun_across_hosts.py", "--help")
+    done = with_little_address_space("scripts/torchrun.py", "--help")
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "torch cannot be imported" in done.stderr or "OpenBLAS" in done.stderr, done.stderr
 

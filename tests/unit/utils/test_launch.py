@@ -6,7 +6,7 @@ import pytest
 
 from megatron_sp.utils import launch as launch_module
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
-from megatron_sp.utils.launch import Launch, first_host, is_first_rank, launched_processes, tasks_per_host
+from megatron_sp.utils.launch import Launch, first_host, is_first_rank, launched_processes, let_first_rank_speak, tasks_per_host
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a1", "MASTER_PORT": "29400",
@@ -145,6 +145,20 @@ def test_who_speaks(env: dict[str, str], speaks: bool, monkeypatch: pytest.Monke
     for name, text in env.items():
         monkeypatch.setenv(name, text)
     assert is_first_rank() == bool(speaks)
+
+
+def test_rank_0_speaks_before_torchrun_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another rank ends first, torchrun kills rank 0 before it has told the reason."""
+    waits: list[float] = []
+    monkeypatch.setattr(launch_module.time, "sleep", waits.append)
+    for rank, torchrun, waited in (("0", "id", 0), ("1", "id", 1), ("1", None, 0)):
+        waits.clear()
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False) if torchrun is None else monkeypatch.setenv(
+            "TORCHELASTIC_RUN_ID", torchrun
+        )
+        let_first_rank_speak()
+        assert len(waits) == waited
 
 
 def test_slurms_lists() -> None:

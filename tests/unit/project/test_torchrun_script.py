@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
+import signal
 import socket
 import warnings
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from support.paths import ROOT
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 
-SCRIPT = ROOT / "scripts" / "torchrun_across_hosts.py"
+SCRIPT = ROOT / "scripts" / "torchrun.py"
 
 
 @pytest.fixture
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchrun_across_hosts", SCRIPT)
+    spec = importlib.util.spec_from_file_location("torchrun_script", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -88,3 +92,45 @@ def test_what_torchrun_cannot_reach_is_exit_code_7(
     monkeypatch.setattr(program, "main", torchrun)
     assert program.run(["--nnodes", "2", "train.py"]) == 7
     assert f"error: {said}" in capsys.readouterr().err
+
+
+class Failure(NamedTuple):
+    exitcode: int
+    timestamp: int = 0
+    pid: int = 77
+
+
+@pytest.mark.parametrize(
+    ("failures", "code", "said"),
+    [
+        ({0: Failure(-15), 1: Failure(3)}, 3, ""),  # torchrun has ended rank 0
+        ({0: Failure(7, 10), 1: Failure(4, 9)}, 4, ""),
+        ({0: Failure(7), 1: Failure(-9), 2: Failure(-15)}, 137, "error: rank 1 (pid 77 on "),
+        ({1: Failure(-11)}, 139, "was killed by SIGSEGV\n"),
+        ({1: Failure(-15)}, 143, "was killed by SIGTERM\n"),
+    ],
+)
+def test_the_worker_that_failed_first_counts(
+    program: ModuleType, failures: dict[int, Failure], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.code_of(SimpleNamespace(failures=failures)) == code
+    words = capsys.readouterr().err
+    assert said in words and words.count("\n") == bool(said)
+
+
+def test_only_the_first_signal_stops_torchrun(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would break off the wait for the workers' save."""
+    monkeypatch.setattr(program.workers, "_terminate_process_handler", program.workers._terminate_process_handler)
+    program.stop_once()
+    with pytest.raises(program.workers.SignalException):
+        program.workers._terminate_process_handler(signal.SIGINT, None)
+    program.workers._terminate_process_handler(signal.SIGTERM, None)
+
+
+def test_what_the_workers_say_themselves_is_not_said_by_torchrun(program: ModuleType) -> None:
+    """The words are torchrun's own: where another torch has others, this test tells."""
+    sources = "".join(Path(str(module.__file__)).read_text() for module in (program.agent, program.workers))
+    for words in program._NOISE:
+        assert f'"{words}' in sources
+        assert not program.is_news(logging.LogRecord("x", logging.WARNING, "x", 1, f"{words} and more", (), None))
+    assert program.is_news(logging.LogRecord("x", logging.WARNING, "x", 1, "Unable to shutdown process %s", (), None))

@@ -1,20 +1,29 @@
-"""torchrun for one of several hosts: it ends with words and exit code 7 when the other hosts are out of reach, and does not hang.
+"""torchrun, as launch.sh calls it: what a run says of its end is not drowned, and other hosts that are out of reach end it.
 
-``torchrun_across_hosts.py --rdzv-backend reachable-c10d [other flags of torchrun] SCRIPT ...``, called by launch.sh.
-torchrun asks host 0's store for news twice a second, over one connection and without a time-out: if the network is cut,
-the answer never comes, torchrun sees no more of its own workers or of a signal, and the kernel gives up after some 15
-minutes (tcp(7), tcp_retries2). Here the kernel gives up when host 0 has been silent for ``join_timeout``, which is how
-long hosts wait for each other anyway, or for 30 s if that is more. That a host is slow does not count: its kernel
-answers, whatever its processes do.
+``torchrun.py [flags of torchrun] SCRIPT ...``. Ctrl-C reaches torchrun and all of its workers, and these save and say so;
+torchrun reports two warnings for each and a traceback, and a second signal breaks off its wait for the save. Here the
+first signal counts, and the exit code is that of the worker that failed first, with a line if a signal killed it.
+
+``--rdzv-backend reachable-c10d`` is for several hosts. torchrun asks host 0's store for news twice a second, over one
+connection and without a time-out: if the network is cut, the answer never comes, torchrun sees no more of its own workers
+or of a signal, and the kernel gives up after some 15 minutes (tcp(7), tcp_retries2). Here the kernel gives up when host 0
+has been silent for ``join_timeout``, which is how long hosts wait for each other anyway, or for 30 s if that is more.
+That a host is slow does not count: its kernel answers, whatever its processes do.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import sys
+from types import FrameType
 
 try:
+    from torch.distributed.elastic.agent.server import api as agent
+    from torch.distributed.elastic.multiprocessing import api as workers
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.elastic.rendezvous import (
         RendezvousConnectionError,
         RendezvousHandler,
@@ -31,6 +40,7 @@ except (ImportError, MemoryError) as error:  # too little address space looks li
 
 BACKEND = "reachable-c10d"
 EXIT_PEER_LOST = 7
+_NOISE = ("Received %s death signal", "Sending process %s closing signal", "failed (exitcode: %s)")
 _LEAST_S = 30  # a network may stumble for so long; torchrun's own patience with a silent host is 15 s
 _PROBES = 4  # questions to a silent host within the time-out
 _MOST_S = 2_000_000  # in milliseconds still an int of the kernel's
@@ -99,11 +109,54 @@ def create_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     return create_handler(store, _Backend(store, parameters.run_id), parameters)
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of torchrun's log says what the workers, or the end of this program, do not say better."""
+    return not str(record.msg).startswith(_NOISE)
+
+
+def stop_once() -> None:
+    """Have torchrun stop at the first signal and wait for its workers, whatever follows: launch.sh's own signal, an impatient user's.
+
+    It still kills them when their time is over (TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+    """
+    stop, seen = workers._terminate_process_handler, list[int]()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            stop(number, frame)
+
+    workers._terminate_process_handler = handle
+
+
+def code_of(error: ChildFailedError) -> int:
+    """The exit code of the worker that failed first; says which one a signal has killed, since it could not do so itself."""
+
+    def consequences_last(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        code = item[1].exitcode
+        return code == -signal.SIGTERM, code > 0, item[1].timestamp  # torchrun ends with SIGTERM whoever is left
+
+    rank, first = min(error.failures.items(), key=consequences_last)
+    if first.exitcode > 0:
+        return int(first.exitcode)
+    hint = ": by the system, if there was no memory left" if first.exitcode == -signal.SIGKILL else ""
+    name = signal.Signals(-first.exitcode).name
+    print(f"error: rank {rank} (pid {first.pid} on {socket.gethostname()}) was killed by {name}{hint}", file=sys.stderr)
+    return 128 - int(first.exitcode)
+
+
 def run(words: list[str]) -> int:
-    """torchrun's exit code, or 7 if it ended because other hosts are out of reach."""
+    """The exit code of the worker that failed first, 128 + the signal that stopped torchrun, or 7 if other hosts are out of reach."""
     rendezvous_handler_registry.register(BACKEND, create_rendezvous)
+    for module in (agent, workers):
+        module.logger.addFilter(is_news)
+    stop_once()
     try:
         main(words)
+    except workers.SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as error:
+        return code_of(error)
     except RendezvousConnectionError as error:
         print(f"error: host 0 or the connection to it was lost ({error.__cause__ or error})", file=sys.stderr)
         return EXIT_PEER_LOST
