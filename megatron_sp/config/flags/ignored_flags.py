@@ -50,7 +50,6 @@ REWRITTEN: dict[str, Rewrite] = {
     "use-rms-norm": Rewrite((("normalization", "RMSNorm"),)),
     "moe-num-experts": Rewrite((("num-experts", None),)),  # megablocks; what else it says of experts: expert_dialects.py
     "moe-top-k": Rewrite((("moe-router-topk", None),)),
-    "moe-zloss-weight": Rewrite((("moe-z-loss-coeff", None),)),
     "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
     # Megatron-DeepSpeed's zero bubble, and that of its authors' fork of Megatron-LM, where a V takes two flags
     "enable-zbh1-pipeline": Rewrite((("pipeline-schedule", "zb1p"),), weak=True),
@@ -364,6 +363,8 @@ _REFUSED = {
         expert-tensor-parallel-size enable-expert-tensor-parallelism""",
     "an MLP beside the experts, weighed against them by a router of its own, is not there; one that is added as it is takes"
     " --moe-shared-expert-intermediate-size": "mlp-type",
+    "programs around megablocks add this loss up over the layers, or take the mean: say --moe-z-loss-coeff, which is of each layer": """
+        moe-zloss-weight""",
     "weights of the chosen experts sum to 1 without --moe-router-pre-softmax; other norms are not there": "moe-normalize-expert-weights",
     "tokens choose by their router's scores alone: the balance is kept by --moe-router-load-balancing-type or"
     " --moe-router-enable-expert-bias": """
@@ -524,7 +525,7 @@ STANDARD_SPECS = (
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "attention-head-type": ("multihead",), "rope-type": ("rope",), "spec": STANDARD_SPECS,
     "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
-    "moe-jitter-eps": ("0", "0.0"),
+    "moe-jitter-eps": ("0", "0.0"), "moe-zloss-weight": ("0", "0.0"),
     "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
     "softmax-type": ("vanilla",), "qk-clip-threshold": ("0",), "glu-linear-offset": ("0", "0.0"),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),

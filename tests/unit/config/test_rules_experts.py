@@ -195,6 +195,7 @@ def test_without_capacities_every_token_is_computed(flag: str) -> None:
         ("--num-experts 8 --mlp-type residual", "weighed against them by a router of its own"),
         ("--moe-num-experts 8 --moe-loss-weight much", "--moe-loss-weight: expected a number"),
         ("--moe-num-experts 8 --moe-normalize-expert-weights 2", "other norms are not there"),
+        ("--moe-num-experts 8 --moe-zloss-weight 1e-3", "say --moe-z-loss-coeff, which is of each layer"),
         ("--moe-top2-2nd-expert-sampling", "did you mean --disable-moe-top2-2nd-expert-sampling"),
     ],
 )
