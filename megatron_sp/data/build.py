@@ -68,6 +68,20 @@ class Datasets:
         return {" ".join(filter(None, (split, name))): d.fingerprint() for split in ("valid", "test") for name, d in self.evaluated(split)}
 
 
+class Evaluation(NamedTuple):
+    """Use of validation and test data.
+
+    Attributes:
+        num_iters: steps of one validation, and of the test.
+        num_samples: samples of one validation, and of the test.
+        by_default: nobody has asked for so many steps: that a split has less is a note then, not a warning.
+    """
+
+    num_iters: int
+    num_samples: int
+    by_default: bool
+
+
 def build_datasets(
     data: DataConfig,
     *,
@@ -76,6 +90,7 @@ def build_datasets(
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
     vocab_size: int | None = None,
+    evaluation: Evaluation | None = None,
 ) -> Datasets:
     """Build the three data sets from the flags, each with at least the requested number of samples.
 
@@ -89,13 +104,14 @@ def build_datasets(
         tokenizer: tokenizer of the data.
         num_samples: samples requested for training, validation and test; 0 builds none.
         vocab_size: entries of the model's vocabulary; ids not below this are errors (default: the tokenizer's).
+        evaluation: how validation and test data are read; None: all samples at once.
     Raises:
         DataError: a file is missing or damaged, or a split is empty; or a flag goes by the ends of documents, and the data
             do not have them.
         ConfigError: no data is given, or a flag cannot be parsed.
     """
     options = GPTOptions(seq_length, seed, data.eod_mask_loss)
-    warnings: dict[str, list[str]] = {}
+    repeated: dict[str, list[str]] = {}
     stretches: dict[tuple[str, tuple[int, int]], Stretch] = {}
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
@@ -103,8 +119,10 @@ def build_datasets(
         dataset = GPTDataset(
             indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
         )
-        if (warning := dataset.repetition()) is not None:
-            warnings.setdefault(name, []).append(warning)
+        of_split = num_samples[SPLITS.index(name)]
+        at_once = None if evaluation is None or num is None else -(-num * evaluation.num_samples // of_split)
+        if (words := dataset.repetition(at_once, None if evaluation is None else evaluation.num_iters)) is not None:
+            repeated.setdefault(name, []).append(words)
         stretches.setdefault((indexed.prefix, bounds), Stretch(indexed, bounds, name))
         return dataset
 
@@ -112,11 +130,12 @@ def build_datasets(
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     made = _build(data, num_samples, mock, len, from_file)
-    notes, about_ends = _check_ends(data, tokenizer, list(stretches.values()))
+    notes, warnings = _check_ends(data, tokenizer, list(stretches.values()))
     made = [[(name, _packed(dataset, data, tokenizer)) for name, dataset in sets] for sets in made]
-    more = [f" (the blend repeats {len(found)} of its data sets)" if found[1:] else "" for found in warnings.values()]
-    repeated = tuple(found[0] + rest for found, rest in zip(warnings.values(), more, strict=True))
-    return _gathered(made, (*repeated, *about_ends), tuple(notes))
+    for name, (first, *others) in repeated.items():
+        words = first + (f" (the blend repeats {len(others) + 1} of its data sets)" if others else "")
+        (notes if evaluation is not None and evaluation.by_default and name != "train" else warnings).append(words)
+    return _gathered(made, tuple(warnings), tuple(notes))
 
 
 def build_bert_datasets(

@@ -138,15 +138,23 @@ class GPTDataset:
         """Number of times that the split is repeated to provide the samples."""
         return self._plan.num_epochs
 
-    def repetition(self) -> str | None:
-        """Return a warning if the training split is repeated within a sample, or another split at all; else None."""
+    def repetition(self, at_once: int | None = None, eval_iters: int | None = None) -> str | None:
+        """Return words about a split that is repeated: for training within a sample, elsewhere for what is read at once; else None.
+
+        Args:
+            at_once: samples that one validation, or the test, reads of this data set; None: all of them.
+            eval_iters: steps in which it does, to say how many would do.
+        """
         per_epoch = (self._tokens - 1) // self.seq_length
-        if self.num_epochs == 1 or (self._name == "train" and per_epoch > 0):
+        enough = per_epoch > 0 if self._name == "train" else at_once is not None and 0 < at_once <= per_epoch
+        if self.num_epochs == 1 or enough:
             return None
         has = f"{per_epoch} samples" if per_epoch else "less than one sample"
+        fewer = per_epoch * eval_iters // at_once if at_once and eval_iters else 0
         return (
             f"{self.indexed.prefix}: the {self._name} split has {self._tokens:,} tokens, {has} of {self.seq_length} (and one more): it is"
             f" repeated {self.num_epochs} times for the {self._wanted} that are asked for"
+            + (f"; --eval-iters {fewer} takes no more than it has" if fewer else "")
         )
 
     def _read(self, cut: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from megatron_sp.data.build import Datasets, build_datasets
+from megatron_sp.data.build import Datasets, Evaluation, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import OnUnit
@@ -31,6 +31,7 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
     return build_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
         vocab_size=config.model.vocab_size, num_samples=num_samples,
+        evaluation=Evaluation(config.batch.eval_iters, num_samples[2], by_default=not config.says("batch", "eval_iters")),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.build import Datasets, build_datasets
+from megatron_sp.data.build import Datasets, Evaluation, build_datasets
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
@@ -182,6 +182,28 @@ def test_splits_that_are_repeated_are_warned_of(tmp_path: Path) -> None:
     sets = build(tmp_path, (10, 500, 500), data_path=("1", prefix, "1", other))
     assert [name for name in ("train", "valid", "test") for w in sets.warnings if f"the {name} split has" in w] == ["valid", "test"]
     assert all(warning.endswith(" (the blend repeats 2 of its data sets)") for warning in sets.warnings)
+
+
+def test_a_split_is_too_small_where_one_validation_takes_more_than_it_has(tmp_path: Path) -> None:
+    """That all validations of a run together do is no matter: each goes on where the last one ended."""
+    prefix, other = corpus(tmp_path), corpus(tmp_path, "b", 60, seed=1)
+    sets = build(tmp_path, (0, 1, 1), data_path=(prefix,))
+    size = min(len(sets.valid), len(sets.test))  # type: ignore[arg-type]
+
+    def told(at_once: int, *paths: str, by_default: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        config = DataConfig(data_path=paths, split="8,1,1", data_cache_path=str(tmp_path / "cache"))
+        made = build_datasets(
+            config, seq_length=S, seed=5, tokenizer=ByteTokenizer(), num_samples=(10, 20 * at_once, at_once),
+            evaluation=Evaluation(4, at_once, by_default),
+        )  # fmt: skip
+        return made.warnings, made.notes
+
+    assert told(size, prefix) == told(size // 2, prefix) == told(size // 2, "1", prefix, "1", other) == ((), ())
+    (first, second), notes = told(4 * size, prefix)
+    assert "the valid split has" in first and "the test split has" in second and not notes
+    assert first.endswith("; --eval-iters 1 takes no more than it has")
+    assert told(4 * size, prefix, by_default=True) == ((), (first, second))
+    assert len(told(8 * size, "1", prefix, "1", other)[0]) == 2 and "--eval-iters" not in told(9 * size, prefix)[0][0]
 
 
 def test_blend_indices_are_cached(tmp_path: Path) -> None:
