@@ -3,31 +3,32 @@
 Launch scripts are written once and used for many runs, so they contain flags without effect in this one:
 ``--sequence-parallel`` with one tensor-parallel rank, ``--save-interval`` without ``--save``. Only flags that do not
 change the result are dropped; a flag whose request cannot be met, such as ``--finetune`` without ``--load``, is still
-an error.
+an error. What a field needs to be read stands beside it in ``schema_*.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
-from megatron_sp.config.schema import Config
-from megatron_sp.config.schema_data import SENTENCEPIECE
+from megatron_sp.config.conditions import NCCL
+from megatron_sp.config.schema import GROUPS, Config
+from megatron_sp.utils.flag_field import Condition
 
-MOST_CTAS = 64
-"""NCCL's own limit."""
 NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
 """The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the start."""
 
 
+Wrong = Callable[[], Collection[str]]
+"""Returns what is wrong with single values, as texts that name their fields."""
+
+
 def drop_nccl(config: Config, why: str) -> list[str]:
     """Reset the flags about NCCL's communicators, which have no effect without it; return a line for each that was given."""
-    parallel, given = config.parallel, list[str]()
-    for name, off in (("nccl_sp_ctas", None), ("nccl_dp_ctas", None), ("nccl_cta_policy", "default")):
-        value = getattr(parallel, name)
-        if value != off and not (isinstance(value, int) and not 1 <= value <= MOST_CTAS):  # wrong numbers are kept, for the rules to reject
-            given.append(f"--{name.replace('_', '-')} ({why})")
-            setattr(parallel, name, off)
-    return given
+    fields = [each for each in _conditional() if NCCL in each.conditions]
+    return [line for each in fields if (line := _drop(config, each, why, tuple))]
 
 
 def settle_source(config: Config) -> Iterator[str]:
@@ -53,14 +54,59 @@ def drop_flash(config: Config) -> list[str]:
     return ["--use-flash-attn (there is no GPU in this run: attention is torch's)"]
 
 
-def concede(config: Config) -> list[str]:
-    """Reset the flags in ``config`` that have no effect; idempotent.
+def concede(config: Config, wrong: Wrong = tuple) -> list[str]:
+    """Reset the fields in ``config`` that have no effect in this run; idempotent.
 
+    Args:
+        wrong: says which values a rule rejects: these are kept, for the rule to name.
     Returns:
-        One line for each flag that was dropped: the flag, with the reason in brackets.
+        One line for each field that was set: the flag, with the reason in brackets.
     """
     _zeros_that_mean_off(config)
-    return [*_attention(config), *_layout(config), *_checkpoints(config), *_tokenizer(config), *_rest(config)]
+    lines = list(_attention(config))
+    if config.parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
+        config.parallel.distributed_backend = "gloo"
+        lines.append(NCCL_ON_CPU)
+    unmet = [(each, next((c for c in each.conditions if not c.holds(config)), None)) for each in _conditional()]
+    for each, condition in unmet:
+        if condition is not None and (config.knows_model or not any(c.of_model for c in each.conditions)):
+            line = _drop(config, each, condition.reason, wrong, keeps=condition.keeps)
+            lines += [line] if line else []
+    return lines
+
+
+def is_read(config: Config, group: str, name: str) -> bool:
+    """Return whether a run reads a field, as far as conditions of the field say it."""
+    return all(condition.holds(config) for condition in GROUPS[group].__dataclass_fields__[name].metadata["only"])  # type: ignore[attr-defined]
+
+
+class _Conditional(NamedTuple):
+    """A field that is read under conditions only."""
+
+    group: str
+    name: str
+    default: Any
+    conditions: tuple[Condition, ...]
+
+
+@cache
+def _conditional() -> tuple[_Conditional, ...]:
+    items = ((group, item) for group, cls in GROUPS.items() for item in dataclasses.fields(cls))
+    return tuple(_Conditional(group, item.name, item.default, item.metadata["only"]) for group, item in items if item.metadata["only"])
+
+
+def _drop(config: Config, field: _Conditional, why: str, wrong: Wrong, *, keeps: bool = False) -> str:
+    """Reset a field that is not read, and return the line about it; empty if it was not set, or if a rule is to reject its value."""
+    owner, where = getattr(config, field.group), config.given.get((field.group, field.name), "")
+    value, flag = getattr(owner, field.name), f"--{field.name.replace('_', '-')}"
+    # a switch that is given as it is anyway asks for nothing, nor does a file that has every field
+    is_set = value != field.default or (where.startswith("--") and not isinstance(value, bool))
+    if not is_set or (value != field.default and any(flag in text or field.name in text for text in wrong())):
+        return ""
+    if not keeps:
+        setattr(owner, field.name, field.default)
+    line = f"{where or flag} ({why})"
+    return line if config.says(field.group, field.name, value) and line not in config.ignored_flags else ""
 
 
 def _zeros_that_mean_off(config: Config) -> None:
@@ -85,68 +131,7 @@ def _attention(config: Config) -> Iterator[str]:
         yield from drop_flash(config)
 
 
-def _layout(config: Config) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        parallel.sequence_parallel = False
-        yield (
-            "--sequence-parallel (it cuts activations over the tensor-parallel ranks and --tensor-model-parallel-size is 1: off; Ulysses is"
-            " --sequence-parallel-size N)"
-        )
-    if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
-        parallel.distributed_backend = "gloo"
-        yield NCCL_ON_CPU
-    if parallel.distributed_backend == "gloo" or config.kernels.device == "cpu":
-        yield from drop_nccl(config, "the ranks talk over gloo, not NCCL")
-    if parallel.sequence_parallel_size == parallel.context_parallel_size == 1 and 1 <= (parallel.nccl_sp_ctas or 0) <= MOST_CTAS:
-        parallel.nccl_sp_ctas = None
-        yield "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)"
-    if parallel.balance_rows and not (config.data.reset_attention_mask or config.data.bert_pack_sequences):
-        parallel.balance_rows = False
-        yield "--balance-rows (it is for packed documents: there is neither --reset-attention-mask nor, for BERT, --bert-pack-sequences)"
-
-
-def _checkpoints(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        for name, off in (("save_interval", None), ("keep_every", None), ("no_save_optim", False)):
-            value = getattr(checkpoint, name)
-            if value and (isinstance(value, str) or value > 0):  # negative numbers are kept, for the rules to reject
-                setattr(checkpoint, name, off)
-                yield f"--{name.replace('_', '-')} (without --save no checkpoint is written)"
-    if checkpoint.load is None and not checkpoint.auto_resume:
-        if checkpoint.no_load_optim:
-            checkpoint.no_load_optim = False
-            yield "--no-load-optim (without --load nothing is loaded)"
-        if checkpoint.exit_on_missing_checkpoint:
-            checkpoint.exit_on_missing_checkpoint = False
-            yield "--exit-on-missing-checkpoint (without --load none is looked for)"
-
-
 def has_shape(config: Config) -> bool:
     """Return whether the flags define the model's shape without a checkpoint."""
     model = config.model
     return None not in (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    """Drop tokenizer files that the chosen type of tokenizer does not read."""
-    data = config.data
-    readers = {
-        "tokenizer_model": (*SENTENCEPIECE, "HuggingFaceTokenizer"), "merge_file": ("GPT2BPETokenizer",),
-        "vocab_file": ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
-    }  # fmt: skip
-    for name, kinds in readers.items():
-        if getattr(data, name) is not None and data.tokenizer_type is not None and data.tokenizer_type not in kinds:
-            setattr(data, name, None)
-            yield f"--{name.replace('_', '-')} (--tokenizer-type {data.tokenizer_type} does not read it)"
-
-
-def _rest(config: Config) -> Iterator[str]:
-    precision, logging = config.precision, config.logging
-    if precision.loss_scale is not None and not precision.fp16:
-        precision.loss_scale = None
-        yield f"--loss-scale (it is for --fp16; {precision.params_dtype} needs no scaling)"
-    if logging.wandb_exp_name and not logging.wandb_project:
-        logging.wandb_exp_name = None
-        yield "--wandb-exp-name (without --wandb-project nothing goes to W&B)"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_sp.config.concessions import concede, settle_source
+from megatron_sp.config.concessions import concede, is_read, settle_source
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_batch import (
@@ -57,12 +57,20 @@ def normalize(config: Config) -> Config:
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
     settle_batch_size(config.batch)
-    if config.knows_model:
-        settle_gelu(model)
     settle_stages(config)
-    lines = (*settle_source(config), *settle_comm_type(config.parallel), *settle_experts(config), *concede(config), *settle_groups(config))
+    lines = (*settle_source(config), *settle_comm_type(config.parallel), *settle_experts(config), *settle_groups(config))
     config.ignored_flags += lines
+    config.ignored_flags += tuple(concede(config, lambda: _wrong_values(config)))
+    if config.knows_model and is_read(config, "model", "gelu_approximate"):
+        settle_gelu(model)
     return config
+
+
+def _wrong_values(config: Config) -> list[str]:
+    """Return what the rules about single values, and about values of one kind, reject."""
+    return _range_texts(config) or [
+        *variant_violations(config.model), *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config),
+    ]  # fmt: skip
 
 
 def validate(config: Config, world_size: int = 1) -> None:

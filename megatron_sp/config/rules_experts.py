@@ -5,36 +5,21 @@ As in ``config/rules.py``, a rule is a line ``yield "..."`` under its condition.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_sp.config.schema import Config
-from megatron_sp.config.schema_experts import ExpertConfig, layer_pattern
+from megatron_sp.config.schema_experts import layer_pattern
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.flag_field import MAX_NUMBER
-
-_FIELDS = {field.name: field for field in dataclasses.fields(ExpertConfig)}
 
 
 def settle_experts(config: Config) -> list[str]:
     """Turn what other projects say into what it means here; idempotent. Return a line for each flag that has no effect or another name."""
-    model, parallel, lines = config.model, config.parallel, list[str]()
+    model, lines = config.model, list[str]()
     if model.num_experts in (0, 1):
         model.num_experts = None  # Megatron-DeepSpeed's word for a dense model is 1
     if not model.moe_shared_expert_intermediate_size:
         model.moe_shared_expert_intermediate_size = None
-    if not config.knows_model:
-        return lines
-    if not model.has_experts:
-        for name, field in _FIELDS.items():
-            value = getattr(model, name)
-            if name != "num_experts" and value != field.default and not _is_wrong(value, field):
-                setattr(model, name, field.default)
-                lines.append(f"--{name.replace('_', '-')} (without --num-experts it has no effect)")
-        if 1 < parallel.moe_worst_load <= 2**16:  # more is for the rules to reject
-            parallel.moe_worst_load = 1.0
-            lines.append("--moe-worst-load (without --num-experts it has no effect)")
+    if not config.knows_model or not model.has_experts:
         return lines
     if model.moe_router_load_balancing_type == "aux_loss":
         model.moe_router_load_balancing_type = "seq_aux_loss"
@@ -46,18 +31,7 @@ def settle_experts(config: Config) -> list[str]:
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         model.moe_router_pre_softmax = False
         lines.append("--moe-router-pre-softmax (scores that are sigmoids have no softmax, in Megatron-LM either)")
-    if parallel.moe_chunks > 1 and parallel.expert_model_parallel_size == 1:
-        parallel.moe_chunks = 1
-        lines.append("--moe-chunks (with expert_model_parallel_size 1 nothing travels)")
     return lines
-
-
-def _is_wrong(value: object, field: dataclasses.Field[Any]) -> bool:
-    """Return whether a number is out of range, which the rules are to reject."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    low, high = field.metadata["low"], field.metadata["high"]
-    return (low is not None and value < low) or abs(value) > (MAX_NUMBER if high is None else high) or value != value
 
 
 def expert_violations(config: Config, world_size: int) -> Iterator[str]:

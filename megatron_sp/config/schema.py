@@ -64,11 +64,16 @@ class Config:
             and all(self.given.get(key, "").startswith("--") for key in typed)
         )  # fmt: skip
 
-    def says(self, group: str, name: str) -> bool:
-        """Return whether a field was set; in a configuration that nobody typed, whether it differs from its default."""
+    def says(self, group: str, name: str, value: Any = None) -> bool:
+        """Return whether a field was set; in a configuration that nobody typed, whether it differs from its default.
+
+        Args:
+            value: the one that it had (default: that of now).
+        """
         if self.given:
             return (group, name) in self.given
-        return bool(getattr(getattr(self, group), name) != GROUPS[group].__dataclass_fields__[name].default)  # type: ignore[attr-defined]
+        value = getattr(getattr(self, group), name) if value is None else value
+        return bool(value != GROUPS[group].__dataclass_fields__[name].default)  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""

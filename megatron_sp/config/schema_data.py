@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_sp.config.conditions import FILES, SPLITS, tokenizers
 from megatron_sp.utils.flag_field import flag
 
 WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
@@ -27,7 +28,7 @@ class DataConfig:
     """Data sets and tokenizer."""
 
     data_path: tuple[str, ...] = flag((), "prefix of a .bin/.idx pair, or WEIGHT PREFIX [WEIGHT PREFIX ...] for a blend", path=True)
-    split: str = flag("969,30,1", "shares of --data-path for train, validation, test")
+    split: str = flag("969,30,1", "shares of --data-path for train, validation, test", only=SPLITS)
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone (replaces --split)", path=True)
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", path=True)
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", path=True)
@@ -37,7 +38,7 @@ class DataConfig:
     valid_weighted_split_paths: tuple[str, ...] = flag((), "the same for validation; each of several groups is evaluated")
     test_weighted_split_paths: tuple[str, ...] = flag((), "the same for the test")
     multiple_validation_sets: bool = flag(False, "evaluate each set of --valid-data-path and --test-data-path by itself, not their blend")
-    data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)", path=True)
+    data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)", path=True, only=FILES)
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (
         Literal[
@@ -53,6 +54,7 @@ class DataConfig:
         None,
         "SentencePiece model file (Llama2Tokenizer: one with BOS); of HuggingFaceTokenizer tokenizer.json, or the folder that holds it",
         path=True,
+        only=tokenizers(*SENTENCEPIECE, "HuggingFaceTokenizer"),
     )
     eod_id: int | None = flag(
         None,
@@ -61,9 +63,12 @@ class DataConfig:
         low=0,
     )
     vocab_file: str | None = flag(
-        None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer", path=True
+        None,
+        "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer",
+        path=True,
+        only=tokenizers("GPT2BPETokenizer", *WORDPIECE),
     )
-    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", path=True)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", path=True, only=tokenizers("GPT2BPETokenizer"))
     num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0, high=1024)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")

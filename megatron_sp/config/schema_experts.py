@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sp.config.conditions import EXPERT_BIAS, EXPERTS
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
 
@@ -22,41 +23,40 @@ class ExpertConfig:
         None, "experts in place of the MLP, of which each token takes --moe-router-topk; none is ever full (default: dense MLPs)",
         unit="experts", low=0, high=2**16,
     )  # fmt: skip
-    moe_router_topk: int = flag(2, "with --num-experts: experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10)
-    moe_ffn_hidden_size: int | None = flag(None, "with --num-experts: width of an expert (default: --ffn-hidden-size)", low=1, high=2**24)
+    moe_router_topk: int = flag(2, "experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10, only=EXPERTS)
+    moe_ffn_hidden_size: int | None = flag(None, "width of an expert (default: --ffn-hidden-size)", low=1, high=2**24, only=EXPERTS)
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "with --num-experts: width of one more expert that all tokens take (default: none)", low=0, high=2**24
+        None, "width of one more expert that all tokens take (default: none)", low=0, high=2**24, only=EXPERTS
     )
     moe_layer_freq: str = flag(
-        "1",
-        "with --num-experts: which layers have them; N: layers 0, N, 2 N, ...; or a pattern of all layers such as [0]+[1]*23 (Megatron's)",
+        "1", "which layers have them; N: layers 0, N, 2 N, ...; or a pattern of all layers such as [0]+[1]*23 (Megatron's)", only=EXPERTS
     )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", "with --num-experts: scores from the router's logits")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", "scores from the router's logits", only=EXPERTS)
     moe_router_pre_softmax: bool = flag(
-        False,
-        "with --num-experts: softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1",
+        False, "softmax over all experts, then the best of them; without it over the chosen ones, whose weights sum to 1", only=EXPERTS
     )
-    moe_router_topk_scaling_factor: float | None = flag(None, "with --num-experts: factor of the weights of the chosen experts", low=0)
+    moe_router_topk_scaling_factor: float | None = flag(None, "factor of the weights of the chosen experts", low=0, only=EXPERTS)
     moe_router_num_groups: int | None = flag(
-        None, "with --num-experts: groups of experts, of which each token chooses --moe-router-group-topk before it chooses experts there",
-        unit="groups", low=1, high=2**16,
-    )  # fmt: skip
-    moe_router_group_topk: int | None = flag(None, "with --moe-router-num-groups: groups of each token", unit="groups", low=1, high=2**10)
-    moe_router_dtype: Literal["fp32", "fp64"] = flag("fp32", "with --num-experts: number format of the router; of an fp64 model fp64")
+        None, "groups of experts, of which each token chooses --moe-router-group-topk before it chooses experts there",
+        unit="groups", low=1, high=2**16, only=EXPERTS)  # fmt: skip
+    moe_router_group_topk: int | None = flag(None, "groups of each token", unit="groups", low=1, high=2**10, only=EXPERTS)
+    moe_router_dtype: Literal["fp32", "fp64"] = flag("fp32", "number format of the router; of an fp64 model fp64", only=EXPERTS)
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] | None = flag(
         None,
-        "with --num-experts: what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
+        "what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
         " batch; aux_loss: Megatron's, over what a rank has in a micro-batch, is taken as seq_aux_loss, which does not depend on the layout"
         " (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)",
+        only=EXPERTS,
     )
-    moe_aux_loss_coeff: float = flag(0.0, "with --num-experts: coefficient of that loss", aliases=("moe-loss-coeff",), low=0)
-    moe_z_loss_coeff: float | None = flag(None, "with --num-experts: coefficient of a loss that keeps the router's logits small", low=0)
+    moe_aux_loss_coeff: float = flag(0.0, "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=EXPERTS)
+    moe_z_loss_coeff: float | None = flag(None, "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS)
     moe_router_enable_expert_bias: bool = flag(
         False,
-        "with --num-experts and sigmoid: a bias of each expert, added when experts are chosen, is raised after a step in which it had less"
+        "with sigmoids a bias of each expert, added when experts are chosen, is raised after a step in which it had less"
         " than the mean load and lowered after one with more; keeps the load even without a loss (DeepSeek-V3)",
+        only=EXPERTS,
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "with --moe-router-enable-expert-bias: by how much", low=0)
+    moe_router_bias_update_rate: float = flag(1e-3, "by how much", low=0, only=(EXPERTS, EXPERT_BIAS))
 
     @property
     def has_experts(self) -> bool:

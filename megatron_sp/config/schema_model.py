@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sp.config.conditions import GELU, NO_BIASES, ROPE_SCALING, ROTARY
 from megatron_sp.config.schema_experts import ExpertConfig
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
@@ -48,28 +49,31 @@ class ModelConfig(ExpertConfig):
         high=2**16,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
-    rotary_base: float = flag(10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"))
-    rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]")
+    rotary_base: float = flag(
+        10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"), only=ROTARY
+    )
+    rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]", only=ROTARY)
     rotary_seq_len_interpolation_factor: float = flag(
         1.0, "divide all positions by this before they turn anything, for sequences so many times longer than those of pretraining"
     )
     use_rope_scaling: bool = flag(
         False, "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and later do; see the --rope-scaling flags"
     )
-    rope_scaling_factor: float = flag(8.0, "--use-rope-scaling: frequencies that are too slow for the original length are divided by this")
+    rope_scaling_factor: float = flag(8.0, "frequencies that are too slow for the original length are divided by this", only=ROPE_SCALING)
     rope_scaling_low_freq_factor: float = flag(
-        1.0, "--use-rope-scaling: too slow are those that turn less often than this over the original length"
+        1.0, "too slow are those that turn less often than this over the original length", only=ROPE_SCALING
     )
     rope_scaling_high_freq_factor: float = flag(
-        4.0, "--use-rope-scaling: those that turn more often than this over it stay as they are; in between it goes over evenly"
+        4.0, "those that turn more often than this over it stay as they are; in between it goes over evenly", only=ROPE_SCALING
     )
     rope_scaling_original_length: int = flag(
         8192,
-        "--use-rope-scaling: sequence length of pretraining",
+        "sequence length of pretraining",
         unit="tokens",
         aliases=("rope-scaling-original-max-position-embeddings",),
         low=1,
         high=2**27,
+        only=ROPE_SCALING,
     )
     window_size: int | None = flag(
         None,
@@ -105,6 +109,7 @@ class ModelConfig(ExpertConfig):
         None,
         "GELU as tanh approximation or exact erf (default: as in Megatron, tanh where the MLP has biases, since its kernel of bias and GELU"
         " is that, and exact without them)",
+        only=GELU,
     )
     bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(
         None,
@@ -112,9 +117,9 @@ class ModelConfig(ExpertConfig):
         " given, which then holds here, too)",
     )
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
-    add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection even with --disable-bias-linear")
-    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection even with --disable-bias-linear")
-    add_mlp_bias: bool = flag(False, "keep the biases of the MLP even with --disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection", only=NO_BIASES)
+    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection", only=NO_BIASES)
+    add_mlp_bias: bool = flag(False, "keep the biases of the MLP", only=NO_BIASES)
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
     hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)", low=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sp.config.conditions import EXCHANGES, EXPERT_PARALLEL, EXPERTS, NCCL, PACKED, SHARDED, TENSOR_PARALLEL, VERIFIES
 from megatron_sp.utils.flag_field import flag
 
 
@@ -23,8 +24,9 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag(
         False,
-        "with tp > 1: between the split layers cut the activations along the sequence, over the same ranks; less memory, the same result"
+        "between the split layers cut the activations along the sequence, over the same ranks; less memory, the same result"
         " (Megatron's name; --sequence-parallel-size is something else)",
+        only=TENSOR_PARALLEL,
     )
     sequence_parallel_size: int = flag(
         1,
@@ -138,24 +140,23 @@ class ParallelConfig:
         high=2**16,
     )
     moe_chunks: int = flag(
-        1, "with ep > 1: send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
-        unit="parts", low=1, high=1024,
-    )  # fmt: skip
+        1, "send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
+        unit="parts", low=1, high=1024, only=EXPERT_PARALLEL)  # fmt: skip
     moe_worst_load: float = flag(
-        1.0, "with --num-experts, for estimates alone: plan memory and exchanges of a rank whose experts get X times the mean load", low=1,
-        high=2**16,
-    )  # fmt: skip
+        1.0, "for estimates alone: plan memory and exchanges of a rank whose experts get X times the mean load", low=1,
+        high=2**16, only=EXPERTS)  # fmt: skip
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600
     )
     nccl_sp_ctas: int | None = flag(
         None,
-        "with sp or cp > 1 on GPUs: multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow"
+        "multiprocessors that an exchange of NCCL takes at most from the computation it runs under; few slow"
         " down the exchange (default: NCCL decides, which is what the planner assumes)",
         unit="CTAs",
         low=1,
         high=64,
+        only=(NCCL, EXCHANGES),
     )
     nccl_dp_ctas: int | None = flag(
         None,
@@ -163,16 +164,20 @@ class ParallelConfig:
         unit="CTAs",
         low=1,
         high=64,
+        only=NCCL,
     )
     nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag(
         "default",
         "how NCCL takes multiprocessors for sp, cp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
         " later, registered buffers)",
+        only=NCCL,
     )
     verify_parallelism: bool = flag(
         False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
     )
-    verify_dtype: Literal["fp64", "fp32"] | None = flag(None, "number format of --verify-parallelism (default: fp64, on GPUs fp32)")
+    verify_dtype: Literal["fp64", "fp32"] | None = flag(
+        None, "number format of the comparison (default: fp64, on GPUs fp32)", only=VERIFIES
+    )
     overlap_grad_reduce: bool = flag(
         True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
     )
@@ -184,8 +189,7 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
     overlap_param_gather: bool = flag(
-        True,
-        "with --zero-stage 1 or more: gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each",
+        True, "gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each", only=SHARDED
     )
     grad_reduce_in_bf16: bool = flag(False, "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)")
     zero3_keep_units: int = flag(
@@ -212,6 +216,7 @@ class ParallelConfig:
         False,
         "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows of a step to data-parallel ranks by the attention"
         " that they need, not by index; losses stay the same",
+        only=PACKED,
     )
     delay_wgrad: bool = flag(
         False,

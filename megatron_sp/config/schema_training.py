@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sp.config.conditions import ADAM, DECAY, DYNAMIC_SCALE, FP16, LOADS, SGD, VALIDATES, WARMUP, WSD
 from megatron_sp.utils.flag_field import flag
 
 
@@ -35,7 +36,7 @@ class BatchConfig:
         high=10**18,
     )  # fmt: skip
     eval_interval: int | None = flag(
-        None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0, high=10**12
+        None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0, high=10**12, only=VALIDATES
     )
     eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1, high=10**9)
     eval_global_batch_size: int | None = flag(
@@ -61,7 +62,7 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam means AdamW")
     lr: float | None = flag(None, "peak learning rate (required to train)", low=0, high=math.inf)
-    min_lr: float = flag(0.0, "floor of the schedule", low=0)
+    min_lr: float = flag(0.0, "floor of the schedule", low=0, only=DECAY)
     decoupled_lr: float | None = flag(
         None, "peak learning rate of the word embeddings and the output layer's weight (default: --lr)", low=0, high=math.inf
     )
@@ -79,24 +80,26 @@ class OptimizerConfig:
     lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps", low=0, high=10**12)
     lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences", low=0)
     lr_warmup_tokens: int | None = flag(None, "the same in tokens, with --lr-decay-tokens", unit="tokens", low=0, high=10**18)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0)
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag("exponential", "shape of WSD's final decay")
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1, high=10**12)
-    lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0, only=WARMUP)
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag(
+        "exponential", "shape of WSD's final decay", only=WSD
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1, high=10**12, only=WSD)
+    lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=WSD)
     weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed", low=0)
     start_weight_decay: float | None = flag(None, "first value of a ramped weight decay", low=0)
     end_weight_decay: float | None = flag(None, "last value of a ramped weight decay", low=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "ramp of the weight decay")
     clip_grad: float = flag(1.0, "global L2 norm to which gradients are clipped; 0: off", low=0)
-    adam_beta1: float = flag(0.9, "Adam's first-moment decay", low=0)
-    adam_beta2: float = flag(0.999, "Adam's second-moment decay", low=0)
-    adam_eps: float = flag(1e-8, "Adam's epsilon", low=0)
-    sgd_momentum: float = flag(0.9, "SGD's momentum", low=0)
+    adam_beta1: float = flag(0.9, "Adam's first-moment decay", low=0, only=ADAM)
+    adam_beta2: float = flag(0.999, "Adam's second-moment decay", low=0, only=ADAM)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", low=0, only=ADAM)
+    sgd_momentum: float = flag(0.9, "SGD's momentum", low=0, only=SGD)
     override_opt_param_scheduler: bool = flag(
-        False, "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",)
+        False, "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",), only=LOADS
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "on resume take the schedule from the checkpoint", aliases=("use-checkpoint-opt_param-scheduler",)
+        False, "on resume take the schedule from the checkpoint", aliases=("use-checkpoint-opt_param-scheduler",), only=LOADS
     )
 
 
@@ -107,11 +110,11 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bf16 parameters and activations, fp32 master weights and gradients")
     fp16: bool = flag(False, "fp16 parameters and activations, fp32 master weights and gradients, loss scaling")
     fp64: bool = flag(False, "everything in fp64: for proofs, not for speed")
-    loss_scale: float | None = flag(None, "fixed loss scale (fp16; default: dynamic)")
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "an overflow at this scale counts as a bad step")
-    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps", low=1, high=10**9)
-    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps", low=1, high=10**9)
+    loss_scale: float | None = flag(None, "fixed loss scale (default: dynamic)", only=FP16)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", only=(FP16, DYNAMIC_SCALE))
+    min_loss_scale: float = flag(1.0, "an overflow at this scale counts as a bad step", only=(FP16, DYNAMIC_SCALE))
+    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps", low=1, high=10**9, only=(FP16, DYNAMIC_SCALE))
+    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps", low=1, high=10**9, only=(FP16, DYNAMIC_SCALE))
     max_bad_steps: int = flag(10, "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps", low=0, high=10**9)
 
     @property

@@ -9,6 +9,7 @@ from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.report.html import Html, tag
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.sections import Section, section, text
+from megatron_sp.utils.flag_field import described
 
 
 def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
@@ -18,7 +19,7 @@ def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
         return None
     defaults = Config().to_dict()
     configs = [run.config for run in told]
-    helps = {group: {f.name: str(f.metadata["help"]) for f in dataclasses.fields(cls)} for group, cls in GROUPS.items()}
+    helps = {group: {f.name: described(f) for f in dataclasses.fields(cls)} for group, cls in GROUPS.items()}
     rows, changed, differ = [], 0, 0
     for group, entries in defaults.items():
         about = tag("span", (GROUPS[group].__doc__ or "").partition("\n")[0].rstrip("."), class_="quiet")

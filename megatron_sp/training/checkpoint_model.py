@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_sp.checkpoint.stored_config import stored_configuration
+from megatron_sp.config.concessions import is_read
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, ModelConfig, diff
@@ -202,7 +203,10 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
             + "\ngive the checkpoint's values to go on with it; or add --finetune, to begin a new run with its weights and these values"
         )
     silent = ("checkpoint.", "logging.", "data.num_workers")
-    return [f"{key}: {a} -> {b}" for key, (a, b) in diff(old, config).items() if not key.startswith(silent)]
+    return [
+        f"{key}: {a} -> {b}" for key, (a, b) in diff(old, config).items()
+        if not key.startswith(silent) and any(is_read(each, *key.split(".")) for each in (old, config))
+    ]  # fmt: skip
 
 
 def _differences(old: ModelConfig, new: ModelConfig, compared: dict[str, tuple[str, ...]]) -> Iterator[str]:

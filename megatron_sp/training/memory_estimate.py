@@ -180,7 +180,7 @@ def require_order_fits(config: Config, num_samples: tuple[int, int, int]) -> Non
         ConfigError: it does not, and --allow-oom is not given.
     """
     need, host = order_bytes(config, sum(num_samples)), host_memory_bytes()
-    if host is not None and need > host + swap_bytes() and not config.kernels.allow_oom:
+    if not config.kernels.allow_oom and host is not None and need > host + swap_bytes():
         raise ConfigError(
             f"the order of {sum(num_samples):,} samples takes at least {format_bytes(need)}, and {format_bytes(host)} of this host are"
             f" available: lower --train-iters, --train-samples or --eval-iters, or raise --eval-interval\n  {HOW_TO_START}"

@@ -62,7 +62,7 @@ def starting_point(
     own = None if run_dir is None else run_dir.resolve()
     loads_own = load is not None and own is not None and own in (load / "_").resolve().parents
     has_own = checkpoint.save is not None and run_dir is not None and has_checkpoint(run_dir)
-    if has_own and (checkpoint.auto_resume or attempt > 0):
+    if (checkpoint.auto_resume or attempt > 0) and has_own:
         return StartingPoint(run_dir, checkpoint.ckpt_step if load is None or loads_own else None, goes_on=True, continues_own=True)
     if has_own and not loads_own:
         raise CheckpointError(

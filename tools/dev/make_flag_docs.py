@@ -14,6 +14,7 @@ from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of
 from megatron_sp.config.schema import GROUPS
+from megatron_sp.utils.flag_field import described
 from megatron_sp.utils.program import run_program
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/flags.md"
@@ -55,7 +56,7 @@ def _row(item: dataclasses.Field[Any], kind: FieldKind) -> str:
     others = "".join(f"<br>`--{alias}`" for alias in item.metadata["aliases"])
     value = "" if kind.base == "bool" else kind.metavar.replace("|", "\\|")
     unit = f" ({item.metadata['unit']})" if item.metadata["unit"] else ""
-    return f"| `{shown}`{others} | {value}{unit} | {_default(item.default, kind)} | {item.metadata['help'].replace('|', chr(92) + '|')} |"
+    return f"| `{shown}`{others} | {value}{unit} | {_default(item.default, kind)} | {described(item).replace('|', chr(92) + '|')} |"
 
 
 def _default(value: Any, kind: FieldKind) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.schema import GROUPS
+from megatron_sp.utils.flag_field import described
 
 _FOOTER = (
     "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored; docs/reference/flags.md"
@@ -70,7 +71,7 @@ def _described(item: dataclasses.Field[Any], kind: FieldKind) -> str:
     notes = [item.metadata["unit"]] if item.metadata["unit"] else []
     if kind.base != "bool" and item.default not in (None, ()):
         notes.append(f"default: {_show_default(item.default)}")
-    return item.metadata["help"] + (f" [{'; '.join(notes)}]" if notes else "")
+    return described(item) + (f" [{'; '.join(notes)}]" if notes else "")
 
 
 def _show_default(value: Any) -> str:

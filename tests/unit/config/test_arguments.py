@@ -13,7 +13,7 @@ from support.paths import ROOT
 
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
-from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
+from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args, draft_config
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES, canonical
 from megatron_sp.config.flags.flag_help import print_help
 from megatron_sp.config.flags.flag_names import meant_by, targets
@@ -180,10 +180,14 @@ def test_several_mistakes_in_one_message() -> None:
         ("--no-position-embedding", "model.position_embedding_type", "none"),
         ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
         ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
-        ("--rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
+        ("--position-embedding-type rope --rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
         ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
-        ("--rope-scaling-original-max-position-embeddings 4096", "model.rope_scaling_original_length", 4096),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-original-max-position-embeddings 4096",
+            "model.rope_scaling_original_length",
+            4096,
+        ),
         ("--window-size 4096", "model.window_size", 4096),
         ("--window-size 4095,0", "model.window_size", 4096),
         ("--window-size (127,0)", "model.window_size", 128),
@@ -208,10 +212,10 @@ def test_several_mistakes_in_one_message() -> None:
         ("--checkpoint-activations", "kernels.recompute_method", "uniform"),
         ("--checkpoint-activations --checkpoint-num-layers 2", "kernels.recompute_num_layers", 2),
         ("--activations-checkpoint-method block --checkpoint-num-layers 1", "kernels.recompute_method", "block"),
-        ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
-        ("--override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
-        ("--use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
-        ("--override-lr-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--load x --override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--load x --override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--load x --use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
+        ("--load x --override-lr-scheduler", "optimizer.override_opt_param_scheduler", True),
         ("--profile pt", "logging.profile", True),
         ("--profile", "logging.profile", True),
         ("--load x --load-tag global_step100", "checkpoint.ckpt_step", 100),
@@ -231,7 +235,7 @@ def test_other_spellings(more: str, field: str, value: object) -> None:
 
 
 def test_split_with_blanks() -> None:
-    assert split_bounds(parse(["--split", "969, 30, 1"]).data.split, 1000) == [(0, 969), (969, 999), (999, 1000)]
+    assert split_bounds(draft_config(["--split", "969, 30, 1"])[0].data.split, 1000) == [(0, 969), (969, 999), (999, 1000)]
 
 
 def test_lengths_in_tokens() -> None:

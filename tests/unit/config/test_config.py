@@ -582,7 +582,12 @@ def test_derived_sizes() -> None:
     model = config(model__swiglu=True, model__hidden_size=768, model__num_attention_heads=12).model
     assert model.ffn_size == 2048 and model.head_dim == 64 and model.num_groups == 12 and model.max_positions == 32
     assert config().model.ffn_size == 256
-    assert split_bounds(config(data__split="1/2").data.split, 30) == [(0, 10), (10, 30), (30, 30)]
+    from_files = config(data__split="1/2", data__mock_data=False, data__data_path=("x",))
+    assert split_bounds(from_files.data.split, 30) == [
+        (0, 10),
+        (10, 30),
+        (30, 30),
+    ]
     with pytest.raises(ConfigError, match="shape is incomplete"):
         _ = Config().model.head_dim
 
@@ -645,7 +650,7 @@ def test_settings_of_nccl_are_dropped_where_there_is_none() -> None:
     c = config(**given)
     said = [*c.ignored_flags, *concede(c)]
     assert (c.parallel.nccl_sp_ctas, c.parallel.nccl_dp_ctas, c.parallel.nccl_cta_policy) == (None, 4, "zero")
-    assert "--nccl-sp-ctas (--sequence-parallel-size and --context-parallel-size are 1: there are no exchanges)" in said
+    assert "--nccl-sp-ctas (without --sequence-parallel-size or --context-parallel-size above 1 it has no effect)" in said
     assert config(**given, parallel__context_parallel_size=2).parallel.nccl_sp_ctas == 8
 
 

@@ -56,7 +56,7 @@ def test_what_a_run_deals_by() -> None:
 
 
 def test_without_packed_documents_it_has_no_effect() -> None:
-    line = "--balance-rows (it is for packed documents: there is neither --reset-attention-mask nor, for BERT, --bert-pack-sequences)"
+    line = "--balance-rows (without --reset-attention-mask or --bert-pack-sequences it has no effect)"
     plain = config_from_args([*FLAGS.split()[:-1], "--balance-rows"])
     assert not plain.parallel.balance_rows and line in plain.ignored_flags
     packed = parse("--balance-rows")
