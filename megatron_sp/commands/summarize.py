@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.report.run_history import accuracies, are_equal, repetitions
+from megatron_sp.report.run_history import accuracies, are_equal, repetitions, starts_after_interruptions
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 from megatron_sp.utils.run_log import read_records
@@ -31,10 +31,11 @@ def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | N
     starts = [r for r in records if r.get("kind") == "start"]
     rows = [("run folder", str(run)), ("steps", f"{train[-1]['step']}, {train[-1]['consumed_tokens']:,} tokens")]
     rows.append(("speed", f"{statistics.median(r['tokens_per_s'] for r in train):,.0f} tokens/s (median)"))
-    if len(starts) > 1:
+    again = starts_after_interruptions(records)
+    if again:
         repeated = repetitions(records)
         twice, equal = len(repeated), sum(are_equal(taken) for taken in repeated.values())
-        rows.append(("interruptions", f"{len(starts) - 1}, resumed at step {', '.join(str(s['step']) for s in starts[1:])}"))
+        rows.append(("interruptions", f"{len(again)}, resumed at step {', '.join(str(s['step']) for s in again)}"))
         if twice:
             same = "all equal to the last bit" if equal == twice else f"{equal} of them equal to the last bit"
             rows.append(("logged steps taken twice", f"{twice}: loss, gradient norm and samples {same}"))

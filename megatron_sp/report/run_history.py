@@ -97,6 +97,22 @@ def replay(history: History, records: Iterable[Record]) -> None:
     history.train, history.valid = dict(sorted(history.train.items())), dict(sorted(history.valid.items()))
 
 
+def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
+    """Return the starts before which the run had not come to its end; a call after the end, or a longer run, interrupts nothing."""
+    found: list[Record] = []
+    end, reached = -math.inf, 0
+    for record in records:
+        if record["kind"] == "start":
+            if reached < end:
+                found.append(record)
+            planned = number(record.get("train_iters"))
+            end, reached = planned if math.isfinite(planned) else math.inf, record["step"]
+        else:
+            end = math.inf if end == -math.inf else end  # the file begins without a start
+            reached = max(reached, record["step"])
+    return found
+
+
 def _resume(history: History, step: int) -> None:
     if history.train or history.valid:
         history.resumed = [s for s in history.resumed if s < step] + [step]

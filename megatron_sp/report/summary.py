@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_sp.report.html import Html, join, show, table, tag
 from megatron_sp.report.reading import RunFiles
-from megatron_sp.report.run_history import accuracies, are_equal, number
+from megatron_sp.report.run_history import accuracies, are_equal, number, starts_after_interruptions
 from megatron_sp.report.time_use import Attempt, time_line, totals
 from megatron_sp.utils.format import format_count, format_duration
 
@@ -83,7 +83,7 @@ def figures(run: RunFiles) -> Figures:
         tokens=number(last.get("consumed_tokens")), loss=number(last.get("loss")), best=best, best_step=best_step,
         tokens_per_s=_median(run, "tokens_per_s"), mfu=_median(run, "mfu"),
         memory=max((m for r in run.of_kind("train") if math.isfinite(m := number(r.get("memory_bytes")))), default=math.nan),
-        interruptions=max(len(tries) - 1, 0), skipped=number(last.get("skipped_steps")), useful=useful_share(tries),
+        interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")), useful=useful_share(tries),
     )  # fmt: skip
 
 

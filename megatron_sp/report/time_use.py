@@ -54,6 +54,16 @@ class Attempt:
     spans: list[Span] = field(default_factory=list)
     end: float = 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """The run came to its end: the time until somebody starts it again is no interruption."""
+        return self.last_step >= number(self.start.get("train_iters"))
+
+    @property
+    def is_idle(self) -> bool:
+        """It found the run complete, and had nothing to do."""
+        return self.first_step >= number(self.start.get("train_iters")) and all(span.kind == "start" for span in self.spans)
+
 
 @dataclass(frozen=True)
 class SlowStep:
@@ -84,6 +94,7 @@ def attempts(records: Iterable[Record]) -> list[Attempt]:
             _add(found[-1], record, now)
         found[-1].end = max(found[-1].end, now)
         found[-1].last_step = max(found[-1].last_step, step)
+    found = [attempt for attempt in found if attempt is found[0] or not attempt.is_idle]
     _mark_lost(found)
     return found
 
@@ -137,10 +148,10 @@ def _mark_lost(found: list[Attempt]) -> None:
 
 
 def time_line(found: Sequence[Attempt]) -> list[Span]:
-    """Return all spans in order, including those in which nothing ran."""
+    """Return all spans in order, including those in which nothing ran although the run was not complete."""
     spans: list[Span] = []
-    for attempt in found:
-        if spans and attempt.begin > spans[-1].end:
+    for index, attempt in enumerate(found):
+        if spans and not found[index - 1].is_complete and attempt.begin > spans[-1].end:
             spans.append(Span("down", spans[-1].end, attempt.begin, attempt.first_step))
         spans += attempt.spans
     return spans

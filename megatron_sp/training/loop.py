@@ -143,6 +143,8 @@ def train(run: Run, saves: Saves | None = None) -> int:
         context.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, saves, reason)}")
         if reason in _PREEMPTIONS:
             code = EXIT_PREEMPTED
+    elif run.continues_own and not context.config.batch.skip_train:
+        context.console.line(f"the run is complete: step {progress.step} of {train_iters}; for more steps, raise --train-iters")
     finished = progress.step >= train_iters or context.config.batch.skip_train
     if code == EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
         code = EXIT_PREEMPTED

@@ -61,7 +61,9 @@ def test_a_signal_before_the_first_step_writes_nothing_anew(tmp_path: Path) -> N
 def test_what_is_done_is_not_done_again_and_another_history_does_not_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tmp_path, "--save", run, *FLAGS).expect(0)
-    train(tmp_path, "--save", run, *FLAGS, "--auto-resume").expect(0, "valid at step 6: done already", "test at step 6: done already")
+    train(tmp_path, "--save", run, *FLAGS, "--auto-resume").expect(
+        0, "the run is complete: step 6 of 6", "valid at step 6: done already", "test at step 6: done already"
+    )
     assert [r["step"] for r in records(run, "valid")] == [2, 4, 6] and len(records(run, "test")) == 1
     old = ("--load", run, "--ckpt-step", 4, "--no-load-optim")  # it goes on otherwise
     train(tmp_path, "--save", run, *FLAGS, *old, fault="kill:at=valid.batch:step=6")

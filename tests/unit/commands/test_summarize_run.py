@@ -36,6 +36,15 @@ def test_an_uninterrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "interruptions" not in text and "twice" not in text
 
 
+def test_a_call_after_the_end_interrupts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does a run that is made longer; one that a call found short of its end was interrupted."""
+    done, longer = {"train_iters": 2}, {"train_iters": 4}
+    write(tmp_path, start(0) | done, step(1), step(2), start(2) | done, start(2) | done, start(2) | longer, step(3))
+    assert tool.main([str(tmp_path)]) == 0 and "interruptions" not in capsys.readouterr().out
+    write(tmp_path, start(0) | done, step(1), step(2), start(2) | longer, step(3), start(3) | longer, step(4), start(4) | longer)
+    assert tool.main([str(tmp_path)]) == 0 and "1, resumed at step 3" in capsys.readouterr().out
+
+
 def test_a_loss_is_told_beside_that_of_knowing_nothing_and_in_bits_per_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = start(0) | {"config": {"model": {"vocab_size": 8000}}}
     write(tmp_path, first, step(1), {"kind": "valid", "step": 1, "loss": 2.772588722239781, "perplexity": 16.0})

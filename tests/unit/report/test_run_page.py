@@ -218,6 +218,21 @@ def test_where_the_time_went(resumed: Path) -> None:
     assert figures(read_run(resumed)).useful == pytest.approx(8 / 36.5005)
 
 
+def test_a_call_after_the_end_takes_no_time_of_the_run() -> None:
+    """Whoever calls a finished run once more, days later, finds it as useful as it was; a longer run goes on after a pause that is none."""
+    start = {"kind": "start", "step": 0, "time": 100.0, "train_iters": 2, "launch_to_ready_s": 1.0}
+    steps = [{"kind": "train", "step": n, "time": 100.0 + n, "step_s": 1.0} for n in (1, 2)]
+    again = [start | {"step": 2, "time": 100.0 + days} for days in (2e5, 3e5)]
+    assert len(attempts([start, *steps, *again])) == 1
+    longer = start | {"step": 2, "time": 4e5, "train_iters": 3}
+    tries = attempts([start, *steps, *again, longer, {"kind": "train", "step": 3, "time": 4e5 + 1, "step_s": 1.0}])
+    assert [attempt.first_step for attempt in tries] == [0, 2]
+    sums = totals(time_line(tries))
+    assert (sums["steps"], sums["start"], sums["down"]) == (3.0, 2.0, 0.0)
+    interrupted = attempts([start | {"train_iters": 9}, *steps, longer | {"train_iters": 9}])
+    assert totals(time_line(interrupted))["down"] > 2e5
+
+
 def test_a_save_in_the_background_is_where_training_stood_still() -> None:
     """Its record comes when it has ended, after the steps that were taken meanwhile; only the copy took time."""
     steps = [{"kind": "train", "step": n, "time": 100.0 + n + (n > 2), "step_s": 1.0} for n in (1, 2, 3, 4)]

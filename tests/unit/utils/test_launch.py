@@ -154,9 +154,9 @@ def test_rank_0_speaks_before_torchrun_ends_it(monkeypatch: pytest.MonkeyPatch) 
     for rank, torchrun, waited in (("0", "id", 0), ("1", "id", 1), ("1", None, 0)):
         waits.clear()
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False) if torchrun is None else monkeypatch.setenv(
-            "TORCHELASTIC_RUN_ID", torchrun
-        )
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", torchrun)
         let_first_rank_speak()
         assert len(waits) == waited
 
