@@ -30,6 +30,8 @@ def data_violations(config: Config) -> Iterator[str]:
         yield from _groups(f"{name}_weighted_split_paths", getattr(data, f"{name}_weighted_split_paths"), several=name != "train")
     if groups and "train" not in groups and not config.batch.skip_train:
         yield f"--{groups[0]}-weighted-split-paths needs --train-weighted-split-paths too"
+    if data.full_validation:
+        yield from _whole_sets(config)
     if data.multiple_validation_sets:
         yield from _single_sets(config)
     yield from _split(config)
@@ -66,6 +68,18 @@ def _single_sets(config: Config) -> Iterator[str]:
     for name, words in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
         if numbers := [word for word in words if _is_number(word)]:
             yield f"{name} has weights ({numbers[0]}, ...), and with --multiple-validation-sets there is no blend: leave them out"
+
+
+def _whole_sets(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.mock_data:
+        yield "--full-validation is about files, and the tokens of --mock-data have no end: leave it out"
+    words = data.data_path or data.valid_data_path
+    if (len(words) > 2 and _is_number(words[0])) or any("," in text for text in data.valid_weighted_split_paths):
+        yield (
+            "--full-validation reads all data of a set once, and a blend by weights does not: give --valid-data-path without weights, or"
+            " each data set a group of its own"
+        )
 
 
 def _is_number(word: str) -> bool:

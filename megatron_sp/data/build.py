@@ -247,7 +247,8 @@ class _Builder:
         if not paths or (self.data.data_path and _share(self.data.split, split) == 0):
             return []
         if self.data.multiple_validation_sets and name != "train" and not self.data.data_path:
-            return [(set_name, self._single(prefix, split, num_samples)) for set_name, prefix in zip(_names(paths), paths, strict=True)]
+            wanted = self._wanted(split, num_samples)
+            return [(set_name, self._single(prefix, split, wanted)) for set_name, prefix in zip(_names(paths), paths, strict=True)]
         blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
         if len(blend.prefixes) > 1:
             return [("", self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples))]
@@ -255,9 +256,13 @@ class _Builder:
             (num_samples,) = samples_per_set(normalized(blend.weights), num_samples)
         return [("", self._single(blend.prefixes[0], split, self._wanted(split, num_samples)))]
 
+    def _is_read_once(self, split: int) -> bool:
+        return self.data.full_validation and SPLITS[split] == "valid"
+
     def _wanted(self, split: int, num_samples: int) -> int | None:
-        """Return how many samples the only data set of a split must have; None: one epoch, since the sampler reshuffles each itself."""
-        return None if self.data.dataloader_type == "cyclic" and SPLITS[split] == "train" else num_samples
+        """Return how many samples the only data set of a split must have; None: one epoch."""
+        reshuffled = self.data.dataloader_type == "cyclic" and SPLITS[split] == "train"  # by the sampler, in each epoch
+        return None if reshuffled or self._is_read_once(split) else num_samples
 
     def _of_group(self, group: SplitGroup, split: int, num_samples: int) -> RowDataset:
         """Return a blend of parts of data sets; one alone asks for no surplus."""
@@ -297,10 +302,11 @@ class _Builder:
         Megatron-core has only the first one and ends training there.
         """
         passes: list[BlendedDataset] = []
-        while not passes or num_samples > 0:
+        once = self._is_read_once(split)
+        while not passes or (num_samples > 0 and not once):
             datasets = [self._single(prefix, split, None, turn=len(passes)) for prefix in blend.prefixes]
             sizes = [len(d) for d in datasets]
-            passes.append(self._mixed(datasets, normalized(sizes), min(num_samples, sum(sizes))))
+            passes.append(self._mixed(datasets, normalized(sizes), sum(sizes) if once else min(num_samples, sum(sizes))))
             num_samples -= sum(sizes)
         return passes[0] if len(passes) == 1 else ChainedDataset(passes)
 

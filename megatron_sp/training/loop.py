@@ -313,6 +313,8 @@ def _evaluate_once(run: Run, kind: Split) -> bool:
 def _evaluate(run: Run, kind: Split) -> bool:
     """Log the mean losses of each data set over --eval-iters batches, in a validation those after the previous one's. Collective.
 
+    With --full-validation a validation goes through whole data sets.
+
     Returns:
         False if a signal to any rank, or the kill switch, interrupted it; nothing is logged then but that.
     """
@@ -353,9 +355,12 @@ def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float] | No
     context, step, batches = run.context, run.state.progress.step, run.plan.batches
     batch, loss_of, size = context.config.batch, context.task.loss, run.plan.batches.evaluation
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
-    first_sample, count = passes_before * batch.eval_iters * size, size // (batches.micro_batch_size * batches.dp_size)
+    num_batches, first_sample = batch.eval_iters, passes_before * batch.eval_iters * size
+    if kind == "valid" and context.config.data.full_validation:
+        num_batches, first_sample = len(loader.dataset) // size, 0
+    count = size // (batches.micro_batch_size * batches.dp_size)
     total = torch.zeros(2 * len(loss_of.reported), dtype=torch.float64, device=context.groups.device)
-    for index in range(batch.eval_iters):
+    for index in range(num_batches):
         context.watchdog.beat(f"{kind} batch {index}")
         context.faults.at(f"{kind}.batch", step)
         micro_batches = _next_micro_batches(run, loader, first_sample + index * size, count)

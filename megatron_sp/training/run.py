@@ -76,7 +76,7 @@ from megatron_sp.training.starting_point import starting_point
 from megatron_sp.training.state import Progress, TrainingState, is_ahead
 from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
-from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
 from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.run_log import evaluated
@@ -433,6 +433,9 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
         context.console.line(f"warning: {warning}")
     for note in datasets.notes:
         context.console.line(f"note: {note}")
+    if context.config.data.full_validation:
+        for name, dataset in datasets.evaluated("valid"):
+            context.console.line(_about_whole_set(name, len(dataset), each))
     workers, training = context.config.data.num_workers, datasets.train
     return RunData(
         datasets,
@@ -442,6 +445,19 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
             for split in ("valid", "test")
         },
     )
+
+
+def _about_whole_set(name: str, samples: int, batch: int) -> str:
+    """Return a line about what a validation of a whole data set reads.
+
+    Raises:
+        DataError: it is less than a batch.
+    """
+    what = f"--full-validation: {name or 'the validation set'} has {samples:,} samples of a sequence"
+    if samples < batch:
+        raise DataError(f"{what}, less than a batch of {batch}: lower --eval-global-batch-size to {samples} or less, or use more data")
+    left_out = f"; the last {samples % batch} are left out" if samples % batch else ""
+    return f"{what}, which are {samples // batch:,} batches of {batch}{left_out}"
 
 
 def _open_loader(

@@ -97,6 +97,10 @@ def test_each_of_several_validation_sets_has_its_own_losses(tmp_path: Path) -> N
         "--valid-weighted-split-paths", f"V1: 1 0.6:0.8 {a}", f"V2: 1 0.8:1 {a}",
     )  # fmt: skip
     common = ("--train-iters", 2, "--eval-interval", 1, "--eval-iters", 1)
+    full = train(tmp_path, "--lr", 0, "--save", tmp_path / "full", *common, "--full-validation", data=data)
+    full.expect(0, "--full-validation: V1 has 18 samples of a sequence, which are 4 batches of 4; the last 2 are left out")
+    first, second = (r["loss/V2"] for r in records(tmp_path / "full", "valid"))
+    assert first == second, "all of it each time"
     outcome = train(tmp_path, "--save", tmp_path / "both", *common, data=data).expect(0, "valid of V1 at step 1: lm loss")
     assert "valid of V2 at step 2: lm loss" in outcome.text
     both = records(tmp_path / "both", "valid")

@@ -402,7 +402,6 @@ _REFUSED = {
     "--init-method-std is the deviation of embeddings, too": "embedding-init-method-std",
     "the loss is over all tokens, each with the same weight, but for --eod-mask-loss and BERT's masks": """
         loss-on-targets-only reweight-loss-based-on-position-frequency""",
-    "a validation is --eval-iters batches": "full-validation",
     "which samples are drawn is said by --split and by the weights of --data-path": "sample-rate mid-level-dataset-surplus",
     "documents are trained as they stand; pieces of them do not change places, for filling in the middle": "fim-data fim-rate",
     "no step is left out by its number; one with a bad loss or gradient is by itself": "skip-train-iteration-range iterations-to-skip",

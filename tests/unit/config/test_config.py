@@ -274,6 +274,15 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (_groups(train=("a: 1 0.5:0.5 x",)), "'0.5:0.5' must be BEGIN:END with 0 <= BEGIN < END <= 1"),
     (_groups(train=("a: 1 0:95 x",)), "'0:95' must be BEGIN:END"),
     (_groups(train=("a: 1 0:1 x",)) | {"data__data_path": ("x",)}, "--data-path and --train-weighted-split-paths exclude each other"),
+    ({"data__full_validation": True}, "--full-validation is about files, and the tokens of --mock-data have no end"),
+    (
+        {"data__mock_data": False, "data__data_path": ("1", "x", "2", "y"), "data__full_validation": True},
+        "--full-validation reads all data of a set once, and a blend by weights does not",
+    ),
+    (
+        _groups(train=("a: 1 0:1 x",), valid=("v: 1 0:1 x, 1 0:1 y",)) | {"data__full_validation": True},
+        "--full-validation reads all data of a set once, and a blend by weights does not",
+    ),
     ({"data__multiple_validation_sets": True}, "--multiple-validation-sets is about the sets of --valid-data-path"),
     (
         {

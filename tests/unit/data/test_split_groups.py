@@ -14,6 +14,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.dataset import Dataset
+from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
@@ -77,6 +78,22 @@ def test_each_of_several_sets_is_there(pair: tuple[str, str]) -> None:
     assert [name for name, _ in apart.evaluated("valid")] == ["a", "b"]
     for (_, dataset), prefix in zip(apart.evaluated("valid"), pair, strict=True):
         assert rows(dataset, 6) == rows(built(train_data_path=(a,), valid_data_path=(prefix,)).valid, 6)
+
+
+def test_a_validation_set_that_is_read_once(pair: tuple[str, str]) -> None:
+    """Each of its samples, whatever number is asked for, of one data set, of several and of a share; training is not concerned."""
+    a, b = pair
+    per_epoch = [(IndexedDataset(prefix).sequence_lengths.sum() - 1) // S for prefix in pair]
+    for fields, wanted in (
+        ({"train_data_path": (a,), "valid_data_path": (a,)}, per_epoch[:1]),
+        ({"train_data_path": (a,), "valid_data_path": (a, b, b)}, [per_epoch[0] + 2 * per_epoch[1]]),
+        ({"train_data_path": (a,), "valid_data_path": (a, b), "multiple_validation_sets": True}, per_epoch),
+        ({"train_weighted_split_paths": (f"T: 1 0:1 {a}",), "valid_weighted_split_paths": (f"V: 1 0:1 {b}",)}, per_epoch[1:]),
+    ):
+        for asked in (1, 5000):
+            sets = built((5000, asked, 5000), full_validation=True, **fields)
+            assert [len(dataset) for _, dataset in sets.evaluated("valid")] == wanted
+            assert sets.train is not None and len(sets.train) >= 5000
 
 
 def test_a_share_without_a_document(pair: tuple[str, str]) -> None:
