@@ -26,7 +26,7 @@ def announce(run: Run) -> None:
     context.console.line(
         f"{format_count(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
         f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
-        f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
+        f" global batch {plan.batches.full} x {config.model.seq_length} tokens{_growth(run)}, steps {progress.step} to {plan.train_iters},"
         f" run folder {context.run_dir}"
     )
     if run.attention.recomputation is not None:
@@ -45,6 +45,14 @@ def announce(run: Run) -> None:
     context.status.write(
         "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids
     )
+
+
+def _growth(run: Run) -> str:
+    """Return what of a batch is smaller in the next step than it will be."""
+    plan, progress = run.plan, run.state.progress
+    size, length = plan.batches.global_batch_size(progress.consumed_samples), run.context.config.model.seq_length or 0
+    now = length if plan.curriculum is None else min(length, plan.curriculum.length(progress.step + 1))
+    return "" if (size, now) == (plan.batches.full, length) else f" (now {size} x {now})"
 
 
 def _layout_words(run: Run) -> str:

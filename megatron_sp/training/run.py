@@ -400,13 +400,14 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
     if problem := step_violation(batch, length, context.groups.dp_size, start.consumed_samples):
         raise ConfigError(problem)
     curriculum = None if batch.seq_length_curriculum is None else read_curriculum(batch.seq_length_curriculum)
-    train_iters = batch.train_iters or start.step + batches.steps_for(batch.train_samples or 0, start.consumed_samples)
+    lasts = [] if batch.train_iters is None else [batch.train_iters]
+    if batch.train_samples is not None:
+        lasts.append(start.step + batches.steps_for(batch.train_samples, start.consumed_samples))
     if batch.train_tokens is not None:
-        by_tokens = start.step + batches.steps_for_tokens(
-            batch.train_tokens, lambda step: length if curriculum is None else min(length, curriculum.length(step)),
-            (start.step, start.consumed_samples, start.consumed_tokens),
-        )  # fmt: skip
-        train_iters = min(by_tokens, train_iters) if batch.train_iters or batch.train_samples else by_tokens
+        done = (start.step, start.consumed_samples, start.consumed_tokens)
+        of_step = lambda step: length if curriculum is None else min(length, curriculum.length(step))
+        lasts.append(start.step + batches.steps_for_tokens(batch.train_tokens, of_step, done))
+    train_iters = min(lasts, default=start.step)
     if train_iters == 0 and not batch.skip_train:
         raise ConfigError(
             f"train_samples ({batch.train_samples}) is less than one step takes ({batches.global_batch_size(0)}):"

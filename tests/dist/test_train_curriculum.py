@@ -37,7 +37,9 @@ def numbers(run: Path) -> list[tuple[float, float]]:
 
 def test_losses_and_gradients_are_those_of_truncated_samples(tmp_path: Path) -> None:
     run, found = tmp_path / "run", []
-    train(tmp_path, "--save", run, *STAGES, *EXACT, "--lr", 0, "--eval-iters", 1).expect(0, "length 13 ")
+    train(tmp_path, "--save", run, *STAGES, *EXACT, "--lr", 0, "--eval-iters", 1).expect(
+        0, "global batch 4 x 32 tokens (now 4 x 5), steps", "length 13 "
+    )
     for length in sorted(set(LENGTHS)):
         short = tmp_path / str(length)
         flags = ("--seq-length", length, "--max-position-embeddings", 32, *EXACT, "--lr", 0, "--save", short)

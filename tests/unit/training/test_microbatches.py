@@ -59,12 +59,31 @@ def test_sums_over_steps(plan: BatchPlan, num_steps: int) -> None:
     assert plan.steps_for(consumed + plan.global_batch_size(consumed) - 1) == num_steps
 
 
+@given(plans(), st.integers(0, 3000), st.integers(0, 30), st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=300, deadline=None)
+def test_steps_until_tokens_are_consumed(plan: BatchPlan, tokens: int, before: int, short: int, change: int) -> None:
+    def length(step: int) -> int:
+        return min(short, 7) if step < change else 7
+
+    step, samples, done = 0, 0, 0
+    while step < before or done < tokens:
+        if step == before:
+            start = (step, samples, done)
+        size = plan.global_batch_size(samples)
+        step, samples, done = step + 1, samples + size, done + size * length(step + 1)
+    if step == before:
+        start = (step, samples, done)
+    assert before + plan.steps_for_tokens(tokens, length, start) == step
+
+
 @pytest.mark.parametrize(
     "plan", [BatchPlan(4, 8, 1024, 64, 64, 300_000), BatchPlan(4, 8, 96, steps=((0, 64), (10**9, 1024), (10**11, 32), (10**11 + 7, 96)))]
 )
 def test_long_runs_are_a_product(plan: BatchPlan) -> None:
     steps = plan.steps_for(10**12)
     assert plan.samples_after(steps) <= 10**12 < plan.samples_after(steps + 1)
+    of_tokens = plan.steps_for_tokens(2048 * 10**12, lambda step: 2048 if step > 9 else 64)
+    assert steps <= of_tokens <= steps + 10
 
 
 def test_steps_in_tokens_are_those_of_megatron() -> None:
