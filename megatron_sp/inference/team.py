@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,8 +31,10 @@ from megatron_sp.config.schema import Config, ParallelConfig, raise_all
 from megatron_sp.data.tokenizers import choose_bos
 from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.format import format_count
 from megatron_sp.utils.launch import Launch, let_first_rank_speak
 from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import leave
@@ -214,11 +217,12 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
     on_gpu = team.device.type == "cuda"
     dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if on_gpu else "float32"
     model = stored.load(cls, team.device, getattr(torch, dtype), team.layout)
-    count = sum(p.numel() for p in model.parameters())
+    count = sum(math.prod(spec.shape) for spec in shard_specs(model).values())  # as in the checkpoint
     context = f"cp {options.cp_size}, " if options.cp_size > 1 else ""
     axes = f"tp {options.tp_size}, sp {options.sp_size}, {context}dp {team.dp_size}"
-    places = "" if team.size == 1 else f" of each of {team.size} processes ({axes})"
-    description = f"{stored.folder}: {count:,} parameters in {dtype} on {team.device.type}{places}, step {stored.step}"
+    places = "" if team.size == 1 else f" over {team.size} processes ({axes})"
+    size = f"{format_count(count)} parameters ({count:,})"
+    description = f"{stored.folder}: {size} in {dtype} on {team.device.type}{places}, step {stored.step}"
     return Loaded(model, stored, description)
 
 

@@ -15,6 +15,7 @@ from support.training import train
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.commands import generate
 from megatron_sp.config.schema import KernelConfig
+from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.kv_cache import BatchCache, KVCache
 from megatron_sp.models.gpt import GPTModel
@@ -136,8 +137,10 @@ def test_the_tool_prints_the_text_of_one_process_once(
     (tmp_path / "prompts.txt").write_text("ab\nh\nabcdefg\n")
     words = ("--prompt-file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "9", "--num-samples", "2", "--top-k", "40")
     assert generate.main(["--load", str(byte_run[0]), "--device", "cpu", *words]) == 0
-    want = capsys.readouterr().out
-    ended = train(tmp_path, ranks=2, program=tool(byte_run[0], *words, *layout)).expect(0, "of each of 2 processes", "tokens/s")
+    want, said = capsys.readouterr()
+    size = f"parameters ({count_parameters(byte_run[1].config):,}) in float32 on cpu"  # of the whole, without rows that pad the vocabulary
+    assert size in said
+    ended = train(tmp_path, ranks=2, program=tool(byte_run[0], *words, *layout)).expect(0, f"{size} over 2 processes", "tokens/s")
     assert want in ended.texts[0]
     assert ended.texts[1] == ""
 
