@@ -12,7 +12,7 @@ from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import canonical
 from megatron_sp.config.flags.expert_dialects import HELD
-from megatron_sp.config.flags.upstream_names import DEEPSPEED, FORKS, MEGATRON_DEEPSPEED, MEGATRON_LM
+from megatron_sp.config.flags.upstream_names import DEEPSPEED, FORKS, LAUNCHERS, MEGATRON_DEEPSPEED, MEGATRON_LM
 from megatron_sp.config.schema import GROUPS
 
 DEEPSPEED_FILE = ("deepspeed-config", "deepscale-config")
@@ -21,7 +21,8 @@ SPECIAL = (
     *dialect.GROUP_FILES,
 )  # fmt: skip
 ANY = -1  # number of values: as many as follow
-UPSTREAM = MEGATRON_LM | MEGATRON_DEEPSPEED | DEEPSPEED | FORKS
+_LIKENESS = 0.8  # of a name that has no effect here, where 0.6 does for one of ours
+UPSTREAM = MEGATRON_LM | MEGATRON_DEEPSPEED | DEEPSPEED | FORKS | LAUNCHERS
 
 
 class Target(NamedTuple):
@@ -112,6 +113,9 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
     begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     scores = [difflib.SequenceMatcher(None, name, other).ratio() for other in alike]
-    close = [other for other, score in zip(alike, scores, strict=True) if score > max(scores) - 0.12]
+    close = [
+        other for other, score in zip(alike, scores, strict=True)
+        if score > max(scores) - 0.12 and (score >= _LIKENESS or other in targets())
+    ]  # fmt: skip
     own = [other for other in dict.fromkeys(begun + close) if other in targets()]
     return (own or list(dict.fromkeys(begun + close)))[:3]

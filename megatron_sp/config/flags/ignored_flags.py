@@ -159,7 +159,9 @@ _IGNORED_SWITCHES = {
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
         ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload use-te-activation-func use-transformer-engine-op-fuser
         abort-on-unmet-fused-kernel-constraints disable-te-fused-rope
-        no-weight-gradient-accumulation-fusion cuda-graph-retain-backward-graph cuda-graph-use-single-mempool use-te-rng-tracker
+        no-weight-gradient-accumulation-fusion
+        masked-softmax-fusion scaled-masked-softmax-fusion no-scaled-masked-softmax-fusion bias-dropout-fusion persist-layer-norm
+        cuda-graph-retain-backward-graph cuda-graph-use-single-mempool use-te-rng-tracker
         activation-func-fp8-input-store use-fused-weighted-squared-relu fused-residual-rmsnorm apply-rope-fusion
         cuda-graph-share-io-buffers tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
         tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
@@ -221,7 +223,8 @@ _IGNORED_SWITCHES = {
         pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra""",
     _GARBAGE: "manual-gc no-manual-gc-eval",
     _EXPERTS: """
-        moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap
+        moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion
+        moe-router-aux-loss-fusion no-moe-router-aux-loss-fusion moe-shared-expert-overlap
         moe-router-padding-for-fp8 moe-router-padding-for-quantization moe-enable-deepep moe-layer-recompute
         overlap-moe-expert-parallel-comm create-moe-param-group moe-extended-tp ep-overlap-early-attn-memory-release
         moe-pad-experts-for-cuda-graph-inference moe-weight-parallelism""",
@@ -270,7 +273,7 @@ _IGNORED_VALUES = {
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
     _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size",
     "--async-save writes in a thread of the process itself": "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
-    _TOKENIZERS: "tokenizer-metadata tokenizer-special-tokens",
+    _TOKENIZERS: "tokenizer-library tokenizer-metadata tokenizer-special-tokens",
     _INFERENCE: "mlp-chunks-for-prefill num-speculative-tokens symmetric-ar-type bert-embedder-type max-tokens-to-oom",
     _FAULTS: "result-rejected-tracker-filename gpu-sniff-test-interval",
     _DUMPS: """
@@ -447,6 +450,9 @@ _REFUSED = {
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
         reset-iteration no-load-lr-state""",
     "write the flags, without dashes, into a file for --config FILE": "yaml-cfg",
+    "it is the launcher's: it goes between torchrun and the program's name": """
+        nnodes nproc-per-node node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id max-restarts standalone num-gpus
+        num-nodes hostfile""",
 }
 REFUSED: dict[str, str] = _by_name(_REFUSED)
 """Flags that would change the result and are not there: name -> what works today."""
@@ -469,7 +475,9 @@ REFUSED_PREFIXES: dict[str, str] = {
 IGNORED_PREFIXES: dict[str, str] = {
     "inference-": _INFERENCE,
     "mamba-inference-": _INFERENCE,
-    **dict.fromkeys(("rl-", "grpo-", "langrl-", "moe-enable-routing-replay"), "without --perform-rl-step it has no effect"),
+    **dict.fromkeys(
+        ("rl-", "no-rl-", "grpo-", "langrl-", "no-langrl-", "moe-enable-routing-replay"), "without --perform-rl-step it has no effect"
+    ),
     **dict.fromkeys(("inprocess-", "fault-injector-"), _FAULTS),
     "otel-": "where measurements go is said by --tensorboard-dir and --wandb-project",
     "retro-": "without --retro-add-retriever it has no effect",
@@ -504,13 +512,17 @@ SYNONYMS = {
     **dict.fromkeys(("train-batch-size", "global-batch", "gbs", "gradient-accumulation-steps", "grad-accum-steps"), "global-batch-size"),
     **dict.fromkeys(("per-device-train-batch-size", "micro-batch", "mbs"), "micro-batch-size"),
     **dict.fromkeys(("max-grad-norm", "grad-clip", "gradient-clipping", "clip-grad-norm"), "clip-grad"),
-    **dict.fromkeys(("beta1", "beta2"), "adam-beta1"), "wd": "weight-decay", "dropout": "hidden-dropout",
+    "beta1": "adam-beta1", "beta2": "adam-beta2", "wd": "weight-decay", "dropout": "hidden-dropout", "optim": "optimizer",
+    **dict.fromkeys(("dtype", "precision", "params-dtype"), "bf16"), **dict.fromkeys(("flash-attn", "flash-attention"), "use-flash-attn"),
+    **dict.fromkeys(("save-steps", "checkpoint-interval", "save-every"), "save-interval"),
+    **dict.fromkeys(("eval-steps", "eval-every"), "eval-interval"), **dict.fromkeys(("log-steps", "logging-steps"), "log-interval"),
+    "cache-dir": "data-cache-path", "run-name": "wandb-exp-name", "rope": "position-embedding-type",
     **dict.fromkeys(("output-dir", "save-dir", "checkpoint-dir"), "save"), **dict.fromkeys(("resume", "resume-from", "load-dir"), "load"),
     **dict.fromkeys(("data", "dataset", "train-data-dir", "data-dir"), "data-path"), "tokenizer": "tokenizer-model",
     **dict.fromkeys(("tp", "tensor-parallel-size", "tensor-parallel"), "tensor-model-parallel-size"),
     **dict.fromkeys(("pp", "pipeline-parallel-size", "pipeline-parallel"), "pipeline-model-parallel-size"),
     **dict.fromkeys(("cp", "context-parallel"), "context-parallel-size"), **dict.fromkeys(("sp", "ulysses"), "sequence-parallel-size"),
-    **dict.fromkeys(("ep", "expert-parallel-size"), "expert-model-parallel-size"),
+    **dict.fromkeys(("ep", "expert-parallel", "expert-parallel-size"), "expert-model-parallel-size"),
 }  # fmt: skip
 """What other programs call our flags; with a name of these the answer is "did you mean"."""
 

@@ -223,7 +223,15 @@ FORKS = _names("""
     batch-p2p-communication no-batch-p2p-communication one-logger-entity
     disable-te-fused-rope fused-residual-rmsnorm profile-dir
     attn-logit-softcapping dataloader-inter-document-masking xielu
+    masked-softmax-fusion scaled-masked-softmax-fusion no-scaled-masked-softmax-fusion bias-dropout-fusion persist-layer-norm
+    moe-router-aux-loss-fusion no-moe-router-aux-loss-fusion tokenizer-library
     use-fast-softmax use-fused-rmsnorm use-fused-sdpa use-fused-sdpa-with-recompute use-torch-compile
     wandb-group wandb-host wandb-mode wandb-run-name wandb-tags wandb-team
     """)  # fmt: skip
 """Flags of older versions of both and of forks (BigScience, BigCode, epfLLM, megablocks, zero bubble, Habana), and W&B's of GPT-NeoX."""
+
+LAUNCHERS = _names("""
+    nnodes nproc-per-node node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id max-restarts standalone num-gpus num-nodes
+    hostfile
+    """)  # fmt: skip
+"""Flags of torchrun and of DeepSpeed's launcher, which end up behind the program's name."""

@@ -51,6 +51,11 @@ def test_a_known_name_takes_its_words_and_is_never_a_typo() -> None:
     assert "did you mean" not in text and "is unknown" not in text and "unexpected" not in text
 
 
+def test_nothing_is_offered_for_what_is_like_nothing() -> None:
+    assert [meant_by(name) for name in ("presplit-sentences", "reuse-fp32-param", "max-padding-length", "qqq")] == [[]] * 4
+    assert meant_by("cach-dirs") == []  # --patch-dim, which has no effect, is not near enough
+
+
 def test_what_is_offered_can_be_used() -> None:
     assert [name for name in offered() if answered(name) in (None, "refused")] == []
     for name in [f"{known}x" for known in sorted(UPSTREAM)[::25]] + list(dialect.SYNONYMS):
@@ -67,7 +72,10 @@ def test_what_is_offered_can_be_used() -> None:
         ("tensor-parallel-size", "tensor-model-parallel-size"), ("pipeline-parallel-size", "pipeline-model-parallel-size"),
         ("lr-decay-stlye", "lr-decay-style"), ("wieght-decay", "weight-decay"), ("savee", "save"), ("save-intervall", "save-interval"),
         ("tokenizer-mdoel", "tokenizer-model"), ("datapath", "data-path"), ("clipgrad", "clip-grad"), ("bf-16", "bf16"),
-        ("expert-parallel-size", "expert-model-parallel-size"), ("wandb-projct", "wandb-project"), ("eval-interva", "eval-interval"),
+        ("beta2", "adam-beta2"),
+        ("cache-dir", "data-cache-path"), ("save-steps", "save-interval"),
+        ("expert-parallel-size", "expert-model-parallel-size"), ("wandb-projct", "wandb-project"),
+        ("eval-interva", "eval-interval"),
     ],
 )  # fmt: skip
 def test_near_misses_of_common_names(typed: str, meant: str) -> None:
@@ -84,6 +92,7 @@ def test_near_misses_of_common_names(typed: str, meant: str) -> None:
         ("--vocab-extra-ids 100", "nothing is added to it"),
         ("--load x --reset-iteration", "--finetune starts at step 0"), ("--iterations-to-skip 3 4", "no step is left out by its number"),
         ("--data-parallel-sharding-strategy all", "optim_grads_params: ZeRO 0 to 3"), ("--retro-add-retriever", "models of retrieval"),
+        ("--nproc-per-node 8", "it is the launcher's"),
         ("--hybrid-context-parallel", "--balance-rows"), ("--softmax-scale 1", "divided by the root"),
         ("--kitchen-recipe-number 1", "fp32"),
     ],
