@@ -57,6 +57,7 @@ class Model:
         fates: one for every tensor of the source.
         tokenizer: its files, by their original names.
         tokenizer_type: value of the flag; None: determined by the files.
+        eod_id: id that ends documents, where it is not the tokenizer's own.
         settings: settings of the source without a field here, as JSON values, for converting back.
         notes: messages for the user.
     """
@@ -69,6 +70,7 @@ class Model:
     fates: list[Fate] = field(default_factory=list)
     tokenizer: dict[str, Path] = field(default_factory=dict)
     tokenizer_type: str | None = None
+    eod_id: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     num_updates: int | None = None

@@ -8,13 +8,14 @@ null. Checkpoints that came from Hugging Face keep their own.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.convert.model import Model
-from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import name_files
 from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.files import write_synced
@@ -55,7 +56,7 @@ def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size
 
 def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
     """Return the model's tokenizer, or None and the reason."""
-    data = DataConfig()
+    data = DataConfig(eod_id=model.eod_id)
     try:
         if name_files(data, model.tokenizer, folder):
             if model.tokenizer_type in WORDPIECE and data.tokenizer_type in WORDPIECE:
@@ -64,9 +65,9 @@ def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
     except ReportedError as error:
         return None, str(error)
     if model.tokenizer_type == "ByteTokenizer":
-        return ByteTokenizer(), ""
+        return build_tokenizer(replace(data, tokenizer_type="ByteTokenizer")), ""
     if model.tokenizer_type == "NullTokenizer" and model.config.vocab_size:
-        return NullTokenizer(model.config.vocab_size), ""
+        return NullTokenizer(model.config.vocab_size, model.eod_id), ""
     return None, "no tokenizer is known; --tokenizer names one"
 
 

@@ -46,7 +46,7 @@ def write(model: Model, folder: Path, model_type: str) -> list[str]:
     """
     if CONFIG in model.tokenizer or "hf" in model.settings or not model.tokenizer:
         return []
-    data = DataConfig()
+    data = DataConfig(eod_id=model.eod_id)
     try:
         if not name_files(data, model.tokenizer, folder):
             return []

@@ -36,23 +36,30 @@ class Stretch(NamedTuple):
 
 @dataclass
 class _Ends:
-    """Documents looked at: how many end with the id, and of the others their last ids, lengths, and how often they have it inside."""
+    """Documents looked at: how many end with the id, and of the others their last ids, their lengths, and the ids inside them."""
 
     stretch: Stretch
+    eod: int
     fit: int = 0
     last: Counter[int] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    inside: int = 0
+    inside: Counter[int] = field(default_factory=Counter)
 
     @property
     def others(self) -> int:
         return self.last.total()
 
     @property
-    def another_id(self) -> int | None:
-        """Id that nearly all of the others end with, which is then what ends documents here."""
+    def common_last(self) -> int | None:
+        """Id that nearly all of the others end with."""
         (token, times) = self.last.most_common(1)[0]
         return token if self.others > 1 and times >= _NEARLY_ALL * self.others else None
+
+    @property
+    def another_id(self) -> int | None:
+        """Id that seems to end documents here: nearly all of the others end with it, and few have it inside."""
+        token = self.common_last
+        return None if token is None or self.inside[token] >= self.others else token
 
     def words(self) -> str:
         looked_at = self.fit + self.others
@@ -98,13 +105,14 @@ def check_document_ends(stretches: Sequence[Stretch], eod: int, flags: Sequence[
 
 def _are_pieces(ends: _Ends) -> bool:
     """Return whether documents that do not end with the id may well be cut from, or joined of, documents that do."""
-    if ends.another_id is not None or not (ends.fit or ends.inside):
+    inside = ends.inside[ends.eod]
+    if ends.common_last is not None or not (ends.fit or inside):
         return False
-    return (ends.others > 1 and len(ends.lengths) == 1) or ends.inside >= ends.others
+    return (ends.others > 1 and len(ends.lengths) == 1) or inside >= ends.others
 
 
 def _look(stretch: Stretch, eod: int, count: int) -> _Ends:
-    found, indexed = _Ends(stretch), stretch.indexed
+    found, indexed = _Ends(stretch, eod), stretch.indexed
     for document, sequence in _last_sequences(indexed, stretch.bounds, count):
         length = int(indexed.sequence_lengths[sequence])
         start = max(0, length - _READ_TOKENS)
@@ -115,7 +123,8 @@ def _look(stretch: Stretch, eod: int, count: int) -> _Ends:
         found.last[token] += 1
         first, last = indexed.document_index[document : document + 2].tolist()
         found.lengths[int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))] += 1
-        found.inside += int(np.count_nonzero(indexed.get(sequence, start) == eod))
+        tokens, counts = np.unique(indexed.get(sequence, start)[:-1], return_counts=True)
+        found.inside.update(dict(zip(tokens.tolist(), counts.tolist(), strict=True)))
     return found
 
 

@@ -57,6 +57,10 @@ def bytes_data(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="ByteTokenizer")
 
 
+def other_end_data(folder: Path) -> DataConfig:
+    return DataConfig(tokenizer_type="ByteTokenizer", eod_id=10)
+
+
 def numbers_data(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="NullTokenizer")
 
@@ -65,7 +69,7 @@ def llama_data(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(train_llama(folder)))
 
 
-CASES = [(sentencepiece_data, False), (gpt2_data, False), (llama_data, True), (bytes_data, True)]
+CASES = [(sentencepiece_data, False), (gpt2_data, False), (llama_data, True), (bytes_data, True), (other_end_data, True)]
 CASES.append(pytest.param(numbers_data, False, marks=pytest.mark.long))  # type: ignore[arg-type]
 
 

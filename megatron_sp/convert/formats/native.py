@@ -64,7 +64,7 @@ class Native:
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
             num_classes=num_classes, fates=found.fates, tokenizer=tokenizer, notes=notes,
-            tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None,
+            tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None, eod_id=config.data.eod_id,
             settings={**(converted if isinstance(converted, dict) else {}), "native": state},
             num_updates=_count(state, "num_updates") if "num_updates" in state else None, loss_scale=_loss_scale(state.get("loss_scaler")),
         )  # fmt: skip

@@ -63,6 +63,8 @@ def test_data_without_ends_are_an_error(flag: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"85 end with 7 .*--append-eod; .*--eod-id 7; or leave"):
         build(str(tmp_path / "another"), flag=flag)
     build(write(tmp_path, texts(400, EOD), "right"), flag=flag)
+    with pytest.raises(DataError, match=r"85 end with 7 .*--eod-id ID; or leave"):  # which stands inside, too: it is a letter
+        build(write(tmp_path, [[7, 8, 7, 9, 7]] * 400, "letters"), flag=flag)
 
 
 def test_what_fits_is_read_in_silence(tmp_path: Path) -> None:
@@ -101,6 +103,8 @@ def test_pieces_and_joined_documents_are_a_note_and_some_without_an_end_a_warnin
         assert made.warnings == () and len(made.notes) == 1 and "taken for pieces" in made.notes[0], name
     some = build(write(tmp_path, texts(300, EOD)[:200] + texts(100, None), "some"), split="1")
     assert some.notes == () and len(some.warnings) == 1 and "run into the next one" in some.warnings[0]
+    with pytest.raises(DataError, match="looked at none end"):  # the id is a letter, as it would be with a wrong --eod-id
+        build(write(tmp_path, [[EOD, 1, EOD, 9][-k:] for k in (2, 3, 4)] * 100, "letters"), split="1")
     few = texts(30, EOD) + texts(300, None)
     with pytest.raises(DataError, match="documents looked at"):
         build(write(tmp_path, few, "few"), split="1")
