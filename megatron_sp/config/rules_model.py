@@ -11,7 +11,7 @@ from megatron_sp.config.schema import Config, ModelConfig
 
 
 def settle_groups(config: Config) -> Iterator[str]:
-    """Make --group-query-attention and --num-query-groups agree; idempotent. Yield a line where Megatron understands something else."""
+    """Make --group-query-attention and --num-query-groups agree, idempotent. Yield a line where one of them has no effect."""
     model, where = config.model, config.given.get(("model", "num_query_groups"), "")
     if not config.knows_model:
         return
@@ -22,14 +22,14 @@ def settle_groups(config: Config) -> Iterator[str]:
     elif model.num_query_groups is not None:
         is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))  # Megatron-DeepSpeed's --num-key-value-heads always counts
         if is_megatrons and not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
-            yield (
+            config.understood += (
                 f"{where} {model.num_query_groups} (these are the key/value heads, with or without --group-query-attention; Megatron-LM"
-                f" would have one for each of the {model.num_attention_heads} query heads)"
+                f" would have one for each of the {model.num_attention_heads} query heads)",
             )
         model.group_query_attention = True
     elif model.group_query_attention:
         model.num_query_groups = 1
-        yield "--group-query-attention (without --num-query-groups it is one key/value head for all query heads, as in Megatron-LM)"
+        config.understood += ("--group-query-attention (without --num-query-groups it is one key/value head for all, as in Megatron-LM)",)
 
 
 def settle_gelu(model: ModelConfig) -> None:

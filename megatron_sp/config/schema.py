@@ -41,6 +41,8 @@ class Config:
 
     ignored_flags: tuple[str, ...] = field(default=(), compare=False)
     """Flags of the command line that have no meaning here, with the reason; the training loop lists them once."""
+    understood: tuple[str, ...] = field(default=(), compare=False)
+    """What flags were taken to mean where their words do not say it, one line each."""
     preset: str | None = field(default=None, compare=False)
     """Name of the preset that the model's defaults came from."""
     preset_fields: frozenset[str] = field(default=frozenset(), compare=False)
@@ -74,6 +76,11 @@ class Config:
             return (group, name) in self.given
         value = getattr(getattr(self, group), name) if value is None else value
         return bool(value != GROUPS[group].__dataclass_fields__[name].default)  # type: ignore[attr-defined]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines for the user about the flags: those that are ignored, and what others were taken to mean."""
+        return [*(f"note: {line}" for line in self.understood), *(f"ignored: {line}" for line in self.ignored_flags)]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""

@@ -182,12 +182,11 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
     workload = workload_of(settled, world_size, device)
     form = largest_form(workload)
-    ignored = (f"ignored: {each}" for each in config.ignored_flags)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
         form.zero.kept_params, form.shape.num_micro_batches, plan_of(settled, world_size, device), traffic_plan(workload),
         find_suggestions(settled, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*ignored, *notes, choice, _refused_here(config, world_size, device)))), overlap,
+        tuple(filter(None, (*config.remarks, *notes, choice, _refused_here(config, world_size, device)))), overlap,
     )  # fmt: skip
 
 

@@ -273,8 +273,8 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
         closing: receives what must be closed, however the run ends.
     """
     config, console = context.config, context.console
-    for note in config.ignored_flags:
-        console.line(f"ignored: {note}")
+    for line in config.remarks:
+        console.line(line)
     checkpointer = open_checkpointer(context)
     origin = find_origin(context, checkpointer)
     if config.checkpoint.use_checkpoint_args and context.task.of_model is not None:
@@ -340,11 +340,12 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
         stored = checkpointer.read_state(folder)
         for line in keep_null_vocabulary(stored, config):
             context.console.line(line)
-    adopts_tokenizer, told = False, len(config.ignored_flags)
+    adopts_tokenizer, told = False, config.remarks
     if checkpoint.use_checkpoint_args:
         adopts_tokenizer = take_model(stored, config, context.launch.world_size)
-        for note in config.ignored_flags[told:]:
-            context.console.line(f"ignored: {note}")
+        for line in config.remarks:
+            if line not in told:
+                context.console.line(line)
     if folder is None or stored is None:
         return None
     for line in keep_gelu(stored, config):

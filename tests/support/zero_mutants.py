@@ -62,7 +62,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("residency: one needed before goes", RESIDENCY, "if unit in upcoming and self._next_use(best, upcoming) < upcoming.index(unit):", "if False:"),
     ("residency: the nearest use goes for a unit in need", RESIDENCY, "self._give(unit, max(buffers, key=", "self._give(unit, min(buffers, key="),
     # the update
-    ("update: the boundary of weight decay is the unit's", OPTIMIZER, "part = within(elements, unit.shard)", "part = elements"),
+    ("update: the boundary of weight decay is the unit's", OPTIMIZER, "part = within(run.elements, unit.shard)", "part = run.elements"),
     ("update: the norm of one's own ranges", OPTIMIZER, "return all_reduce(mine, self.holders).sqrt()", "return all_reduce(mine, self.tp).sqrt()"),
     ("update: nobody is told", OPTIMIZER, "            updated(index)\n", "            pass\n"),
     # the model tells

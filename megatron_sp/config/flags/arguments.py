@@ -112,7 +112,7 @@ def config_as_yaml(config: Config) -> str:
     """Return the configuration as YAML that --config reads back to an equal one."""
     import yaml
 
-    notes = "".join(f"# ignored: {note}\n" for note in config.ignored_flags)
+    notes = "".join(f"# {line}\n" for line in config.remarks)
     if config.preset is not None:
         notes = f"# preset: {config.preset}\n{notes}"
     return notes + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
@@ -339,7 +339,7 @@ def _widen_gates(draft: _Draft, settings: list[Setting]) -> None:
     model = draft.config.model
     if model.is_gated and model.hidden_size and model.ffn_hidden_size is None and any(one.name == "glu-activation" for one in settings):
         model.ffn_hidden_size = 4 * model.hidden_size
-        draft.ignored["--glu-activation"] = f"the MLP has 4 * hidden_size = {model.ffn_hidden_size} channels, as there"
+        draft.config.understood += (f"--glu-activation (the MLP has 4 * hidden_size = {model.ffn_hidden_size} channels, as there)",)
 
 
 def _hold(draft: _Draft, setting: Setting) -> None:

@@ -48,7 +48,7 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         held: those of ``HELD``, and --num-experts with its words if they are several, by name.
         processes: of the run.
     Returns:
-        One line for each thing that the command line does not say itself, with the reason.
+        A line for each flag without effect; what was assumed is told in ``config.understood``.
     Raises:
         ValueError: a value is wrong, or says what cannot be; the message begins with the flag.
     """
@@ -61,7 +61,8 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         _set(config, "moe_layer_freq", _layers(config, held.get("expert-interval"), places), "--expert-interval")
     whose = "megablocks" if names & _MEGABLOCKS else "Megatron-DeepSpeed" if names & (_DEEPSPEED | _ENGINE) or places else ""
     if not whose:
-        return lines
+        config.understood += tuple(lines)
+        return []
     megatrons = sorted(name for name in names if name.startswith("moe-") and name not in _DEEPSPEED | _MEGABLOCKS)
     # where the number of experts is a checkpoint's or a preset's, so is the rest
     is_all = ("model", "num_experts") in config.given and not config.checkpoint.use_checkpoint_args and not megatrons
@@ -79,7 +80,8 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         lines.append(f"--topk 2 (a token's second expert is the next best one, as with Megatron-DeepSpeed's --{_NEXT_BEST})")
     if megatrons and names & (_DEEPSPEED | _MEGABLOCKS):
         lines += _left_to_megatron(config, whose, megatrons[0])
-    return lines
+    config.understood += tuple(lines)
+    return []
 
 
 def _defaults(config: Config, whose: str) -> dict[str, Any]:

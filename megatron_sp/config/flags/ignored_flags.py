@@ -529,7 +529,7 @@ SYNONYMS = {
 STANDARD_SPECS = (
     "local", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.bert.bert_layer_specs", "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec", "gpt_layer_local_spec", "gpt_layer_with_transformer_engine_spec",
-    "bert_layer_local_spec", "bert_layer_with_transformer_engine_spec",
+    "get_gpt_decoder_block_spec", "bert_layer_local_spec", "bert_layer_with_transformer_engine_spec",
 )  # fmt: skip
 """Words of Megatron's --spec for the blocks that it has without the flag."""
 

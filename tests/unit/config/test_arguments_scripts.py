@@ -200,7 +200,7 @@ def test_key_value_heads(words: str, groups: int, told: str) -> None:
     """Megatron ignores --num-query-groups without the other flag, and has one group where that stands alone."""
     c = config(f"{MEGATRON_LM_345M} {words}")
     assert c.model.num_groups == groups
-    notes = [note for note in c.ignored_flags if "query" in note or "head-type" in note]
+    notes = [note for note in c.remarks if "query" in note or "head-type" in note]
     assert len(notes) == bool(told) and all(told in note for note in notes), notes
 
 

@@ -164,11 +164,11 @@ def test_defaults_of_who_is_quoted(words: str, layers: tuple[int, ...], topk: in
 
 def test_what_was_not_said_is_told_once() -> None:
     told = "--num-experts 8 (what is not given is as in Megatron-DeepSpeed: --moe-router-topk 1, --moe-aux-loss-coeff 0.1, --moe-layer-freq"
-    notes = parse("--num-experts 8 --deepspeed").ignored_flags
-    assert [note for note in notes if "experts" in note] == [f"{told} [0,1]*2, --moe-router-pre-softmax)"]
+    assert list(parse("--num-experts 8 --deepspeed").understood) == [f"{told} [0,1]*2, --moe-router-pre-softmax)"]
+    assert parse("--num-experts 8 --deepspeed").remarks[0].startswith("note: --num-experts 8 (")
     assert any("Megatron's words, not Megatron-DeepSpeed's: --moe-aux-loss-coeff 0, experts in every layer" in note
-               for note in parse("--num-experts 8 --topk 1 --moe-router-dtype fp32").ignored_flags)  # fmt: skip
-    assert any("second expert is the next best one" in note for note in parse("--num-experts 8 --topk 2").ignored_flags)
+               for note in parse("--num-experts 8 --topk 1 --moe-router-dtype fp32").understood)  # fmt: skip
+    assert any("second expert is the next best one" in note for note in parse("--num-experts 8 --topk 2").understood)
 
 
 @pytest.mark.parametrize(
