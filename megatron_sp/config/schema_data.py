@@ -38,7 +38,7 @@ class DataConfig:
     valid_weighted_split_paths: tuple[str, ...] = flag((), "the same for validation; each of several groups is evaluated")
     test_weighted_split_paths: tuple[str, ...] = flag((), "the same for the test")
     multiple_validation_sets: bool = flag(False, "evaluate each set of --valid-data-path and --test-data-path by itself, not their blend")
-    full_validation: bool = flag(False, "a validation goes through the whole of its data, whatever --eval-iters says")
+    full_validation: bool = flag(False, "a validation goes through the whole of its data, however many batches --eval-iters says")
     data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)", path=True, only=FILES)
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (

@@ -41,7 +41,7 @@ class BatchConfig:
     eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1, high=10**9)
     eval_global_batch_size: int | None = flag(
         None, "sequences per batch of validation and test (default: the global batch size, the last if it grows)", unit="sequences",
-        low=1, high=2**31,
+        low=1, high=2**31, only=VALIDATES,
     )  # fmt: skip
     skip_train: bool = flag(False, "only validate and test what --load names")
     exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0 (0: never)", unit="steps", low=0, high=10**12)

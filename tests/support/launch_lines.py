@@ -489,7 +489,7 @@ LAUNCHES = (
         _OLD.replace("--data-path DATA", "--data-path 0.01 DATA 0.32 DATA2 0.67 DATA3")
         + "--extra-eval-data-path VALID-EN 1.0 DATA, VALID-FR 1.0 DATA2",
         1,
-        "name the data",
+        "groups of --valid-weighted-split-paths",
     ),
     Launch(
         "bigscience: 7B1",

@@ -407,6 +407,7 @@ _REFUSED = {
         loss-on-targets-only reweight-loss-based-on-position-frequency""",
     "which samples are drawn is said by --split and by the weights of --data-path": "sample-rate mid-level-dataset-surplus",
     "documents are trained as they stand; pieces of them do not change places, for filling in the middle": "fim-data fim-rate",
+    "several validation sets are groups of --valid-weighted-split-paths": "extra-eval-data-path",
     "no step is left out by its number; one with a bad loss or gradient is by itself": "skip-train-iteration-range iterations-to-skip",
     "which experts a token chooses among is limited by --moe-router-num-groups and --moe-router-group-topk": """
         moe-router-topk-limited-devices""",
