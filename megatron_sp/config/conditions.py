@@ -29,6 +29,12 @@ def tokenizers(*kinds: str) -> Condition:
 
 EXPERTS = Condition("--num-experts", lambda config: config.model.has_experts, of_model=True)
 EXPERT_BIAS = Condition("--moe-router-enable-expert-bias", lambda config: config.model.moe_router_enable_expert_bias, of_model=True)
+BALANCE = Condition(
+    "--moe-aux-loss-coeff",
+    lambda config: config.model.moe_aux_loss_coeff != 0 or config.model.moe_router_load_balancing_type == "none",
+    of_model=True,
+)
+QK_NORM = Condition("--qk-layernorm", lambda config: config.model.qk_layernorm, of_model=True)
 ROTARY = Condition("--position-embedding-type rope", lambda config: config.model.position_embedding_type == "rope", of_model=True)
 ROPE_SCALING = Condition("--use-rope-scaling", lambda config: config.model.use_rope_scaling, of_model=True)
 NO_BIASES = Condition("--disable-bias-linear", lambda config: config.model.disable_bias_linear, of_model=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.conditions import EXPERT_BIAS, EXPERTS
+from megatron_sp.config.conditions import BALANCE, EXPERT_BIAS, EXPERTS
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
 
@@ -46,7 +46,7 @@ class ExpertConfig:
         "what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
         " batch; aux_loss: Megatron's, over what a rank has in a micro-batch, is taken as seq_aux_loss, which does not depend on the layout"
         " (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)",
-        only=EXPERTS,
+        only=(EXPERTS, BALANCE),
     )
     moe_aux_loss_coeff: float = flag(0.0, "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=EXPERTS)
     moe_z_loss_coeff: float | None = flag(None, "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS)

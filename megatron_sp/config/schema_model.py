@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.conditions import GELU, NO_BIASES, ROPE_SCALING, ROTARY
+from megatron_sp.config.conditions import GELU, NO_BIASES, QK_NORM, ROPE_SCALING, ROTARY
 from megatron_sp.config.schema_experts import ExpertConfig
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.flag_field import flag
@@ -94,8 +94,9 @@ class ModelConfig(ExpertConfig):
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     qk_layernorm_scope: Literal["head", "all"] = flag(
         "head",
-        "with --qk-layernorm and RMSNorm: over each head, or over all heads of a token together, each channel with a weight of its own"
+        "with RMSNorm over each head, or over all heads of a token together, each channel with a weight of its own"
         " (OLMoE), which sums two numbers for each token over tp and sp ranks in each pass and sends all heads in one chunk",
+        only=QK_NORM,
     )
     use_parallel_residual: bool = flag(
         False,

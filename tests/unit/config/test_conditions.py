@@ -35,6 +35,8 @@ def words(group: str, item: dataclasses.Field[Any]) -> str:
     kind, flag = field_kinds(GROUPS[group])[item.name], item.name.replace("_", "-")
     if kind.base == "bool":
         return f"--no-{flag}" if item.default else f"--{flag}"
+    if item.name == "qk_layernorm_scope":  # another value is an error
+        return "--qk-layernorm-scope head"
     if kind.base == "choice":
         return f"--{flag} {next(choice for choice in kind.choices if choice != item.default)}"
     # a decay of WSD is counted as the run counts
@@ -60,9 +62,17 @@ def test_each_is_named_once_and_reset(group: str, item: dataclasses.Field[Any]) 
     assert normalize(config).ignored_flags == lines, "once is enough"
 
 
-@pytest.mark.parametrize("told", ["--rope-scaling-factor 8", "--rotary-base 10000", "--hysteresis 2", "--adam-beta1 0.9 --optimizer sgd"])
+@pytest.mark.parametrize("told", ["--rope-scaling-factor 8", "--rotary-base 10000", "--hysteresis 2", "--adam-beta1 0.9 --optimizer sgd",
+                                  "--qk-layernorm-scope head"])  # fmt: skip
 def test_the_default_is_named_too_where_it_was_typed(told: str) -> None:
     assert [line.split(" ")[0] for line in parse(told).ignored_flags] == [told.split(" ")[0]]
+
+
+def test_a_kind_of_loss_without_a_coefficient() -> None:
+    experts = "--num-experts 4 --moe-router-load-balancing-type"
+    (line,) = parse(f"{experts} global_aux_loss").ignored_flags
+    assert line == "--moe-router-load-balancing-type (without --moe-aux-loss-coeff it has no effect)"
+    assert parse(f"{experts} none").ignored_flags == parse(f"{experts} global_aux_loss --moe-aux-loss-coeff 1").ignored_flags == ()
 
 
 @pytest.mark.parametrize(
