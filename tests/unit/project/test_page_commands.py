@@ -15,7 +15,8 @@ from support.paths import ROOT, project_files
 
 from megatron_sp.commands import cli
 from megatron_sp.commands.cli import DATA_PROGRAMS, PROGRAMS
-from megatron_sp.config.flags.arguments import all_spellings
+from megatron_sp.config.flags.expert_dialects import HELD
+from megatron_sp.config.flags.flag_names import idleness, offered, refusal
 from megatron_sp.utils import errors
 
 PAGES = [page for page in project_files("*.md") if not re.match("CHANGELOG|LOG|mutants", page.name)]
@@ -50,13 +51,10 @@ def _parsers(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[
                 yield from _parsers(inner, f"{name} {word}".strip())
 
 
-@cache
-def of_training() -> frozenset[str]:
-    return frozenset(f"--{name}" for name in all_spellings())
-
-
-def flags_of(command: str, helps: dict[str, str]) -> set[str]:
-    return set(FLAG.findall(helps[command])) | (of_training() if command in TRAINS else set()) | {"--help"}
+def is_accepted(flag: str) -> bool:
+    """Whether a training takes it."""
+    name = flag.removeprefix("--").replace("_", "-")
+    return name in offered() or name in HELD or idleness(name) is not None
 
 
 def commands_in(text: str) -> Iterator[tuple[str, str]]:
@@ -89,8 +87,9 @@ def wrong_commands(text: str, helps: dict[str, str]) -> list[str]:
         if name not in helps:
             wrong.append(f"there is no megatron-sp {name}")
             continue
-        known = flags_of(name, helps) | OTHERS
-        wrong += [f"megatron-sp {name} has no {flag}" for flag in FLAG.findall(words) if flag.replace("_", "-") not in known]
+        known = {*FLAG.findall(helps[name]), *OTHERS, "--help"}
+        unknown = [flag for flag in FLAG.findall(words) if flag not in known and not (name in TRAINS and is_accepted(flag))]
+        wrong += [f"megatron-sp {name} has no {flag}" for flag in unknown]
     return wrong
 
 
@@ -128,7 +127,8 @@ def test_flags_that_a_page_names_exist(page: Path) -> None:
     """Of any program of the project: pages name flags of tools and benchmarks, too."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     named = {flag for code in re.findall(r"`([^`\n]+)`", prose) for flag in FLAG.findall(code) if not flag.endswith("-")}
-    assert sorted(flag for flag in named if flag.replace("_", "-") not in of_training() | OTHERS | declared_flags()) == []
+    others = named - OTHERS - declared_flags()
+    assert sorted(flag for flag in others if not is_accepted(flag) and refusal(flag.removeprefix("--")) is None) == []
 
 
 @cache
