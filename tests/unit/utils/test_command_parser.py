@@ -74,7 +74,7 @@ def test_of_several_ranks_one_says_it(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_no_tool_has_a_parser_of_another_kind() -> None:
     """argparse's own prints its usage and takes abbreviations."""
-    sources = [path for folder in ("megatron_sp", "tools") for path in (ROOT / folder).glob("*/**/*.py") if "dev" not in path.parts]
+    sources = [path for folder in ("megatron_sp", "tools") for path in (ROOT / folder).rglob("*.py") if "dev" not in path.parts]
     assert [str(path) for path in sources if "argparse.ArgumentParser(" in path.read_text(encoding="utf-8")] == []
 
 
