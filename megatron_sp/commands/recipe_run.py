@@ -21,7 +21,7 @@ from megatron_sp.estimate.suggestions import shortage
 from megatron_sp.planner.dry_run import RunPlan, plan_run
 from megatron_sp.planner.forecast import ASSUMED_GPU, ASSUMED_LINK, Forecast, machine_for
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
-from megatron_sp.utils.format import format_bytes, format_count
+from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 
 Start = Callable[[list[str], dict[str, str]], int]
 _OF_SEVERAL_HOSTS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
@@ -85,8 +85,8 @@ def _model(recipe: Recipe, plan: RunPlan) -> str:
     model, name = recipe.config.model, recipe.config.preset or recipe.program
     heads = f"{model.num_attention_heads} heads" + (f" with {model.num_groups} groups" if model.num_query_groups else "")
     return (
-        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_count(plan.num_params)} parameters, {model.num_layers} layers, hidden"
-        f" {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens, {recipe.config.precision.params_dtype}"
+        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_parameters(plan.num_params)} parameters, {model.num_layers} layers,"
+        f" hidden {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens, {recipe.config.precision.params_dtype}"
     )
 
 

@@ -13,6 +13,8 @@ from megatron_sp.utils.flag_field import flag
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?")
 MOST_LAYERS = 4096
 """Layers of the longest pattern."""
+ROUTER_BIAS = ".router.expert_bias"
+"""Ends the names of biases of routers in a checkpoint; they are no parameters."""
 
 
 @dataclass

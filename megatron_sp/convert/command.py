@@ -25,6 +25,7 @@ from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
 from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
+from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.output_file import require_place, write_output
 from megatron_sp.utils.program import is_out_of_memory
 
@@ -102,7 +103,8 @@ def describe(model: Model) -> str:
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in model.dtypes))
     kind = "classifier" if model.num_classes else "BERT" if model.config.is_bert else "GPT"
     step = f", step {model.step}" if model.step else ""
-    return f"{kind} of {count:,} parameters in {dtypes}{step}, {'with' if model.has_optimizer else 'without'} optimizer state"
+    state = "with" if model.has_optimizer else "without"
+    return f"{kind} of {format_parameters(count)} parameters in {dtypes}{step}, {state} optimizer state"
 
 
 def _options(args: argparse.Namespace) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.utils.format import format_count
+from megatron_sp.utils.format import format_count, format_parameters
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -19,7 +19,7 @@ def count_active_parameters(model: ModelConfig) -> int:
 def describe_parameters(model: ModelConfig) -> str:
     """Return the number of parameters in words, of a model with experts with those that a token uses."""
     active = f", {format_count(count_active_parameters(model))} active" if model.has_experts else ""
-    return f"{format_count(count_parameters(model))} parameters{active}"
+    return f"{format_parameters(count_parameters(model))} parameters{active}"
 
 
 def _count(model: ModelConfig, experts: int) -> int:

@@ -34,7 +34,7 @@ from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
-from megatron_sp.utils.format import format_count
+from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.launch import Launch, let_first_rank_speak
 from megatron_sp.utils.processes import num_cores
 from megatron_sp.utils.program import leave
@@ -221,8 +221,8 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
     context = f"cp {options.cp_size}, " if options.cp_size > 1 else ""
     axes = f"tp {options.tp_size}, sp {options.sp_size}, {context}dp {team.dp_size}"
     places = "" if team.size == 1 else f" over {team.size} processes ({axes})"
-    size = f"{format_count(count)} parameters ({count:,})"
-    description = f"{stored.folder}: {size} in {dtype} on {team.device.type}{places}, step {stored.step}"
+    size = f"{format_parameters(count)} parameters in {dtype}"
+    description = f"{stored.folder}: {size} on {team.device.type}{places}, step {stored.step}"
     return Loaded(model, stored, description)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.config.schema_experts import ROUTER_BIAS
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.main_grad import MainGrad
@@ -90,7 +91,7 @@ def expert_biases(model: nn.Module) -> dict[str, Tensor]:
 
 def is_expert_bias(name: str) -> bool:
     """Return whether a tensor is the bias of a router: no parameter, and never of fewer bits than fp32."""
-    return name.endswith(".router.expert_bias")
+    return name.endswith(ROUTER_BIAS)
 
 
 def stored_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

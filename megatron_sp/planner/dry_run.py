@@ -25,7 +25,7 @@ from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
 from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.starting_point import check_on_paper
-from megatron_sp.utils.format import format_bytes, format_count
+from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 
 
@@ -96,7 +96,7 @@ class RunPlan:
             f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
             f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
             f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
-            f"parameters: {format_count(self.num_params)} ({self.num_params:,}){active}; a rank works with"
+            f"parameters: {format_parameters(self.num_params)}{active}; a rank works with"
             f" {format_count(self.params_of_rank)} and keeps {format_count(self.kept_params)}",
             f"memory of a rank: {format_bytes(memory.resident)} stay",
             *_rows(memory.stays),

@@ -12,7 +12,7 @@ from megatron_sp.report.html import Html, join, show, table, tag
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import accuracies, are_equal, number, starts_after_interruptions
 from megatron_sp.report.time_use import Attempt, time_line, totals
-from megatron_sp.utils.format import format_count, format_duration
+from megatron_sp.utils.format import format_duration, format_parameters
 
 SILENT_S = 120.0  # after which a run that says it is running is not believed
 
@@ -129,7 +129,7 @@ def _in_words(run: RunFiles) -> list[str]:
     layout, config = run.environment.get("layout"), run.config
     words = []
     if math.isfinite(params := number(start.get("num_params"))):
-        words.append(f"{format_count(params)} parameters")
+        words.append(f"{format_parameters(int(params))} parameters")
     if config:
         precision = config["precision"]
         words.append("fp16" if precision["fp16"] else "bf16" if precision["bf16"] else "fp32")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.training.environment import environment
-from megatron_sp.utils.format import format_count
+from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
     from megatron_sp.training.run import Run
@@ -24,8 +24,8 @@ def announce(run: Run) -> None:
     active = count_active_parameters(config.model) if config.model.has_experts else None
     of_token = "" if active is None else f", {format_count(active)} active,"
     context.console.line(
-        f"{format_count(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
-        f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
+        f"{format_parameters(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size} x"
+        f" {groups.device.type} (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
         f" global batch {plan.batches.full} x {config.model.seq_length} tokens{_growth(run)}, steps {progress.step} to {plan.train_iters},"
         f" run folder {context.run_dir}"
     )

@@ -21,6 +21,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def format_parameters(count: int) -> str:
+    """Format the number of a model's parameters like ``124.4 M (124,439,808)``: to read, and to compare."""
+    short, exact = format_count(count), f"{count:,}"
+    return short if short == exact else f"{short} ({exact})"
+
+
 def format_count(count: float) -> str:
     """Format a count, as of parameters or tokens, like ``124.4 M`` or ``1.3 B``."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -138,7 +138,7 @@ def test_the_tool_prints_the_text_of_one_process_once(
     words = ("--prompt-file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "9", "--num-samples", "2", "--top-k", "40")
     assert generate.main(["--load", str(byte_run[0]), "--device", "cpu", *words]) == 0
     want, said = capsys.readouterr()
-    size = f"parameters ({count_parameters(byte_run[1].config):,}) in float32 on cpu"  # of the whole, without rows that pad the vocabulary
+    size = f"({count_parameters(byte_run[1].config):,}) parameters in float32 on cpu"  # of the whole, without rows that pad the vocabulary
     assert size in said
     ended = train(tmp_path, ranks=2, program=tool(byte_run[0], *words, *layout)).expect(0, f"{size} over 2 processes", "tokens/s")
     assert want in ended.texts[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_sp.checkpoint.manifest import Manifest
-from megatron_sp.commands.ckpt.names import WEIGHTS, by_kind
+from megatron_sp.commands.ckpt.names import WEIGHTS, by_kind, num_elements, weights_of
 from megatron_sp.commands.ckpt.text import SHORT_DTYPES
+from megatron_sp.config.schema_experts import ROUTER_BIAS
 from megatron_sp.utils.format import format_count
 
 Facts = dict[str, Any]
@@ -16,10 +17,11 @@ def facts(manifest: Manifest, state: dict[str, Any]) -> Facts:
     """Return the facts for a row of a table and for JSON."""
     totals = by_kind(manifest.tensors)
     weights = {dtype: total for (kind, dtype), total in totals.items() if kind == WEIGHTS}
+    named = weights_of(manifest.tensors)
     kinds = sorted({kind for kind, _ in totals if kind != WEIGHTS})
     return {
         "tensors": len(manifest.tensors),
-        "parameters": sum(total.elements for total in weights.values()),
+        "parameters": sum(num_elements(shape) for name, (_, shape) in named.items() if not name.endswith(ROUTER_BIAS)),
         "dtypes": [SHORT_DTYPES.get(dtype, dtype) for dtype in sorted(weights, key=lambda d: -weights[d].elements)],
         "optimizer": kinds,
         "world_size": manifest.world_size,

@@ -15,7 +15,7 @@ from megatron_sp.commands.ckpt.survey import STEP, Entry, look_at
 from megatron_sp.commands.ckpt.text import SHORT_DTYPES, Progress, aligned, date, plural, warn
 from megatron_sp.config.schema import Config, ModelConfig, diff
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.format import format_bytes, format_count
+from megatron_sp.utils.format import format_bytes, format_parameters
 
 _PROGRESS = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps")
 _STATISTICS = ("min", "max", "mean", "std", "norm")
@@ -112,7 +112,7 @@ def _text(record: Record) -> list[str]:
     rows = [
         ("saved", f"{date(record['saved'])}, {format_bytes(record['bytes'])} in {plural(record['files'], 'file')}"),
         ("model", record["model"] or "unknown: no configuration"),
-        ("parameters", f"{format_count(record['parameters'])} ({record['parameters']:,}) {'+'.join(record['dtypes'])}"),
+        ("parameters", f"{format_parameters(record['parameters'])} {'+'.join(record['dtypes'])}"),
         ("optimizer", ", ".join(record["optimizer"]) or "none"),
         ("progress", ", ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in record["progress"].items())),
         ("processes", layout_words(record["layout"])),

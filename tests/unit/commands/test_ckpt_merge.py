@@ -69,6 +69,12 @@ def test_biases_of_routers_stay_in_fp32(tmp_path: Path, capsys: Capture) -> None
     )
 
 
+def test_biases_of_routers_are_no_parameters(tmp_path: Path, capsys: Capture) -> None:
+    tensors = {"layers.0.mlp.router.expert_bias": torch.zeros(2), "layers.0.mlp.router.weight": torch.ones(2, 600)}
+    ckpts.save(tmp_path / "run", 1, tensors=tensors)
+    assert cli.main(["ckpt", "show", str(tmp_path / "run")]) == 0 and "parameters   1.2 k (1,200) fp32" in capsys.readouterr().out
+
+
 def test_a_nan_is_not_carried_on_in_silence(tmp_path: Path, capsys: Capture) -> None:
     weight = torch.tensor([[1.0, torch.nan], [7e4, 0.0]])
     ckpts.save(tmp_path / "run", 1, tensors={"decoder.weight": weight})

@@ -322,7 +322,7 @@ def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     starts = on_host([80 * GIB] * 8, "--lr", "2e-4", NNODES="2", NODE_RANK="0")
     told = capsys.readouterr().out
     for part in (
-        "pretrain_gpt_7b_16k\n", "gpt-6.7b: 6.7 B parameters, 32 layers, hidden 4096, 32 heads, sequences of 16,384 tokens, bfloat16",
+        "pretrain_gpt_7b_16k\n", "gpt-6.7b: 6.7 B (6,717,124,608) parameters, 32 layers, hidden 4096, 32 heads, sequences of 16,384 tokens",
         "16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: auto), dp 2, ZeRO stage 1, recomputation: none",
         "16 sequences, 262,144 tokens, 8 micro-batches; 100 steps, 26.2 M tokens",
         "GiB predicted for a process, of 80.0 GiB; tensors alone",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_sp.training.console import Console
-from megatron_sp.utils.format import format_bytes, format_count, format_duration
+from megatron_sp.utils.format import format_bytes, format_count, format_duration, format_parameters
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -29,6 +29,10 @@ def test_bytes(count: float, text: str) -> None:
 @pytest.mark.parametrize("count, text", [(7, "7"), (999, "999"), (1000, "1.0 k"), (124_440_000, "124.4 M"), (1.3e9, "1.3 B")])
 def test_count(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_parameters_are_there_to_read_and_to_compare() -> None:
+    assert format_parameters(11_237_376) == "11.2 M (11,237,376)" and format_parameters(438) == "438"
 
 
 def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
