@@ -295,9 +295,7 @@ LAUNCHES = (
         8,
         "the formats today are",
     ),
-    Launch(
-        "amd: llama 2, FSDP", _AMD_LLAMA2 + "--mock-data --vocab-size 32000 --use-torch-fsdp2", 8, "--zero-stage 1, 2 or 3 is what shards"
-    ),
+    Launch("amd: llama 2, FSDP", _AMD_LLAMA2 + "--mock-data --vocab-size 32000 --use-torch-fsdp2"),
     Launch(
         "amd: llama 2, recompute",
         _AMD_LLAMA2 + "--mock-data --vocab-size 32000 --recompute-num-layers 80 --recompute-granularity full --recompute-method block",
@@ -327,10 +325,13 @@ LAUNCHES = (
     ),
     Launch("lm: one rank of context", _MIXTRAL + "--context-parallel-size 1 --cp-comm-type p2p", 2),
     Launch(
-        "lm: latent attention", _MIXTRAL + "--multi-latent-attention --kv-lora-rank 512 --v-head-dim 128", 2, "attention today is causal"
+        "lm: latent attention",
+        _MIXTRAL + "--multi-latent-attention --kv-lora-rank 512 --v-head-dim 128",
+        2,
+        "latent attention is not there",
     ),
     Launch("lm: latent attention's sizes alone", _MIXTRAL + "--kv-lora-rank 512 --v-head-dim 128 --qk-head-dim 128", 2),
-    Launch("lm: several tokens ahead", _MIXTRAL + "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1", 2, "attention today is causal"),
+    Launch("lm: several tokens ahead", _MIXTRAL + "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1", 2, "predicts the next token alone"),
     Launch("lm: muon", _MIXTRAL + "--optimizer muon --muon-momentum 0.95", 2, "the optimizers are adam (AdamW) and sgd"),
     Launch(
         "lm: own end of document",
@@ -431,9 +432,7 @@ LAUNCHES = (
     Launch(
         "ds: llama, universal checkpoint",
         _MDS_LLAMA + "--universal-checkpoint --zero-stage=1",
-        8,
-        "converted by megatron-sp convert",
-        _json(32, 4, 1, bf16=_ON),
+        json=_json(32, 4, 1, bf16=_ON),
     ),
     Launch(
         "ds: llama, finetuning flags",
@@ -505,7 +504,13 @@ LAUNCHES = (
         "positions are learned_absolute, rope or none",
         _json(1024, 1, 1, fp16=_FP16_ON),
     ),
-    Launch("bigscience: 7B1, embedding normed", _BLOOM + "--embed-layernorm", 8, "blocks today are", _json(1024, 1, 1, fp16=_FP16_ON)),
+    Launch(
+        "bigscience: 7B1, embedding normed",
+        _BLOOM + "--embed-layernorm",
+        8,
+        "embeddings go into the first block as they are",
+        _json(1024, 1, 1, fp16=_FP16_ON),
+    ),
     Launch(
         "lm: gpt, of 2020",
         _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction", "--warmup")
