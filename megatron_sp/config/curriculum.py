@@ -97,6 +97,6 @@ def _number(word: str) -> float:
         value = float(word)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise ValueError(f"the degree of the root must be a number above 0, got '{word[:40]}'")
+    if not 0.1 <= value < math.inf:
+        raise ValueError(f"the degree of the root must be a number of at least 0.1, got '{word[:40]}'")
     return value

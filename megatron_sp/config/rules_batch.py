@@ -13,7 +13,8 @@ from megatron_sp.config.schema import BatchConfig, Config, OptimizerConfig
 from megatron_sp.utils.numbers import division
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_ENTRY = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([KMBT]?):([0-9][0-9_]*(?:\.[0-9]+)?)([KMBT]?)", re.IGNORECASE)
+_NUMBER = r"([0-9][0-9_]{0,30}(?:\.[0-9]{1,30})?)([KMBT]?)"
+_ENTRY = re.compile(f"{_NUMBER}:{_NUMBER}", re.IGNORECASE)
 _MOST_TOKENS, _LARGEST = 10**18, 2**31
 
 

@@ -168,6 +168,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (_steps("0:8 1K:16") | {"batch__rampup_batch_size": (2, 2, 9)}, "are two ways for a batch to grow: give one"),
     (_steps("16"), "step_batch_size_schedule: expected TOKENS:SIZE such as 2.4B:320, got '16'"),
     (_steps("0:8 1G:16"), "got '1G:16'"),
+    (_steps(f"0:8 {'9' * 400}:16"), "expected TOKENS:SIZE such as 2.4B:320, got '9999"),
     (_steps("0:0"), "'0:0': expected at most 1e+18 tokens, and a whole number from 1 to 2147483648 as size"),
     (_steps("0:1.5"), "'0:1.5': expected"),
     (_steps("1K:8"), "the first size is that of 0 tokens: begin with 0:SIZE"),

@@ -26,6 +26,7 @@ def test_a_length_is_a_multiple_from_the_first_step_on_and_the_longest_at_last()
 
 def test_a_root() -> None:
     assert lengths("fixed_root 80 2048 100 8 2", 1, 25, 100) == [272, 1064, 2048]
+    assert lengths("fixed_root 1 9 1 1 0.1", 1, 10**15) == [9, 9], "and no number is too large"
     assert lengths("fixed_root 80 2048 100 8 1", 1, 50) == lengths("fixed_linear 80 2048 100 8", 1, 50)
 
 
@@ -38,7 +39,7 @@ WRONG = [
     ("custom 1 2", "got 'custom'"),
     ("fixed_linear 8 64 10", "expected fixed_linear SHORTEST LONGEST STEPS MULTIPLE, got 3 numbers: 8 64 10"),
     ("fixed_root 8 64 10 8", "expected fixed_root SHORTEST LONGEST STEPS MULTIPLE DEGREE, got 4 numbers"),
-    ("fixed_root 8 64 10 8 0", "the degree of the root must be a number above 0, got '0'"),
+    ("fixed_root 8 64 10 8 0.01", "the degree of the root must be a number of at least 0.1, got '0.01'"),
     ("fixed_linear 0 64 10 8", "expected a whole number of at least 1, got '0'"),
     ("fixed_linear 8 6.5 10 8", "got '6.5'"),
     ("fixed_linear 80 64 10 8", "the shortest length (80) must be at most the longest (64)"),
