@@ -1,8 +1,8 @@
 """Predicted memory of a run, compared with the available memory before it starts, and with measurements after some steps.
 
 A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be another
-one, without a message. It is refused only for what is certain (``estimate/fits.py``); what
-may be too much is a warning, and --allow-oom makes it one in any case.
+one, without a message. It is refused only for what is certain (``estimate/fits.py``); what may be too much is a warning,
+and --allow-oom makes it one in any case.
 """
 
 from __future__ import annotations
