@@ -59,6 +59,7 @@ PACKED = Condition(
     "--reset-attention-mask or --bert-pack-sequences", lambda config: config.data.reset_attention_mask or config.data.bert_pack_sequences
 )
 SHARDED = Condition("--zero-stage 1 or more", lambda config: config.parallel.zero_stage > 0)
+RECOMPUTES = Condition("--recompute-granularity", lambda config: config.kernels.recompute_granularity is not None)
 VERIFIES = Condition("--verify-parallelism", lambda config: config.parallel.verify_parallelism)
 
 VALIDATES = Condition("--eval-iters above 0", lambda config: config.batch.eval_iters > 0)

@@ -65,8 +65,8 @@ class FieldKind:
             ValueError: the words are not a valid value; the message has what was expected.
         """
         if self.many:
-            if self.base == "int":  # "16 16 1000" in one pair of quotes is meant as three numbers
-                words = [part for word in words for part in word.split()]
+            if self.base == "int":  # "16 16 1000" in one pair of quotes is meant as three numbers, and so is "[16 16 1000]"
+                words = [part for word in words for part in word.removeprefix("[").removesuffix("]").replace(",", " ").split()]
             if not words:
                 raise ValueError(f"expected {self.expected}, got nothing")
             return tuple(self._parse_word(word) for word in words)

@@ -74,7 +74,7 @@ def _one(kind: FieldKind, number: int, low: float | None, high: float | None) ->
     if kind.base == "bool":
         return bool(number % 2)
     if kind.base == "str":
-        return "x"
+        return "xy"[number % 2]  # a message that quotes it is not in all trials
     value = _WHOLE[number % len(_WHOLE)] if kind.base == "int" else _REAL[number % len(_REAL)]
     value = value if low is None else max(value, low)
     value = value if high is None else min(value, high)

@@ -306,7 +306,7 @@ def _assign(draft: _Draft, setting: Setting) -> None:
 def _fields_of(setting: Setting) -> set[tuple[str, str]]:
     """Return the fields that a setting would set if it could be read."""
     rewrite = dialect.REWRITTEN.get(setting.name)
-    names = [flag for flag, _ in rewrite.to] if rewrite else [setting.name]
+    names = [flag for flag, _ in rewrite.to] if rewrite else [dialect.GROUP_FILES.get(setting.name, setting.name)]
     return {targets()[name][:2] for name in names if name in targets()}
 
 
@@ -501,7 +501,7 @@ def _value(setting: Setting, target: Target) -> Any:
         return _is_on(words) != target.negated
     if target.name == "window_size" and len(words) == 1:
         words = (_one_window(words[0]),)
-    if target.name == "split":
+    if target.name in ("split", "moe_layer_freq"):
         words = tuple(word.strip("'\" ") for word in words)  # some shells leave the quotes in the value
     spellings = {theirs.lower(): ours for theirs, ours in dialect.VALUE_SPELLINGS.get(setting.name, {}).items()}
     return target.kind.parse([spellings.get(word.lower(), word) for word in words])

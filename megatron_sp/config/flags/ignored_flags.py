@@ -126,6 +126,7 @@ _TABLE = "the head makes the gradient of its table together with the loss"
 _STAGES = "layers are dealt so that no stage is slower than the others, which counts the head"
 _CAPACITY = "every token is computed: none is dropped, and none padded"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
+_WHOLE_EXPERTS = "an expert is whole on a rank, which changes no number; --expert-model-parallel-size spreads experts over more ranks"
 _FSDP = "ZeRO is one implementation here; --zero-stage or --data-parallel-sharding-strategy says what it shards"
 _PROFILER = "the profiler is torch's"
 _INFERENCE = "for inference only"
@@ -170,6 +171,7 @@ _IGNORED_SWITCHES = {
         attention-softmax-in-fp32 fp16-lm-cross-entropy disable-attention-softmax-in-fp32""",
     "products are rounded as torch rounds them": "disable-bf16-reduced-precision-matmul",
     "--deterministic-mode repeats a run to the bit": "batch-invariant-mode",
+    _WHOLE_EXPERTS: "enable-expert-tensor-parallelism",
     _FSDP: """
         use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration torch-fsdp2-no-reshard-after-forward
         enable-full-sharding-in-hsdp""",
@@ -271,6 +273,7 @@ _IGNORED_VALUES = {
         tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute
         use-fused-rmsnorm use-fast-softmax""",
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
+    _WHOLE_EXPERTS: "expert-tensor-parallel-size",
     _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size",
     "--async-save writes in a thread of the process itself": "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
     _TOKENIZERS: "tokenizer-library tokenizer-metadata tokenizer-special-tokens",
@@ -362,8 +365,6 @@ _REFUSED = {
     "residuals, master weights, gradients and Adam's moments have fixed formats": """
         fp32-residual-connection main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype embedding-weights-in-fp32
         use-pure-low-precision""",
-    "an expert is whole on a rank; more ranks take --expert-model-parallel-size": """
-        expert-tensor-parallel-size enable-expert-tensor-parallelism""",
     "an MLP beside the experts, weighed against them by a router of its own, is not there; one that is added as it is takes"
     " --moe-shared-expert-intermediate-size": "mlp-type",
     "programs around megablocks add this loss up over the layers, or take the mean: say --moe-z-loss-coeff, which is of each layer": """
@@ -536,7 +537,7 @@ STANDARD_SPECS = (
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "attention-head-type": ("multihead",), "rope-type": ("rope",), "spec": STANDARD_SPECS,
-    "expert-tensor-parallel-size": ("1",), "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
+    "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
     "moe-jitter-eps": ("0", "0.0"), "moe-zloss-weight": ("0", "0.0"),
     "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
     "softmax-type": ("vanilla",), "qk-clip-threshold": ("0",), "glu-linear-offset": ("0", "0.0"),

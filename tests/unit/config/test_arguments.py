@@ -78,7 +78,8 @@ def test_switches() -> None:
 def test_lists() -> None:
     more = "--global-batch-size 8 --rampup-batch-size 2 2 100"
     assert parse(more).batch.rampup_batch_size == (2, 2, 100)
-    assert parse(["--global-batch-size", "8", "--rampup-batch-size", "2 2 100"]).batch.rampup_batch_size == (2, 2, 100)
+    for quoted in ("2 2 100", "[2 2 100]", "[2, 2, 100]"):
+        assert parse(["--global-batch-size", "8", "--rampup-batch-size", quoted]).batch.rampup_batch_size == (2, 2, 100)
     paths = parse("--no-mock-data --data-path 0.3 /a 0.7 /b --split 1")
     assert paths.data.data_path == ("0.3", "/a", "0.7", "/b") and paths.data.split == "1"
     assert parse(["--no-mock-data", "--data-path=/with blank/x"]).data.data_path == ("/with blank/x",)
@@ -266,7 +267,6 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
     [
         "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 3",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
-        "--num-experts 8 --expert-tensor-parallel-size 2",
         "--num-experts 8 --moe-input-jitter-eps 0.01", "--num-experts 8 --mlp-type residual", "--optimizer muon",
         "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--retro-project-dir x",
         "--standalone-embedding-stage", "--ckpt-convert-format torch", "--compression-training",

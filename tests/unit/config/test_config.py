@@ -129,7 +129,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "flash-attn takes heads up to 256 wide, not 512",
     ),
     ({"kernels__recompute_activations": True, "kernels__recompute_granularity": "full"}, "--recompute-activations means"),
-    ({"kernels__recompute_method": "block"}, "--recompute-method chooses whole blocks"),
+    ({"kernels__recompute_granularity": "selective", "kernels__recompute_method": "block"}, "--recompute-method chooses whole blocks"),
     ({"kernels__recompute_granularity": "selective", "kernels__recompute_num_layers": 1}, "--recompute-num-layers chooses whole blocks"),
     ({"kernels__recompute_granularity": "full", "kernels__recompute_method": "block"}, "needs --recompute-num-layers N"),
     (

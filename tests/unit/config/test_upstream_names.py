@@ -121,6 +121,8 @@ def test_refused_by_the_true_reason(more: str, reason: str) -> None:
         ("--use-megatron-fsdp --fsdp-double-buffer --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
          ["ZeRO is one implementation"] * 4),
         ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.1", ["what happens anyway", "without --mtp-num-layers"]),
+        ("--num-experts 4 --expert-tensor-parallel-size 2", ["an expert is whole on a rank"]),
+        ("--recompute-num-layers 1 --recompute-method uniform", ["without --recompute-granularity it has no effect"] * 2),
         ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
     ],
 )  # fmt: skip
