@@ -401,6 +401,18 @@ def test_a_bert_with_one_gelu_is_one_of_the_older_versions(
     assert Native().read(tmp_path / "ours", Options()).config.head_activation == "gelu_tanh"
 
 
+@pytest.mark.parametrize(("more", "is_told"), [
+    ({"gelu_approximate": "none"}, True), ({"gelu_approximate": "none", "disable_bias_linear": True}, False), ({}, False),
+])  # fmt: skip
+def test_the_exact_gelu_with_biases_needs_a_flag_of_megatron(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], is_told: bool
+) -> None:
+    config = config_of("gpt", **more)
+    write_run(Model(config, Tensors(random_tensors(config))), tmp_path / "run")
+    assert run("--input", tmp_path / "run", "--to", "megatron", "--output", tmp_path / "theirs") == 0
+    assert ("note: give Megatron --no-bias-gelu-fusion" in capsys.readouterr().err) is is_told
+
+
 def test_a_vocabulary_counted_by_its_tokenizer(tmp_path: Path, llama: Path) -> None:
     source = copy_of(llama, tmp_path)
     change(source, args=arguments_of(llama, vocab_size=None))
