@@ -57,7 +57,7 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
     if (model.num_experts or 0) <= 1:
         return [f"{setting.where} (without --num-experts it has no effect)" for name, setting in held.items() if name != "num-experts"]
     lines = [*_loss_weight(config, held), *_shares(config, held, processes)]
-    if "expert-interval" in held or places is not None:
+    if ("expert-interval" in held or places is not None) and model.num_layers:  # else they are the checkpoint's, or missing
         _set(config, "moe_layer_freq", _layers(config, held.get("expert-interval"), places), "--expert-interval")
     whose = "megablocks" if names & _MEGABLOCKS else "Megatron-DeepSpeed" if names & (_DEEPSPEED | _ENGINE) or places else ""
     if not whose:
@@ -65,7 +65,8 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         return []
     megatrons = sorted(name for name in names if name.startswith("moe-") and name not in _DEEPSPEED | _MEGABLOCKS)
     # where the number of experts is a checkpoint's or a preset's, so is the rest
-    is_all = ("model", "num_experts") in config.given and not config.checkpoint.use_checkpoint_args and not megatrons
+    is_told = ("model", "num_experts") in config.given and not config.checkpoint.use_checkpoint_args
+    is_all = is_told and not megatrons
     assumed = _defaults(config, whose) if is_all else {}
     topk = assumed.get("moe_router_topk", model.moe_router_topk)
     said = [setting.name for setting in settings if setting.name in _TOPK][-1:]
@@ -78,7 +79,7 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
     lines += _assume(config, assumed, whose)
     if whose == "Megatron-DeepSpeed" and is_all and topk == 2 and _NEXT_BEST not in names:
         lines.append(f"--topk 2 (a token's second expert is the next best one, as with Megatron-DeepSpeed's --{_NEXT_BEST})")
-    if megatrons and names & (_DEEPSPEED | _MEGABLOCKS):
+    if is_told and megatrons:
         lines += _left_to_megatron(config, whose, megatrons[0])
     config.understood += tuple(lines)
     return []
@@ -130,8 +131,7 @@ def _layers(config: Config, setting: Setting | None, places: list[bool] | None) 
     layers, every = config.model.num_layers, _EVERY if setting is None else _value("int", setting)
     if every < 1:
         raise ValueError(f"--expert-interval ({every}) must be at least 1: it is a number of layers")
-    if layers is None:
-        return config.model.moe_layer_freq  # that the layers are missing is for the rules to say
+    assert layers
     if layers < every:
         default = " (its default in Megatron-DeepSpeed)" if setting is None else ""
         raise ValueError(

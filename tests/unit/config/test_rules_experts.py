@@ -168,6 +168,7 @@ def test_what_was_not_said_is_told_once() -> None:
     assert parse("--num-experts 8 --deepspeed").remarks[0].startswith("note: --num-experts 8 (")
     assert any("Megatron's words, not Megatron-DeepSpeed's: --moe-aux-loss-coeff 0, experts in every layer" in note
                for note in parse("--num-experts 8 --topk 1 --moe-router-dtype fp32").understood)  # fmt: skip
+    assert "in Megatron's words" in parse("--num-experts 8 --deepspeed --moe-router-topk 2").understood[0]
     assert any("second expert is the next best one" in note for note in parse("--num-experts 8 --topk 2").understood)
 
 
@@ -202,6 +203,14 @@ def test_without_capacities_every_token_is_computed(flag: str) -> None:
 def test_what_their_words_cannot_mean(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         parse(words)
+
+
+def test_what_a_checkpoint_says_is_not_assumed() -> None:
+    shapeless = "--load run --use-checkpoint-args --mock-data --lr 1e-3 --train-iters 1 --seq-length 16"
+    for words in ("--deepspeed --num-experts 8", "--num-experts 8 --expert-interval 2 --moe-loss-coeff 0.01"):
+        made = config_from_args(shlex.split(f"{shapeless} {words}"))
+        assert made.understood == () and ("model", "moe_layer_freq") not in made.given
+        assert made.model.moe_router_topk == 2 and not made.model.moe_router_pre_softmax
 
 
 def test_megablocks_shares_experts_among_as_many_ranks_as_it_can() -> None:
