@@ -119,9 +119,9 @@ class RunStatus:
         if not self.is_made_up or self._rank != 0 or self.path is None:
             return False
         folder = self.path.parent
-        if {path.name for path in folder.iterdir()} - {self.path.name, "tokenizer"}:
-            return False
         with contextlib.suppress(OSError):
+            if {path.name for path in folder.iterdir()} - {self.path.name, "tokenizer"}:
+                return False
             shutil.rmtree(folder)
             folder.parent.rmdir()  # runs/, if it is empty
         return not folder.exists()
