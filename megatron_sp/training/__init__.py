@@ -11,6 +11,7 @@ The core, in reading order:
 Before the first step:
     setup.py            device, threads, process group, run folder, exit codes
     starting_point.py   which checkpoint to start from, if any
+    checkpoint_model.py whose model is trained: the checkpoint's, and what flags may say against it
     resume.py           the schedule and the data must be those of the checkpoint
     balance_rows.py     --balance-rows: which rank reads which rows
     run_tokenizer.py    so must the tokenizer; the run keeps a copy of it

@@ -1,7 +1,7 @@
 """Checks of a resumed run: its learning-rate schedule and its training data must be those of the checkpoint.
 
 Both would go wrong silently: the loss goes on falling while the rate jumps, or while samples repeat. The model's shape
-is checked in ``training/state.py``, the tokenizer in ``training/run_tokenizer.py``.
+is checked in ``training/checkpoint_model.py``, the tokenizer in ``training/run_tokenizer.py``.
 """
 
 from __future__ import annotations
