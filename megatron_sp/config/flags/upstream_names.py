@@ -218,7 +218,7 @@ FORKS = _names("""
     zero-bubble-adaptive-memory-limit-percentile zero-bubble-max-pending-backward zero-bubble-pipeline-timers-end-iter
     zero-bubble-pipeline-timers-start-iter zero-bubble-v-schedule
 
-    dist-ckpt-workers fp8-amax-reduce fp8-coverage keep-fp8-weight-transpose-cache skip-warmup
+    dist-ckpt-workers extra-eval-data-path fp8-amax-reduce fp8-coverage keep-fp8-weight-transpose-cache skip-warmup
     max-absolute-position-embeddings moe-use-shared-expert-gate use-mpi
     batch-p2p-communication no-batch-p2p-communication one-logger-entity
     disable-te-fused-rope fused-residual-rmsnorm profile-dir
