@@ -91,7 +91,7 @@ VALUE_SPELLINGS: dict[str, dict[str, str]] = {
     },
     "position-embedding-type": {"absolute": "learned_absolute", "rotary": "rope"},
     "optimizer": {"adamw": "adam", "fusedadamw": "adam"},
-    "distributed-backend": {"ccl": "auto", "hccl": "auto", "mccl": "auto"},
+    "distributed-backend": {"ccl": "auto", "hccl": "auto", "mccl": "auto", "nccl2": "nccl"},  # nccl2: other code of torch's, same numbers
 }  # fmt: skip
 """Values that other projects spell differently, by flag."""
 
@@ -103,6 +103,9 @@ MEGATRON_CHOICES: dict[str, dict[str, str]] = {
         ),
     },
     "position-embedding-type": dict.fromkeys(("yarn", "relative", "mrope", "alibi"), "positions are learned_absolute, rope or none"),
+    "moe-router-load-balancing-type": {
+        "sinkhorn": "its choice of experts depends on which tokens a rank has; a loss or biases keep the balance"
+    },
     "optimizer": dict.fromkeys(("muon", "dist_muon", "lion", "onebitadam", "soap"), "the optimizers are adam (AdamW) and sgd"),
     "dataloader-type": {"external": "samples come from .bin/.idx files, in the order single or cyclic"},
 }  # fmt: skip
@@ -274,7 +277,7 @@ _IGNORED_VALUES = {
         use-fused-rmsnorm use-fast-softmax""",
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
     _WHOLE_EXPERTS: "expert-tensor-parallel-size",
-    _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size",
+    _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size megatron-fsdp-version",
     "--async-save writes in a thread of the process itself": "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
     _TOKENIZERS: "tokenizer-library tokenizer-metadata tokenizer-special-tokens",
     _INFERENCE: "mlp-chunks-for-prefill num-speculative-tokens symmetric-ar-type bert-embedder-type max-tokens-to-oom",
@@ -461,7 +464,7 @@ REFUSED: dict[str, str] = _by_name(_REFUSED)
 REFUSED_PREFIXES: dict[str, str] = {
     "ds-sequence-parallel-fpdt": REFUSED["ds-sequence-parallel-fpdt"],
     "kd-": REFUSED["kd"],
-    "export-kd-": REFUSED["kd"],
+    "export-": REFUSED["kd"],
     "sft-": REFUSED["sft"],
     "hybrid-": REFUSED["is-hybrid-model"],
     "fp4-": REFUSED["fp8-format"],

@@ -93,7 +93,7 @@ MEGATRON_LM = _names("""
     lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype main-params-dtype make-vocab-size-divisible-by mamba-head-dim
     mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-num-groups mamba-num-heads mamba-state-dim manual-gc
     manual-gc-interval mask-factor mask-prob mask-type max-position-embeddings max-seqlen-per-dp-cp-rank max-tokens-to-oom
-    memory-keys memory-snapshot-path merge-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage
+    megatron-fsdp-version memory-keys memory-snapshot-path merge-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage
     mid-level-dataset-surplus min-loss-scale min-lr min-offloaded-tensor-size mlp-chunks-for-prefill mock-data model-parallel-size
     modules-to-filter moe-apply-probs-on-input moe-aux-loss-coeff moe-deepep-num-sms moe-enable-deepep moe-enable-routing-replay
     moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-extended-tp moe-ffn-hidden-size moe-flex-dispatcher-backend

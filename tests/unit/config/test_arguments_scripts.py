@@ -223,7 +223,7 @@ def test_gates_of_the_forks(words: str, activation: str, width: int) -> None:
         "--spec local", "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec", "--rope-type rope",
         "--rotary-interleaved",
         "--padded-vocab-size 50304", "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "--megatron-fsdp-version 2",
     ],
 )  # fmt: skip
 def test_names_that_change_nothing(words: str) -> None:
@@ -237,12 +237,18 @@ def test_names_that_change_nothing(words: str) -> None:
     [
         ("--glu-activation reglu", "gates are swiglu or geglu"), ("--glu-activation liglu", "gates are swiglu or geglu"),
         ("--rope-type yarn", "positions are learned_absolute, rope or none"), ("--attention-head-type grouped", "multihead or multiquery"),
+        ("--moe-router-load-balancing-type sinkhorn", "depends on which tokens a rank has"), ("--export-te-mcore-model", "distillation"),
         ("--spec my.layers layer_spec", "all of one shape"), ("--spec my.layers local", "all of one shape"),
     ],
 )  # fmt: skip
 def test_words_that_would_be_another_model(words: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         config(f"{MEGATRON_LM_345M} {words}")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("nccl2", "nccl"), ("hccl", "auto")])
+def test_collective_backends_of_other_programs(theirs: str, ours: str) -> None:
+    assert config(f"{MEGATRON_LM_345M} --device cuda --distributed-backend {theirs}").parallel.distributed_backend == ours
 
 
 BF16 = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --mock-data --lr 1 --train-iters 1 --bf16 "
