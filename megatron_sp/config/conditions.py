@@ -60,6 +60,7 @@ PACKED = Condition(
 )
 SHARDED = Condition("--zero-stage 1 or more", lambda config: config.parallel.zero_stage > 0)
 RECOMPUTES = Condition("--recompute-granularity", lambda config: config.kernels.recompute_granularity is not None)
+RECOMPUTES_BLOCKS = Condition("--recompute-granularity full", lambda config: config.kernels.recompute_granularity == "full")
 VERIFIES = Condition("--verify-parallelism", lambda config: config.parallel.verify_parallelism)
 
 VALIDATES = Condition("--eval-iters above 0", lambda config: config.batch.eval_iters > 0)

@@ -455,9 +455,8 @@ def _kernels(config: Config) -> Iterator[str]:
     granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
     if kernels.recompute_activations and granularity == "full":
         yield "--recompute-activations means --recompute-granularity selective, but full was given: drop one"
-    if granularity == "selective" and (method or layers):
-        given = "--recompute-method" if method else "--recompute-num-layers"
-        yield f"{given} chooses whole blocks and needs --recompute-granularity full (given: selective): change one of them"
+    if granularity == "selective" and method:
+        yield "--recompute-method chooses whole blocks and needs --recompute-granularity full (given: selective): change one of them"
     if granularity == "full" and method == "block" and layers is None:
         yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
     if kernels.recompute_attention != "none" and granularity != "full":

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.conditions import EXCHANGES, EXPERT_PARALLEL, EXPERTS, NCCL, PACKED, RECOMPUTES, SHARDED, TENSOR_PARALLEL, VERIFIES
+from megatron_sp.config.conditions import (
+    EXCHANGES,
+    EXPERT_PARALLEL,
+    EXPERTS,
+    NCCL,
+    PACKED,
+    RECOMPUTES,
+    RECOMPUTES_BLOCKS,
+    SHARDED,
+    TENSOR_PARALLEL,
+    VERIFIES,
+)
 from megatron_sp.utils.flag_field import flag
 
 
@@ -303,7 +314,12 @@ class KernelConfig:
         None, "uniform: all blocks; block: the first --recompute-num-layers (full only)", only=(RECOMPUTES,)
     )
     recompute_num_layers: int | None = flag(
-        None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1, high=10_000, only=(RECOMPUTES,)
+        None,
+        "blocks per recompute chunk (uniform) or blocks to recompute (block)",
+        unit="blocks",
+        low=1,
+        high=10_000,
+        only=(RECOMPUTES, RECOMPUTES_BLOCKS),
     )
     recompute_attention: Literal["none", "exchange", "full"] = flag(
         "none",

@@ -130,6 +130,7 @@ _STAGES = "layers are dealt so that no stage is slower than the others, which co
 _CAPACITY = "every token is computed: none is dropped, and none padded"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
 _WHOLE_EXPERTS = "an expert is whole on a rank, which changes no number; --expert-model-parallel-size spreads experts over more ranks"
+_LAYOUT = "how the ranks of a sequence or an expert share the work changes no number; it has its own flags here"
 _FSDP = "ZeRO is one implementation here; --zero-stage or --data-parallel-sharding-strategy says what it shards"
 _PROFILER = "the profiler is torch's"
 _INFERENCE = "for inference only"
@@ -169,7 +170,9 @@ _IGNORED_SWITCHES = {
         activation-func-fp8-input-store use-fused-weighted-squared-relu fused-residual-rmsnorm apply-rope-fusion
         cuda-graph-share-io-buffers tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
         tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
-        disable-tp-comm-split-rs""",
+        disable-tp-comm-split-rs use-fused-swiglu use-fused-rotary-pos-emb use-fused-moe-token-permute-and-unpermute
+        use-fused-ring-attention-update use-fusion-attn-v2 gemm-gradient-accumulation-fusion use-ascend-mc2 use-ascend-coc jit-compile""",
+    _LAYOUT: "megatron-cp-in-bnsd kv-head-repeat-before-uly-alltoall use-ulysses-allgather-kv moe-tp-extend-ep",
     "the softmax and the loss are always computed in fp32": """
         attention-softmax-in-fp32 fp16-lm-cross-entropy disable-attention-softmax-in-fp32""",
     "products are rounded as torch rounds them": "disable-bf16-reduced-precision-matmul",
@@ -244,6 +247,7 @@ _IGNORED_SWITCHES = {
         deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel sync-tp-duplicated-parameters
         repeated-dataloader skip-warmup use-dataset-only custom-token-counting force-ds-sequence-parallel""",
     _COMMUNICATION: """
+        use-cp-send-recv-overlap moe-permutation-async-comm moe-alltoall-overlap-comm moe-allgather-overlap-comm disable-gloo-group
         overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
         no-async-tensor-model-parallel-allreduce disable-async-tensor-model-parallel-allreduce disable-batch-p2p-comm
         disable-batch-p2p-sync no-gradient-reduce-div-fusion no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce
@@ -253,6 +257,8 @@ _IGNORED_SWITCHES = {
         overlap-p2p-communication-warmup-flush defer-grad-reduce use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub
         use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
     _MEMORY: """
+        reuse-fp32-param recompute-activation-function recompute-norm recompute-in-advance enable-recompute-layers-per-pp-rank
+        swap-attention swap-optimizer
         distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding
         disable-clone-scatter-output-in-embedding recompute-non-linear-layer-in-mlp partition-activations contigious-checkpointing
         checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
@@ -277,6 +283,7 @@ _IGNORED_VALUES = {
         use-fused-rmsnorm use-fast-softmax""",
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
     _WHOLE_EXPERTS: "expert-tensor-parallel-size",
+    _LAYOUT: "context-parallel-algo ulysses-degree-in-cp cp-window-size shape-order",
     _FSDP: "num-distributed-optimizer-instances outer-dp-sharding-strategy suggested-communication-unit-size megatron-fsdp-version",
     "--async-save writes in a thread of the process itself": "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
     _TOKENIZERS: "tokenizer-library tokenizer-metadata tokenizer-special-tokens",
@@ -338,6 +345,7 @@ _IGNORED_VALUES = {
         ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init high-priority-stream-groups
         tp-comm-bootstrap-backend pipeline-model-parallel-comm-backend sharp-enabled-group distributed-timeout-seconds-after-init""",
     _MEMORY: """
+        recompute-activation-function-num-layers recompute-norm-num-layers moe-zero-memory moe-zero-memory-num-layers
         empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context zero-reduce-bucket-size
         zero-allgather-bucket-size""",
     _EVERY_STEP: "rerun-mode error-injection-rate error-injection-type",
@@ -375,8 +383,7 @@ _REFUSED = {
     "weights of the chosen experts sum to 1 without --moe-router-pre-softmax; other norms are not there": "moe-normalize-expert-weights",
     "tokens choose by their router's scores alone: the balance is kept by --moe-router-load-balancing-type or"
     " --moe-router-enable-expert-bias": """
-        moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing moe-router-force-biased
-       """,
+        moe-input-jitter-eps moe-jitter-eps moe-router-force-load-balancing moe-router-force-biased fix-router""",
     "a shared expert is added as it is, without a gate": "moe-shared-expert-gate moe-use-shared-expert-gate",
     "an expert's weight is a factor of its result, not of its input": "moe-apply-probs-on-input",
     "latent, upcycled and other mixtures are not there; experts are MLPs": """
@@ -392,8 +399,13 @@ _REFUSED = {
     "a model predicts the next token alone; heads for further ones are not there": """
         mtp-num-layers mtp-loss-scaling-factor mtp-detach-heads mtp-use-repeated-layer""",
     "queries, keys and values are projected as a whole; latent attention is not there": """
-        multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale
-        mscale-all-dim cache-mla-latents beta-fast beta-slow original-max-position-embeddings""",
+        multi-latent-attention multi-head-latent-attention qk-rope-head-dim qk-nope-head-dim q-lora-rank kv-lora-rank qk-head-dim
+        qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
+        cache-mla-latents beta-fast beta-slow original-max-position-embeddings""",
+    "experts are told in Megatron's words: --moe-layer-freq, --moe-ffn-hidden-size, --moe-shared-expert-intermediate-size,"
+    " --moe-router-group-topk, --moe-router-topk-scaling-factor": """
+        first-k-dense-replace moe-intermediate-size n-shared-experts topk-group routed-scaling-factor norm-topk-prob seq-aux""",
+    "every layer of --num-layers computes; --pipeline-model-parallel-layout says how many a stage has": "noop-layers",
     "scores are kept small by --qk-layernorm; they are not clipped": """
         qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold attn-logit-softcapping""",
     "a softmax is over the keys alone, of scores divided by the root of a head's width": "softmax-type softmax-scale",
@@ -403,7 +415,8 @@ _REFUSED = {
     "layers are attention with an MLP or experts; state spaces are not there": """
         is-hybrid-model hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern""",
     "packed documents are dealt to data-parallel ranks by --balance-rows; the context-parallel size is the same for all": """
-        hybrid-context-parallel""",
+        hybrid-context-parallel dynamic-context-parallel sequence-packing-scheduler""",
+    "samples have --seq-length tokens each, or those of --seq-length-curriculum": "use-varlen-dataset",
     "embeddings go into the first block as they are": "embed-layernorm",
     "initial weights and learning rates do not follow the width; muP is not there": "use-mup",
     "--init-method-std is the deviation of embeddings, too": "embedding-init-method-std",
@@ -493,6 +506,9 @@ IGNORED_PREFIXES: dict[str, str] = {
     **dict.fromkeys(("mamba-", "disable-mamba-"), "without --is-hybrid-model it has no effect"),
     **dict.fromkeys(("linear-", "dsa-"), "without --experimental-attention-variant it has no effect"),
     "max-seqlen-per-dp-cp-rank": "without --hybrid-context-parallel it has no effect",
+    "min-dynamic-context-parallel-size": "without --dynamic-context-parallel it has no effect",
+    "varlen-": "without --use-varlen-dataset it has no effect",
+    "null-tokenizer-pad-": "no sample of GPT is padded",
     **dict.fromkeys(("vision-", "dino-"), _IMAGES),
     "biencoder-": _RETRIEVAL,
     **dict.fromkeys(("fsdp-", "torch-fsdp2-"), _FSDP),

@@ -4,7 +4,8 @@ A name that is neither one of ours nor in a table of ``ignored_flags.py`` is ans
 (``IGNORED_PREFIXES`` and ``REFUSED_PREFIXES`` there); the tests go through all of them. Names alone, without leading dashes, with hyphens.
 
 Sources: NVIDIA/Megatron-LM, ``megatron/training/arguments.py`` at 000c4ac and the dataclasses from which newer versions
-generate flags (``megatron/training/config`` at 008e9cd, ``megatron/core`` 0.16.1); Megatron-DeepSpeed,
+generate flags (``megatron/training/config`` at 008e9cd, ``megatron/core`` 0.16.1), and newer
+names from its tests and examples (e9cec93, 10ce7bc); Megatron-DeepSpeed,
 ``megatron/arguments.py`` of 2025; DeepSpeed's ``add_config_arguments``. Names that come from a fork or an older version
 stand in ``FORKS``.
 """
@@ -93,7 +94,8 @@ MEGATRON_LM = _names("""
     lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype main-params-dtype make-vocab-size-divisible-by mamba-head-dim
     mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-num-groups mamba-num-heads mamba-state-dim manual-gc
     manual-gc-interval mask-factor mask-prob mask-type max-position-embeddings max-seqlen-per-dp-cp-rank max-tokens-to-oom
-    megatron-fsdp-version memory-keys memory-snapshot-path merge-file micro-batch-size microbatch-group-size-per-virtual-pipeline-stage
+    dynamic-context-parallel megatron-fsdp-version memory-keys memory-snapshot-path merge-file micro-batch-size
+    microbatch-group-size-per-virtual-pipeline-stage
     mid-level-dataset-surplus min-loss-scale min-lr min-offloaded-tensor-size mlp-chunks-for-prefill mock-data model-parallel-size
     modules-to-filter moe-apply-probs-on-input moe-aux-loss-coeff moe-deepep-num-sms moe-enable-deepep moe-enable-routing-replay
     moe-expert-capacity-factor moe-expert-rank-capacity-factor moe-extended-tp moe-ffn-hidden-size moe-flex-dispatcher-backend
@@ -157,6 +159,8 @@ MEGATRON_LM = _names("""
     trust-remote-code untie-embeddings-and-output-weights use-checkpoint-args use-checkpoint-opt-param-scheduler
     use-cpu-initialization use-custom-fsdp use-dist-ckpt use-distributed-optimizer use-flash-attn use-flashinfer-fused-rope
     use-fused-weighted-squared-relu use-inference-optimized-layers use-kitchen use-kitchen-attention use-legacy-models
+    min-dynamic-context-parallel-size null-tokenizer-pad-id sequence-packing-scheduler use-varlen-dataset
+    varlen-mock-dataset-config-json
     use-legacy-static-engine use-mcore-models use-megatron-fsdp use-mp-args-from-checkpoint-args use-mup use-nccl-ub
     use-nsys-profiler use-one-sent-docs use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler
     use-ring-exchange-p2p use-rope-scaling use-rotary-position-embeddings use-sharp use-te-activation-func use-te-rng-tracker
@@ -218,6 +222,15 @@ FORKS = _names("""
     zero-bubble-adaptive-memory-limit-percentile zero-bubble-max-pending-backward zero-bubble-pipeline-timers-end-iter
     zero-bubble-pipeline-timers-start-iter zero-bubble-v-schedule
 
+    context-parallel-algo cp-window-size disable-gloo-group enable-recompute-layers-per-pp-rank first-k-dense-replace fix-router
+    gemm-gradient-accumulation-fusion jit-compile kv-head-repeat-before-uly-alltoall megatron-cp-in-bnsd moe-allgather-overlap-comm
+    moe-alltoall-overlap-comm moe-intermediate-size moe-permutation-async-comm moe-tp-extend-ep moe-zero-memory
+    moe-zero-memory-num-layers multi-head-latent-attention n-shared-experts noop-layers norm-topk-prob qk-nope-head-dim
+    qk-rope-head-dim recompute-activation-function recompute-activation-function-num-layers recompute-in-advance recompute-norm
+    recompute-norm-num-layers reuse-fp32-param routed-scaling-factor seq-aux shape-order swap-attention swap-optimizer topk-group
+    ulysses-degree-in-cp use-ascend-coc use-ascend-mc2 use-cp-send-recv-overlap use-fused-moe-token-permute-and-unpermute
+    use-fused-ring-attention-update use-fused-rotary-pos-emb use-fused-swiglu use-fusion-attn-v2 use-ulysses-allgather-kv
+
     dist-ckpt-workers extra-eval-data-path fp8-amax-reduce fp8-coverage keep-fp8-weight-transpose-cache skip-warmup
     max-absolute-position-embeddings moe-use-shared-expert-gate use-mpi
     batch-p2p-communication no-batch-p2p-communication one-logger-entity
@@ -228,7 +241,7 @@ FORKS = _names("""
     use-fast-softmax use-fused-rmsnorm use-fused-sdpa use-fused-sdpa-with-recompute use-torch-compile
     wandb-group wandb-host wandb-mode wandb-run-name wandb-tags wandb-team
     """)  # fmt: skip
-"""Flags of older versions of both and of forks (BigScience, BigCode, epfLLM, megablocks, zero bubble, Habana), and W&B's of GPT-NeoX."""
+"""Older versions' of both, forks' (BigScience, BigCode, epfLLM, megablocks, zero bubble, Habana, MindSpeed), and GPT-NeoX's for W&B."""
 
 LAUNCHERS = _names("""
     nnodes nproc-per-node node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id max-restarts standalone num-gpus num-nodes

@@ -130,7 +130,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kernels__recompute_activations": True, "kernels__recompute_granularity": "full"}, "--recompute-activations means"),
     ({"kernels__recompute_granularity": "selective", "kernels__recompute_method": "block"}, "--recompute-method chooses whole blocks"),
-    ({"kernels__recompute_granularity": "selective", "kernels__recompute_num_layers": 1}, "--recompute-num-layers chooses whole blocks"),
     ({"kernels__recompute_granularity": "full", "kernels__recompute_method": "block"}, "needs --recompute-num-layers N"),
     (
         {"kernels__mlp_chunks": 65, "model__seq_length": 64},

@@ -52,7 +52,7 @@ def test_a_known_name_takes_its_words_and_is_never_a_typo() -> None:
 
 
 def test_nothing_is_offered_for_what_is_like_nothing() -> None:
-    assert [meant_by(name) for name in ("presplit-sentences", "reuse-fp32-param", "max-padding-length", "qqq")] == [[]] * 4
+    assert [meant_by(name) for name in ("presplit-sentences", "hidden-dim-multiplier", "max-padding-length", "qqq")] == [[]] * 4
     assert meant_by("cach-dirs") == []  # --patch-dim, which has no effect, is not near enough
 
 
@@ -85,6 +85,8 @@ def test_near_misses_of_common_names(typed: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
+        ("--multi-head-latent-attention", "latent attention is not there"), ("--n-shared-experts 2", "in Megatron's words"),
+        ("--sequence-packing-scheduler dp_balanced", "--balance-rows"), ("--use-varlen-dataset", "--seq-length tokens each"),
         ("--loss-on-targets-only", "the loss is over all tokens"), ("--fim-rate 0.5", "for filling in the middle"),
         ("--mtp-num-layers 2", "a model predicts the next token alone"), ("--multi-latent-attention", "latent attention is not there"),
         ("--embed-layernorm", "embeddings go into the first block as they are"), ("--sample-rate 0.5", "which samples are drawn"),
@@ -123,6 +125,11 @@ def test_refused_by_the_true_reason(more: str, reason: str) -> None:
         ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.1", ["what happens anyway", "without --mtp-num-layers"]),
         ("--num-experts 4 --expert-tensor-parallel-size 2", ["an expert is whole on a rank"]),
         ("--recompute-num-layers 1 --recompute-method uniform", ["without --recompute-granularity it has no effect"] * 2),
+        ("--recompute-activations --recompute-num-layers 1", ["without --recompute-granularity full it has no effect"]),
+        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2 --moe-tp-extend-ep", ["changes no number"] * 3),
+        ("--reuse-fp32-param --swap-attention --use-fused-rotary-pos-emb --use-fused-swiglu --use-cp-send-recv-overlap",
+         ["memory is", "memory is", "which kernels run", "which kernels run", "communication has"]),
+        ("--null-tokenizer-pad-id 0 --varlen-mock-dataset-config-json x", ["no sample of GPT", "without --use-varlen-dataset"]),
         ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
     ],
 )  # fmt: skip
