@@ -67,6 +67,7 @@ REWRITTEN: dict[str, Rewrite] = {
     "wandb-name": Rewrite((("wandb-exp-name", None),), weak=True),
     "wandb-run-name": Rewrite((("wandb-exp-name", None),), weak=True),
     "wandb-project-name": Rewrite((("wandb-project", None),), weak=True),
+    "npu-deterministic": Rewrite((("deterministic-mode", "true"),)),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
@@ -172,6 +173,7 @@ _IGNORED_SWITCHES = {
         tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
         disable-tp-comm-split-rs use-fused-swiglu use-fused-rotary-pos-emb use-fused-moe-token-permute-and-unpermute
         use-fused-ring-attention-update use-fusion-attn-v2 gemm-gradient-accumulation-fusion use-ascend-mc2 use-ascend-coc jit-compile""",
+    "the router is computed in fp32": "router-gating-in-fp32",
     _LAYOUT: "megatron-cp-in-bnsd kv-head-repeat-before-uly-alltoall use-ulysses-allgather-kv moe-tp-extend-ep",
     "the softmax and the loss are always computed in fp32": """
         attention-softmax-in-fp32 fp16-lm-cross-entropy disable-attention-softmax-in-fp32""",
@@ -189,12 +191,13 @@ _IGNORED_SWITCHES = {
     "no random state exists, so none is stored or loaded": "no-load-rng no-save-rng",
     "--async-save writes in a thread of the process itself": """
         use-persistent-ckpt-worker async-ckpt-use-cpu-shm""",
-    "files are always hashed, and checked when they are read": "verify-integrity",
+    "files are always hashed, and checked when they are read": "verify-integrity verify-checkpoint",
     "any checkpoint loads into any layout; the layout is what the flags say": "use-mp-args-from-checkpoint-args",
     "weights are loaded in fp32": "load-main-params-from-ckpt",
     "a tokenizer that is given counts": "no-use-tokenizer-model-from-checkpoint-args",
     _TOKENIZERS: """
-        legacy-tokenizer trust-remote-code tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy no-save-tokenizer-assets""",
+        legacy-tokenizer trust-remote-code tokenizer-not-use-fast tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy
+        no-save-tokenizer-assets""",
     "no token is left out of the loss for being padding": "allow-ambiguous-pad-tokens",
     "rows of padding are never in a checkpoint": "no-pad-vocab-size",
     _INFERENCE: """
@@ -266,7 +269,8 @@ _IGNORED_SWITCHES = {
         zero-reduce-scatter zero-contigious-gradients reuse-grad-buf-for-mxfp8-param-ag fine-grained-activation-offloading
        """,
     _DATA: """
-        no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
+        no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding
+        no-shared-storage""",
     "all schedules have the bits of 1F1B": "enable-zbh1-exact-semantics enable-exactly-numeric-match enable-optimizer-post-validation",
     _EVERY_STEP: """
         no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads""",
@@ -320,7 +324,8 @@ _IGNORED_VALUES = {
     " zero-bubble-pipeline-timers-end-iter zero-bubble-adaptive-memory-limit-percentile",
     "GPT and BERT have no decoder beside": "decoder-seq-length",
     "there is one data-parallel implementation": "DDP-impl",
-    _DATA: "data-impl num-dataset-builder-threads",
+    "files are always hashed, and checked when they are read": "verify-checkpoint-model-type",
+    _DATA: "data-impl num-dataset-builder-threads attention-mask-type",
     _FORMAT: """
         ckpt-format dist-ckpt-format dist-ckpt-strictness dist-ckpt-workers non-persistent-save-interval non-persistent-ckpt-type
         non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir""",
@@ -338,14 +343,15 @@ _IGNORED_VALUES = {
         wandb-save-dir wandb-entity wandb-entity-name wandb-team wandb-group wandb-host wandb-id wandb-api-key wandb-resume
         wandb-mode wandb-tags""",
     _GARBAGE: "manual-gc-interval",
-    _ENGINE: "remote-device",
+    _ENGINE: "remote-device ai-framework optimization-level",
     "the launcher tells the rank": "local-rank",
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """
         ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init high-priority-stream-groups
         tp-comm-bootstrap-backend pipeline-model-parallel-comm-backend sharp-enabled-group distributed-timeout-seconds-after-init""",
     _MEMORY: """
-        recompute-activation-function-num-layers recompute-norm-num-layers moe-zero-memory moe-zero-memory-num-layers
+        param-and-grad-buffer-pad recompute-activation-function-num-layers recompute-norm-num-layers
+        moe-zero-memory moe-zero-memory-num-layers
         empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context zero-reduce-bucket-size
         zero-allgather-bucket-size""",
     _EVERY_STEP: "rerun-mode error-injection-rate error-injection-type",
@@ -416,6 +422,10 @@ _REFUSED = {
         is-hybrid-model hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern""",
     "packed documents are dealt to data-parallel ranks by --balance-rows; the context-parallel size is the same for all": """
         hybrid-context-parallel dynamic-context-parallel sequence-packing-scheduler""",
+    "a token sees itself and what is before it, or the last N tokens with --window-size N": "pre-tockens next-tockens",
+    "contexts are made longer by --use-rope-scaling, Llama 3's, or --rotary-seq-len-interpolation-factor; YaRN is not there": """
+        rope-scaling-type rope-scaling-mscale rope-scaling-mscale-all-dim rope-scaling-beta-fast rope-scaling-beta-slow
+        yarn-scaling-factor""",
     "samples have --seq-length tokens each, or those of --seq-length-curriculum": "use-varlen-dataset",
     "embeddings go into the first block as they are": "embed-layernorm",
     "initial weights and learning rates do not follow the width; muP is not there": "use-mup",
@@ -462,7 +472,7 @@ _REFUSED = {
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
         data-args-path per-split-data-args-path aml-data-download-path""",
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
-        sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
+        sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step is-instruction-dataset prompt-type stage""",
     "checkpoints of other programs are converted by megatron-sp convert (docs/how-to/convert.md); --load takes ours": """
         ckpt-convert-format ckpt-convert-update-legacy-dist-opt-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
@@ -507,6 +517,7 @@ IGNORED_PREFIXES: dict[str, str] = {
     **dict.fromkeys(("linear-", "dsa-"), "without --experimental-attention-variant it has no effect"),
     "max-seqlen-per-dp-cp-rank": "without --hybrid-context-parallel it has no effect",
     "min-dynamic-context-parallel-size": "without --dynamic-context-parallel it has no effect",
+    "moe-capacity-bins": _CAPACITY,
     "varlen-": "without --use-varlen-dataset it has no effect",
     "null-tokenizer-pad-": "no sample of GPT is padded",
     **dict.fromkeys(("vision-", "dino-"), _IMAGES),
@@ -557,6 +568,7 @@ STANDARD_SPECS = (
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "attention-head-type": ("multihead",), "rope-type": ("rope",), "spec": STANDARD_SPECS,
     "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
+    "pre-tockens": ("65536", "2147483647"), "next-tockens": ("0",),
     "moe-jitter-eps": ("0", "0.0"), "moe-zloss-weight": ("0", "0.0"),
     "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
     "softmax-type": ("vanilla",), "qk-clip-threshold": ("0",), "glu-linear-offset": ("0", "0.0"),

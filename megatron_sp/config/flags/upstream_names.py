@@ -222,6 +222,9 @@ FORKS = _names("""
     zero-bubble-adaptive-memory-limit-percentile zero-bubble-max-pending-backward zero-bubble-pipeline-timers-end-iter
     zero-bubble-pipeline-timers-start-iter zero-bubble-v-schedule
 
+    ai-framework attention-mask-type is-instruction-dataset next-tockens no-shared-storage npu-deterministic optimization-level
+    param-and-grad-buffer-pad pre-tockens prompt-type rope-scaling-beta-fast rope-scaling-beta-slow rope-scaling-mscale
+    rope-scaling-mscale-all-dim rope-scaling-type router-gating-in-fp32 stage tokenizer-not-use-fast yarn-scaling-factor
     context-parallel-algo cp-window-size disable-gloo-group enable-recompute-layers-per-pp-rank first-k-dense-replace fix-router
     gemm-gradient-accumulation-fusion jit-compile kv-head-repeat-before-uly-alltoall megatron-cp-in-bnsd moe-allgather-overlap-comm
     moe-alltoall-overlap-comm moe-intermediate-size moe-permutation-async-comm moe-tp-extend-ep moe-zero-memory
@@ -238,6 +241,7 @@ FORKS = _names("""
     attn-logit-softcapping dataloader-inter-document-masking xielu
     masked-softmax-fusion scaled-masked-softmax-fusion no-scaled-masked-softmax-fusion bias-dropout-fusion persist-layer-norm
     moe-router-aux-loss-fusion no-moe-router-aux-loss-fusion tokenizer-library
+    moe-capacity-bins-num verify-checkpoint verify-checkpoint-model-type
     use-fast-softmax use-fused-rmsnorm use-fused-sdpa use-fused-sdpa-with-recompute use-torch-compile
     wandb-group wandb-host wandb-mode wandb-run-name wandb-tags wandb-team
     """)  # fmt: skip

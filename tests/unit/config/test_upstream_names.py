@@ -85,6 +85,7 @@ def test_near_misses_of_common_names(typed: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
+        ("--pre-tockens 512", "--window-size N"), ("--rope-scaling-type yarn", "YaRN is not there"), ("--stage dpo", "other programs"),
         ("--multi-head-latent-attention", "latent attention is not there"), ("--n-shared-experts 2", "in Megatron's words"),
         ("--sequence-packing-scheduler dp_balanced", "--balance-rows"), ("--use-varlen-dataset", "--seq-length tokens each"),
         ("--loss-on-targets-only", "the loss is over all tokens"), ("--fim-rate 0.5", "for filling in the middle"),
@@ -129,6 +130,8 @@ def test_refused_by_the_true_reason(more: str, reason: str) -> None:
         ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2 --moe-tp-extend-ep", ["changes no number"] * 3),
         ("--reuse-fp32-param --swap-attention --use-fused-rotary-pos-emb --use-fused-swiglu --use-cp-send-recv-overlap",
          ["memory is", "memory is", "which kernels run", "which kernels run", "communication has"]),
+        ("--pre-tockens 65536 --next-tockens 0 --no-shared-storage --moe-capacity-bins-num 10 --verify-checkpoint",
+         ["what happens anyway", "what happens anyway", "data is read", "every token is computed", "always hashed"]),
         ("--null-tokenizer-pad-id 0 --varlen-mock-dataset-config-json x", ["no sample of GPT", "without --use-varlen-dataset"]),
         ("--tokenizer-special-tokens a b --trust-remote-code", ["no code of theirs is run"] * 2),
     ],
