@@ -1,4 +1,4 @@
-"""What a run certainly takes of a host's memory: predictions are reduced by their errors, so that no run is refused that fits."""
+"""What a run certainly takes of a host's memory: predictions, reduced by their errors."""
 
 from __future__ import annotations
 
