@@ -18,7 +18,7 @@ from megatron_sp.utils.errors import DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
 INSTEAD = {"GPT": ".", "BERT": ".", "classifier": "."}
-FLAGS = ("--mock-data", "--vocab-file", "vocab.txt")
+FLAGS = ("--mock-data", "--vocab-file", "vocab.txt", "--gelu-approximate", "none")  # one GELU everywhere: Hugging Face has a class for it
 MORE = ("--auto-resume", "--train-iters", 3, "--override-opt-param-scheduler")
 
 

@@ -304,7 +304,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Overla
 def test_without_matplotlib_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, False, reason=f"{name} is not installed"))
     _, lines = report(tmp_path, monkeypatch)
-    assert lines[-1] == "overlap: no picture, for matplotlib is not installed; pip install matplotlib (or this package with [plot]) gets it"
+    assert lines[-1] == "overlap: no picture, for matplotlib is not installed; pip install matplotlib gets it"
     assert (tmp_path / "overlap-trace.json").exists() and not (tmp_path / "overlap.png").exists()
 
 
