@@ -1,4 +1,4 @@
-"""What a run certainly takes of a host's memory: predictions, reduced by their errors."""
+"""The least of a host's memory that a run takes: predictions, reduced by their errors, so that no run is refused that fits."""
 
 from __future__ import annotations
 
