@@ -66,9 +66,20 @@ VERIFIES = Condition("--verify-parallelism", lambda config: config.parallel.veri
 VALIDATES = Condition("--eval-iters above 0", lambda config: config.batch.eval_iters > 0)
 ADAM = Condition("--optimizer adam", lambda config: config.optimizer.optimizer == "adam")
 SGD = Condition("--optimizer sgd", lambda config: config.optimizer.optimizer == "sgd")
-# these three are in the schedule that a checkpoint of any version is compared with: their values stay
+# these five are in the schedule that a checkpoint of any version is compared with: their values stay
 WSD = Condition("--lr-decay-style WSD", lambda config: config.optimizer.lr_decay_style == "WSD", keeps=True)
 DECAY = Condition("a --lr-decay-style that decays", lambda config: config.optimizer.lr_decay_style != "constant", keeps=True)
+HORIZON = Condition(
+    "a --lr-decay-style that decays or --lr-warmup-fraction",
+    lambda config: config.optimizer.lr_decay_style != "constant" or config.optimizer.lr_warmup_fraction is not None,
+    keeps=True,
+)
+ONE_DECAY = Condition(
+    "no --start-weight-decay and --end-weight-decay",
+    lambda config: config.optimizer.start_weight_decay is None or config.optimizer.end_weight_decay is None,
+    "--start-weight-decay and --end-weight-decay say what it is",
+    keeps=True,
+)
 WARMUP = Condition(
     "a warm-up",
     lambda config: bool(
@@ -84,6 +95,7 @@ SPLITS = Condition("--data-path", lambda config: bool(config.data.data_path))
 FILES = Condition("files of tokens", lambda config: not config.data.mock_data)
 SAVES = Condition("--save", lambda config: config.checkpoint.save is not None)
 LOADS = Condition("--load or --auto-resume", lambda config: config.checkpoint.load is not None or config.checkpoint.auto_resume)
+WITH_STATE = Condition("no --finetune", lambda config: not config.checkpoint.finetune, "--finetune loads weights alone")
 PROFILES = Condition("--profile", lambda config: config.logging.profile)
 TENSORBOARD = Condition("--tensorboard-dir", lambda config: config.logging.tensorboard_dir is not None)
 WANDB = Condition("--wandb-project", lambda config: config.logging.wandb_project is not None)

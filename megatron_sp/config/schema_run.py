@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.conditions import LOADS, PROFILES, SAVES, TENSORBOARD, WANDB
+from megatron_sp.config.conditions import LOADS, PROFILES, SAVES, TENSORBOARD, WANDB, WITH_STATE
 from megatron_sp.utils.flag_field import flag
 
 
@@ -42,7 +42,7 @@ class CheckpointConfig:
         False,
         "load weights only and start at step 0; rotary positions and window may be others than before, for a longer context",
     )
-    no_load_optim: bool = flag(False, "do not load the optimizer's state", only=LOADS)
+    no_load_optim: bool = flag(False, "do not load the optimizer's state", only=(LOADS, WITH_STATE))
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)", only=SAVES)
     use_checkpoint_args: bool = flag(
         False,

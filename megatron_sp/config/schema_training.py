@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sp.config.conditions import ADAM, DECAY, DYNAMIC_SCALE, FP16, LOADS, SGD, VALIDATES, WARMUP, WSD
+from megatron_sp.config.conditions import ADAM, DECAY, DYNAMIC_SCALE, FP16, HORIZON, LOADS, ONE_DECAY, SGD, VALIDATES, WARMUP, WSD
 from megatron_sp.utils.flag_field import flag
 
 
@@ -70,8 +70,10 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", "shape of the decay after warm-up"
     )
-    lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1, high=10**12)
-    lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
+    lr_decay_iters: int | None = flag(
+        None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1, high=10**12, only=HORIZON
+    )
+    lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=HORIZON)
     lr_decay_tokens: int | None = flag(
         None, "the same in tokens, turned into samples or steps as --train-tokens is; if that cannot be, the rate goes by tokens consumed",
         unit="tokens", low=1, high=10**18,
@@ -86,7 +88,7 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1, high=10**12, only=WSD)
     lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=WSD)
-    weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed", low=0)
+    weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed", low=0, only=ONE_DECAY)
     start_weight_decay: float | None = flag(None, "first value of a ramped weight decay", low=0)
     end_weight_decay: float | None = flag(None, "last value of a ramped weight decay", low=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "ramp of the weight decay")

@@ -41,7 +41,9 @@ def words(group: str, item: dataclasses.Field[Any]) -> str:
         return f"--{flag} {next(choice for choice in kind.choices if choice != item.default)}"
     # a decay of WSD is counted as the run counts
     return {
-        "split": "--split 9,1", "lr_wsd_decay_samples": "--train-samples 4 --lr-wsd-decay-samples 2", "min_lr": "--min-lr 1e-4",
+        "split": "--split 9,1", "lr_wsd_decay_samples": "--train-samples 4 --lr-wsd-decay-samples 2",
+        "lr_decay_samples": "--train-samples 4 --lr-decay-samples 6",
+        "weight_decay": "--start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay 0.5", "min_lr": "--min-lr 1e-4",
         "lr_warmup_init": "--lr-warmup-init 1e-4", "sgd_momentum": "--sgd-momentum 0.5", "adam_beta1": "--adam-beta1 0.5",
         "adam_beta2": "--adam-beta2 0.5", "rope_scaling_low_freq_factor": "--rope-scaling-low-freq-factor 2",
     }.get(item.name, f"--{flag} {'name' if kind.base == 'str' else 6}")  # fmt: skip
@@ -66,6 +68,11 @@ def test_each_is_named_once_and_reset(group: str, item: dataclasses.Field[Any]) 
                                   "--qk-layernorm-scope head"])  # fmt: skip
 def test_the_default_is_named_too_where_it_was_typed(told: str) -> None:
     assert [line.split(" ")[0] for line in parse(told).ignored_flags] == [told.split(" ")[0]]
+
+
+def test_a_flag_that_another_leaves_without_effect() -> None:
+    assert "--no-load-optim (--finetune loads weights alone)" in parse("--load x --finetune --no-load-optim").ignored_flags
+    assert parse("--lr-decay-iters 9 --lr-warmup-fraction 0.5").ignored_flags == parse().ignored_flags, "a share of this horizon"
 
 
 def test_a_kind_of_loss_without_a_coefficient() -> None:
