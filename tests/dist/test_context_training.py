@@ -101,9 +101,9 @@ def test_verify_parallelism_says_that_a_layout_is_right(more: tuple[object, ...]
 
 def test_packed_documents_with_windows(tmp_path: Path) -> None:
     """Another cut in each micro-batch, the same on all ranks of a replica."""
-    data = ("--data-path", write_data(tmp_path / "data" / "x", longest=20), "--split", "8,1,1", "--vocab-size", 60)
+    data = ("--data-path", write_data(tmp_path / "data" / "x", longest=20), "--split", "8,1,1")
     flags = (*DOUBLE, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--window-size", 9, "--eval-interval", 3,
-             "--eval-iters", 2, "--position-embedding-type", "rope")  # fmt: skip
+             "--eval-iters", 2, "--position-embedding-type", "rope", "--vocab-size", 60)  # fmt: skip
     for name, ranks, more in (("alone", 1, ()), ("cp3", 3, ("--cp-size", 3))):
         train(tmp_path, *flags, *more, "--save", tmp_path / name, ranks=ranks, data=data).expect(0)
     got, want = tmp_path / "cp3", tmp_path / "alone"

@@ -31,7 +31,7 @@ def test_mpiruns_processes_are_the_ranks_of_one_job(tmp_path: Path) -> None:
 def test_a_tool_with_half_of_the_variables(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert code_of(lambda: cli.main(words.split())) == EXIT_CONFIG
-    assert "megatron-sp: this process's place in its job is not clear: WORLD_SIZE is 'two', not a number" in capsys.readouterr().err
+    assert "error: this process's place in its job is not clear: WORLD_SIZE is 'two', not a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", [(), ("--dry-run",)])

@@ -137,7 +137,7 @@ def trained(installed: Installed) -> Installed:
 def test_it_trains_and_resumes_alone(trained: Installed) -> None:
     flags = [*TINY, "--data-path", "corpus_text_document", "--split", "90,10,0", "--train-iters", 5, "--save", "run"]
     assert "step 5/5" in trained.tool("pretrain", "gpt", *flags, "--auto-resume", "--override-opt-param-scheduler")
-    assert "pretrain bert: --num-layer is unknown" in trained.tool("pretrain", "bert", "--num-layer", 2, code=2)
+    assert "--num-layer is unknown: did you mean --num-layers" in trained.tool("pretrain", "bert", "--num-layer", 2, code=2)
     assert "--num-layers" in trained.tool("pretrain", "gpt", "--help")
     assert "the first word must be gpt or bert" in trained.tool("pretrain", "gtp", code=2)
 
