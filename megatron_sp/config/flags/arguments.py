@@ -431,7 +431,7 @@ def _settle_deepspeed(draft: _Draft, world_size: int) -> list[str]:
     if draft.deepspeed_file is None:
         return []
     try:
-        found = read_deepspeed_config(draft.deepspeed_file)
+        found = read_deepspeed_config(draft.deepspeed_file, draft.config.given.get(("optimizer", "lr")))
         problems = settle(found, draft.config, world_size)
     except ConfigError as error:
         problems = [str(error)]

@@ -54,7 +54,7 @@ class DeepSpeedConfig:
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
-    """What the command line said of values that DeepSpeed reads from its file alone, one line each."""
+    """What is said twice, and DeepSpeed reads in one of the two places alone: one line for each place that does not count."""
 
     def note(self) -> str | None:
         """Return one line that lists all ignored keys; None if there are none."""

@@ -6,8 +6,9 @@ unsupported offloading. *Unknown*: listed in the same line, but an error if it l
 ``null`` count as not given, whatever the key.
 
 For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys
-have DeepSpeed's defaults. The file is parsed with limits on size, depth and number of values. Nothing here imports
-torch.
+have DeepSpeed's defaults. An ``optimizer`` block beside ``--lr`` is not read: Megatron-DeepSpeed hands its own optimizer,
+made from the flags, to ``deepspeed.initialize``, which then leaves the block alone. The file is parsed with limits on
+size, depth and number of values. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ _FP16_ON = ("precision.fp16", True)
 _STAGE_3 = ("parallel.zero_stage", 3)
 
 
-def read_deepspeed_config(path: str) -> DeepSpeedConfig:
+def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedConfig:
     """Read and interpret a file.
 
+    Args:
+        path: the file.
+        rate: where the learning rate is given outside of it, for the message that the ``optimizer`` block is not read.
     Raises:
         ConfigError: it cannot be read, is not a JSON object, has a duplicate name, or exceeds the limits.
     """
@@ -45,6 +49,12 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     reader = _Reader(os.path.basename(path))
+    if rate and isinstance(data.get("optimizer"), dict):
+        block = data.pop("optimizer")
+        reader.found.overruled.append(
+            f"{reader.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in Megatron-DeepSpeed,"
+            " where DeepSpeed never reads this block)"
+        )
     reader.block(data, "", _TOP)
     return reader.found
 
@@ -587,7 +597,7 @@ ADAPTED = {
     "fp16.loss_scale_window, .hysteresis, .min_loss_scale": "--loss-scale-window, --hysteresis, --min-loss-scale",
     "data_types.grad_accum_dtype": '"fp32", as always here; everything else is refused',
     "communication_data_type": '"bf16": --grad-reduce-in-bf16; "fp32": not',
-    "optimizer": "Adam, AdamW or SGD; lr, betas, eps, weight_decay, momentum; what the block leaves out has DeepSpeed's default",
+    "optimizer": "not read beside --lr; else Adam, AdamW or SGD: lr, betas, eps, weight_decay, momentum, with DeepSpeed's defaults",
     "scheduler": "WarmupLR and WarmupDecayLR where they are constant; else refused, with the flags that come nearest",
     "sequence_parallel_size": "--sequence-parallel-size",
     "curriculum_learning": "--seq-length-curriculum, if it is enabled, by fixed_linear, fixed_root or fixed_discrete",

@@ -25,8 +25,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ds.json"
 
 
-def parse(path: Path, data: Any, more: str = "", *, world_size: int = 1, lr: str = "--lr 1e-3") -> Config:
+def parse(path: Path, data: Any, more: str = "", *, world_size: int = 1, lr: str | None = None) -> Config:
+    """``--lr`` is given unless the file has an optimizer, which is not read beside it."""
     path.write_text(data if isinstance(data, str) else json.dumps(data))
+    if lr is None:
+        lr = "" if '"optimizer": {' in path.read_text() else "--lr 1e-3"
     return config_from_args([*SHAPE.split(), *lr.split(), "--deepspeed_config", str(path), *more.split()], world_size=world_size)
 
 
@@ -109,7 +112,7 @@ MEANS: list[tuple[dict[str, Any], str, Any]] = [
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}}}, "optimizer.weight_decay", 0.0),
     ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.3, "torch_adam": True}}}, "optimizer.weight_decay", 0.3),
     ({"optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}}, "optimizer.weight_decay", 0.01),
-    ({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "bias_correction": True}}}, "optimizer.adam_beta2", 0.999),
+    ({"optimizer": {"type": "Adam", "params": {"betas": "auto", "bias_correction": True}}}, "optimizer.adam_beta2", 0.999),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "optimizer.lr_decay_style", "constant"),
     ({"curriculum_learning": _linear()}, "batch.seq_length_curriculum", ("fixed_linear", "64", "1024", "15000", "8")),
     (
@@ -153,6 +156,16 @@ def test_the_learning_rate_comes_from_the_file(path: Path) -> None:
     )
 
 
+def test_an_optimizer_beside_a_rate_is_not_read(path: Path) -> None:
+    """Megatron-DeepSpeed hands over its own, made from the flags; what the block says, and what it leaves out, has no effect there."""
+    block = {"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.5, "weight_decay": 0.3}}}
+    config = parse(path, block, "--adam-beta2 0.95", lr="--lr 1e-4")
+    found = config.optimizer
+    assert (found.optimizer, found.lr, found.weight_decay, found.adam_beta2) == ("adam", 1e-4, 0.01, 0.95)
+    (note,) = (note for note in config.ignored_flags if "ds.json" in note)
+    assert note.startswith('ds.json: optimizer ({"type": "OneBitLamb", ') and "the optimizer is that of --lr and the flags beside" in note
+
+
 def test_agreement_is_no_error_and_defaults_of_deepspeed_argue_with_nobody(path: Path) -> None:
     data = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
@@ -185,7 +198,6 @@ DISAGREE: list[tuple[Any, str, str]] = [
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", "bf16.enabled (true) contradicts ds.json: fp16.enabled (true):"),
     ({"communication_data_type": "fp32"}, "--grad-reduce-in-bf16", '("fp32") contradicts --grad-reduce-in-bf16:'),
     ({"optimizer": {"type": "AdamW"}}, "--optimizer sgd", 'optimizer.type ("AdamW") contradicts --optimizer (sgd)'),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, "", "ds.json: optimizer.params.lr (1) contradicts --lr (0.001)"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, "--adam-beta2 0.95", "([0.9, 0.9]) contradicts --adam-beta2"),
     (
         {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}, "--start-weight-decay 0.1 --end-weight-decay 0.2",
@@ -258,7 +270,7 @@ def test_batch_sizes_count_data_parallel_ranks(path: Path) -> None:
 def test_parameters_of_no_optimizer(path: Path) -> None:
     says = 'optimizer.params ({"lr": 0.1}) has no optimizer.type: add "type": "AdamW"'
     assert says in error(path, {"optimizer": {"params": {"lr": 0.1}}})
-    assert parse(path, {"optimizer": {"params": {}}}).optimizer.optimizer == "adam"
+    assert parse(path, {"optimizer": {"params": {}}}, lr="--lr 1e-3").optimizer.optimizer == "adam"
 
 
 REFUSED: list[tuple[Any, tuple[str, ...]]] = [
