@@ -83,7 +83,7 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
         require_no_link(folder / step_name(ckpt_step))
     if not steps:
         if (other := foreign.identify(path)) is not None:
-            raise CheckpointError(_of_another_program(path, other, ckpt_step))
+            raise CheckpointError(of_another_program(path, other, ckpt_step))
         near = _runs_in(path)
         there = f"did you mean {' or '.join(near)}?" if near else f"there is: {listing(folder)}"
         raise CheckpointError(f"{path} has no checkpoint: looked for {folder}/step-*/{MANIFEST_NAME}; {there}")
@@ -103,10 +103,11 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
 def require_own(path: Path, ckpt_step: int | None) -> None:
     """Check that a folder without steps of ours holds no other program's checkpoint. Raises CheckpointError: it does; how to convert it."""
     if not has_steps(path) and (other := foreign.identify(path)) is not None:
-        raise CheckpointError(_of_another_program(path, other, ckpt_step))
+        raise CheckpointError(of_another_program(path, other, ckpt_step))
 
 
-def _of_another_program(path: Path, other: foreign.Foreign, ckpt_step: int | None) -> str:
+def of_another_program(path: Path, other: foreign.Foreign, ckpt_step: int | None) -> str:
+    """Say what a folder holds instead of checkpoints of ours, and how to convert it: several lines."""
     return f"{path} has no checkpoint of megatron_sp, but a {other.whose}. {other.way_out(ckpt_step)}"
 
 

@@ -24,9 +24,9 @@ def settle_experts(config: Config) -> list[str]:
     if model.moe_router_load_balancing_type == "aux_loss":
         model.moe_router_load_balancing_type = "seq_aux_loss"
         if model.moe_aux_loss_coeff:
-            lines.append(
+            config.understood += (
                 "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss,"
-                " the same where a micro-batch is one sequence)"
+                " the same where a micro-batch is one sequence)",
             )
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         model.moe_router_pre_softmax = False

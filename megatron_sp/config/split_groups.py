@@ -67,11 +67,11 @@ def _part(text: str) -> tuple[float, tuple[float, float], str]:
     return numbers[0], (numbers[1], numbers[2]), prefix
 
 
-def read_group_file(path: str, flag: str) -> tuple[str, ...]:
+def read_group_file(path: str) -> tuple[str, ...]:
     """Return the texts of the groups in a file: all that is in double quotes, or each line.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    text = read_text(path, f"{flag} {path}", _MOST_BYTES, "a file of groups")
+    text = read_text(path, path, _MOST_BYTES, "a file of groups")
     return tuple(re.findall(r'"([^"]*)"', text)) or tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.checkpoint import foreign
+from megatron_sp.checkpoint.find import of_another_program
 from megatron_sp.commands.ckpt.facts import facts, layout_words, parameter_words
 from megatron_sp.commands.ckpt.places import places_under
 from megatron_sp.commands.ckpt.survey import STEP, Entry, Survey, survey
@@ -31,6 +33,8 @@ def run(paths: Sequence[Path], *, as_json: bool) -> int:
 def _text(found: Survey) -> list[str]:
     place = found.place
     if not found.entries:
+        if (other := foreign.identify(place.folder)) is not None:
+            return of_another_program(place.folder, other, None).splitlines()
         return [f"{place.folder}: no checkpoint", *_indented(_advice(found))]
     total = sum(entry.num_bytes for entry in found.entries)
     head = f"{place.folder}: {plural(len(found.steps), 'checkpoint')}"

@@ -355,7 +355,7 @@ def _keep_deepspeed_file(draft: _Draft, setting: Setting) -> None:
 
 
 def _read_groups(draft: _Draft, setting: Setting) -> None:
-    texts = read_group_file(FieldKind("str").parse(setting.words), setting.where)
+    texts = read_group_file(FieldKind("str").parse(setting.words))
     _assign(draft, Setting(dialect.GROUP_FILES[setting.name], texts, setting.where))
 
 

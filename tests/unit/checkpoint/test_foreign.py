@@ -41,11 +41,12 @@ def make(folder: Path, files: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_named_with_the_command_that_converts_it(case: str, tmp_path: Path) -> None:
+def test_it_is_named_with_the_command_that_converts_it(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, what, end = CASES[case]
     folder = make(tmp_path / "X", files)
     with pytest.raises(CheckpointError) as caught:
         find.candidates(folder, None)
+    assert main(["ckpt", "ls", str(folder)]) == 0 and str(caught.value).split(" ", 1)[1] in capsys.readouterr().out
     message, line, *_ = str(caught.value).split("\n")
     assert message.startswith(f"{folder} has no checkpoint of megatron_sp, but ") and what in message
     assert line.startswith("  megatron-sp convert --input ") and line.endswith(end)

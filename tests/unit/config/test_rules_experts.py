@@ -118,7 +118,7 @@ def test_megatrons_spelling() -> None:
     model = made.model
     assert (model.num_experts, model.moe_router_topk, model.moe_aux_loss_coeff, model.moe_z_loss_coeff) == (8, 4, 1e-2, 1e-3)
     assert model.balance_kind == "sequence" and model.expert_layers(4) == (1, 2, 3)
-    assert any("aux_loss (over a rank's micro-batch it would depend on the layout" in note for note in made.ignored_flags)
+    assert any("aux_loss (over a rank's micro-batch it would depend on the layout" in note for note in made.understood)
 
 
 def test_a_softmax_of_sigmoids_is_nothing() -> None:

@@ -110,5 +110,5 @@ def test_a_file_of_groups(tmp_path: Path, text: str) -> None:
     words += ["--train-weighted-split-paths", "T: 1 0:1 x", "--valid-weighted-split-paths-path", str(file)]
     assert config_from_args(words).data.valid_weighted_split_paths == ("V1: 1 0:0.5 x, 2 0:1 y", "V2: 1 0.5:1 x")
     file.unlink()
-    with pytest.raises(ConfigError, match=r"--valid-weighted-split-paths-path .*: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"^--valid-weighted-split-paths-path: /.*: cannot be read: No such file"):
         config_from_args(words)
