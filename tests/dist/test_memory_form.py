@@ -183,7 +183,7 @@ CASES = [
                  marks=pytest.mark.long),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
     [pipe(), pipe(kernels=FULL | {"recompute_num_layers": 2}, model=POST)],
-    [pipe("interleaved"), pipe("zbv", model=WORDS), pipe("zb1p", kernels=PIECES, model=DROPOUT)],
+    pytest.param([pipe("interleaved"), pipe("zbv", model=WORDS), pipe("zb1p", kernels=PIECES, model=DROPOUT)], marks=pytest.mark.long),
     pytest.param([pipe("zbv", kernels=FULL), pipe("zb1p", kernels=FULL | PIECES | {"recompute_num_layers": 2})], marks=pytest.mark.long),
     [pipe("1f1b", dp=2, zero=zero(2), model=DEEP), pipe("zb1p", dp=2, zero=zero(3), model=DEEP)],
     [pipe("slices", slices=2, kernels=FULL | OFFLOAD, model=WORDS)],
@@ -244,7 +244,8 @@ EXPERT_CASES = [
      Layout(model=SHARED, kernels=FULL)],
     [Layout(dp=2, model=EXPERTS, zero=EP), Layout(dp=2, model=SHARED, zero=EP | {"moe_chunks": 3}),
      Layout(tp=2, tp_seq=True, model=SHARED, zero=EP)],
-    [Layout(dp=2, model=EXPERTS, zero=EP | zero(3)), Layout(dp=2, model=EXPERTS, zero=zero(1)), pipe("zb1p", model=EXPERTS)],
+    [Layout(dp=2, model=EXPERTS, zero=EP | zero(3))],
+    pytest.param([Layout(dp=2, model=EXPERTS, zero=zero(1)), pipe("zb1p", model=EXPERTS)], marks=pytest.mark.long),
     pytest.param([Layout(model=EXPERTS | more) for more in (
         DROPOUT, PARALLEL, {"norm_placement": "post"}, {"moe_aux_loss_coeff": 0.1}, {"moe_layer_freq": "[0,1,0]"}, {"geglu": True},
         {"moe_router_topk": 4, "moe_router_pre_softmax": True}, {"moe_router_dtype": "fp64"}, WORDS, DEEP,

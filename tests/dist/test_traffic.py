@@ -110,16 +110,18 @@ EXPERT_CASES = [
      Layout(dp=2, model=SHARED | SEQUENCE, zero=EP, kernels=FULL), Layout(dp=2, model=EXPERTS | GLOBAL, zero=EP, micro_batches=2),
      Layout(dp=2, model=EXPERTS, zero=EP, bf16=True)],
     [Layout(sp=2, model=EXPERTS | GLOBAL | ALL_HEADS | {"seq_length": 20}, zero=EP, micro_batches=2, kernels=FULL)],
-    [Layout(dp=2, model=SOME | SEQUENCE, zero=zero(stage, **parallel), micro_batches=2) for stage in (0, 1, 2, 3) for parallel in ({}, EP)],
+    [Layout(dp=2, model=SOME | SEQUENCE, zero=zero(stage, **EP), micro_batches=2) for stage in (0, 3)],
+    pytest.param([Layout(dp=2, model=SOME | SEQUENCE, zero=zero(stage, **parallel), micro_batches=2)
+                  for stage, parallel in ((0, {}), (1, {}), (1, EP), (2, {}), (2, EP), (3, {}))], marks=pytest.mark.long),
     [Layout(sp=2, model=EXPERTS | SEQUENCE | LLAMA | {"seq_length": 20, "num_query_groups": 2}, zero=EP),
      Layout(tp=2, model=SHARED | SEQUENCE), Layout(tp=2, tp_seq=True, model=SHARED | SEQUENCE | {"seq_length": 20}, zero=EP),
      Layout(tp=2, tp_seq=True, model=EXPERTS | {"seq_length": 20}), Layout(tp=2, model=SOME, kernels=PIECES)],
-    [Layout(dp=4, model=EXPERTS, zero=EP | zero(1)), Layout(dp=4, model=EXPERTS, zero={"expert_model_parallel_size": 4}),
-     Layout(dp=2, tp=2, tp_seq=True, model=SHARED | {"seq_length": 20}, zero=EP | zero(2)), Layout(dp=2, tp=2, model=SHARED, zero=EP)],
-    [
-        Layout(pp=2, dp=2, schedule=kind, model=EXPERTS | more, zero=EP, micro_batches=2)
-        for kind in ("1f1b", "zbv") for more in ({}, SEQUENCE)
-    ],
+    pytest.param([Layout(dp=4, model=EXPERTS, zero=EP | zero(1)), Layout(dp=4, model=EXPERTS, zero={"expert_model_parallel_size": 4}),
+                  Layout(dp=2, tp=2, tp_seq=True, model=SHARED | {"seq_length": 20}, zero=EP | zero(2)),
+                  Layout(dp=2, tp=2, model=SHARED, zero=EP)], marks=pytest.mark.long),
+    [Layout(pp=2, dp=2, schedule="zbv", model=EXPERTS | SEQUENCE, zero=EP, micro_batches=2)],
+    pytest.param([Layout(pp=2, dp=2, schedule=kind, model=EXPERTS | more, zero=EP, micro_batches=2)
+                  for kind, more in (("1f1b", {}), ("1f1b", SEQUENCE), ("zbv", {}))], marks=pytest.mark.long),
 ]  # fmt: skip
 
 

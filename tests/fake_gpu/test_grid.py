@@ -18,10 +18,10 @@ IN_EVERY_RUN = (
     "full recomputation, stage 3", "BERT, tp, sp", "saves", "cp, sp, chunked, stage 3", "pp, slices, sp", "experts, ep, chunks, stage 2",
 )  # fmt: skip
 GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
-PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "classifier", "verify, tp_seq")
+PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "verify, tp_seq")
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
 OTHER_PROGRAMS = [pytest.param(name, marks=[] if name in PROGRAMS_IN_EVERY_RUN else pytest.mark.long) for name in PROGRAMS]
-COMPARED_IN_EVERY_RUN = ("generate, tp, sp", "serve, sp", "pp, interleaved, stage 1")
+COMPARED_IN_EVERY_RUN = ("generate, tp, sp", "serve, sp")
 COMPARED = [
     pytest.param(name, marks=[] if name in COMPARED_IN_EVERY_RUN else pytest.mark.long)
     for name, job in (JOBS | PROGRAMS).items()

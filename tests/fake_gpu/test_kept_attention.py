@@ -24,7 +24,7 @@ JOBS = {
     "activations on the host, sp, stage 3": Job(f"{PLAIN} --offload-activations {SP} {CHUNKED} --zero-stage 3", 2),
     "stage 3": Job(f"{PLAIN} --zero-stage 3", 4),
 }  # fmt: skip
-IN_EVERY_RUN = ("documents, window", "BERT")
+IN_EVERY_RUN = ("documents, window",)
 NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
 
 

@@ -51,10 +51,14 @@ def is_noticed(job: Job, site: str) -> bool:
     ("name", "site"),
     [
         ("optimizer on the host, a skipped step", "wait_stream in optim/offload.py:join < optim/offload.py:start_step"),
-        ("optimizer on the host, a skipped step", "pin_memory in data/loader.py:_batch < data/loader.py:_dealt_batch"),
+        pytest.param(
+            "optimizer on the host, a skipped step",
+            "pin_memory in data/loader.py:_batch < data/loader.py:_dealt_batch",
+            marks=pytest.mark.long,
+        ),
         ("sp, chunked", f"{WAIT}parallel/ulysses.py:_pieces"),
         ("sp, chunked", "event.synchronize in training/step.py:wait < training/step.py:run"),
-        ("pp", f"{WAIT}parallel/pipeline.py:take"),
+        pytest.param("pp", f"{WAIT}parallel/pipeline.py:take", marks=pytest.mark.long),
         ("cp", f"{WAIT}parallel/context_parallel.py:_add_arrived"),
         pytest.param("overlap report, tp_seq", "operand in comm/collectives.py:all_gather_async", marks=pytest.mark.long),
         pytest.param(

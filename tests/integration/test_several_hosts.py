@@ -199,7 +199,8 @@ def test_two_hosts_train_as_one_and_stop_together(tmp_path: Path, two_hosts: lis
     assert apart[:3] == together and len(together) == 3
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_dies_and_returns_is_taken_back(tmp_path: Path, two_hosts: list[Host], victim: int) -> None:
     """By the same command and without a word of a resume; the run is, bit for bit, the one that was left in peace.
 
