@@ -48,7 +48,9 @@ def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | N
             if "perplexity" in last[-1] and bytes_per_token:
                 bits = loss / math.log(2) / bytes_per_token
                 rows.append((f"{kind} bits per byte", f"{bits:.2f}, at {bytes_per_token:.2f} bytes for each token"))
-            rows += [(f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %") for name in accuracies(last[-1])]
+            for name in accuracies(last[-1]):
+                chance = ", where chance is 50 %" if name == "order_accuracy" else ""
+                rows.append((f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %{chance}"))
     vocab_size = starts[-1].get("config", {}).get("model", {}).get("vocab_size") if starts else None
     if vocab_size and any("perplexity" in r for r in records if r.get("kind") == "valid"):
         rows.append(("loss of a model that knows nothing", f"{math.log(vocab_size):.4f}, ln {vocab_size:,}: all tokens are as likely"))

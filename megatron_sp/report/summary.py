@@ -183,7 +183,7 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
 
 def _title(name: str) -> str:
     """Return the heading for the name of an accuracy, such as ``lm_accuracy``."""
-    words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy"}
+    words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy (chance is 50 %)"}
     return words.get(name, name.replace("_", " ").capitalize())
 
 

@@ -191,4 +191,4 @@ def test_the_commands_of_the_pages_are_understood(
         assert end.value.code == 0 and "train_samples: " in said.out, said.err
     pages = commands("docs/tutorials/bert.md", "pretrain_bert.py")
     assert len(pages) == 1
-    assert config_from_args(pages[0], world_size=2, family="bert").model.has_order_head
+    assert config_from_args(pages[0], world_size=2, family="bert").data.bert_pack_sequences

@@ -111,6 +111,7 @@ def test_what_it_has_found_is_in_the_summary_and_on_the_page(
     for name, title in (("lm_accuracy", "Masked-token accuracy"), ("order_accuracy", "Sentence-order accuracy")):
         assert f"valid {name.replace('_', ' ')}" in said and f"{100 * last[name]:.1f} %" in said
         assert title in text and f"{100 * last[name]:.1f} %" in text
+    assert ", where chance is 50 %" in said and "(chance is 50 %)" in text
     assert "Validation: lm accuracy" in text and "Validation: order accuracy" in text
 
 
