@@ -51,6 +51,7 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 MODELS: dict[str, dict[str, Any]] = {
     "fused GELU, tied": {},
     "exact GELU, untied": {"bias_gelu_fusion": False, **UNTIED},
+    "GELU without biases": {"add_bias_linear": False},  # which cannot be fused, and so is exact
     "Llama": {**LLAMA, **UNTIED, "num_query_groups": 2, "rotary_base": 500000},
     "Llama 3.1's rotary scaling": {**LLAMA, "num_query_groups": 2, "use_rope_scaling": True, "rope_scaling_factor": 4.0},
     "biases of queries, wide heads": {**LLAMA, **UNTIED, "add_qkv_bias": True, "kv_channels": 20},

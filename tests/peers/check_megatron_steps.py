@@ -43,7 +43,7 @@ ITERS, BATCH, MICRO, SEED, VOCAB = 20, 4, 2, 1234, 64  # Megatron's softmax has 
 LR, MIN_LR, WARMUP, CLIP, BETA2 = 2e-3, 2e-4, 5, 0.5, 0.95
 DECAY = (0.01, 0.1)
 WEIGHTS = (30.0, 70.0)
-MODELS = {"GPT-2": "fused GELU, tied", "Llama": "Llama"}
+MODELS = {"GPT-2": "fused GELU, tied", "without biases": "GELU without biases", "Llama": "Llama"}
 LIMIT = 5e-6  # of losses and gradient norms, relative; fp32
 
 
@@ -81,16 +81,16 @@ def batches(words: tuple[str, ...]) -> Any:
 
 
 def arguments(name: str, tp: int) -> Any:
-    found = peer.arguments(name, tp)
+    found = peer.arguments(name, peer.Ranks(tp, 1))
     found.vocab_size = VOCAB
     return found
 
 
-def train(rank: int, tp: int, store: str, name: str, folder: str, words: tuple[str, ...]) -> None:
+def train(rank: int, ranks: peer.Ranks, store: str, name: str, folder: str, words: tuple[str, ...]) -> None:
     """Megatron's run; its first weights and what it logged are left in ``folder``."""
     logging.disable(logging.WARNING)
-    peer.start(rank, tp, store)
-    a = arguments(name, tp)
+    peer.start(rank, ranks, store)
+    a = arguments(name, ranks.tp)
     model = peer.model_of(a, seed=1).train()
     model.parallel_output, model.output_layer.gather_output = True, False  # the loss takes each rank's part of the vocabulary
     file = peer.iteration(folder, "megatron") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
@@ -158,7 +158,7 @@ def ours(tp: int, folder: Path, words: tuple[str, ...]) -> list[dict[str, float]
 
 def check(title: str, tp: int, folder: Path) -> bool:
     words = write_data(folder)
-    peer.spawn(train, tp, MODELS[title], str(folder), words)
+    peer.spawn(train, peer.Ranks(tp, 1), MODELS[title], str(folder), words)
     theirs, found = json.loads((folder / "log.json").read_text()), ours(tp, folder, words)
     assert len(found) == len(theirs) == ITERS, f"{len(found)} and {len(theirs)} steps"
     apart = {key: [abs(float(b[key]) - a[key]) / abs(a[key]) for a, b in zip(theirs, found, strict=True)] for key in ("loss", "grad_norm")}
