@@ -271,16 +271,10 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> _Dr
     if of_preset:
         draft.meant |= _fields_of_groups("model")
     for setting in settings:
-        try:
-            handle = next(handle for is_of_kind, handle in _HANDLERS if is_of_kind(setting))
-            handle(draft, setting)
-        except ValueError as error:
-            draft.problems.append(f"{setting.where}: {error}{_known_elsewhere(setting)}")
-            draft.meant |= _fields_of(setting)
-            draft.unread_tokens += [setting.name] if setting.name in dialect.TOKEN_FLAGS else []
+        _try(draft, setting, next(handle for is_of_kind, handle in _HANDLERS if is_of_kind(setting)))
     for setting in draft.weak:
         if targets()[setting.name][:2] not in config.given:
-            _assign(draft, setting)
+            _try(draft, setting, _assign)
     _widen_gates(draft, settings)
     overruled = _settle_deepspeed(draft, world_size)
     try:
@@ -294,6 +288,16 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> _Dr
         config.model.vocab_size += 1  # as Megatron's tokenizer of this name does; a configuration, on disk too, counts all ids
     config.ignored_flags = (*(f"{where} ({reason})" for where, reason in draft.ignored.items()), *overruled)
     return draft
+
+
+def _try(draft: _Draft, setting: Setting, handle: Callable[[_Draft, Setting], None]) -> None:
+    """Take a setting; what is wrong with it is one of the draft's problems."""
+    try:
+        handle(draft, setting)
+    except ValueError as error:
+        draft.problems.append(f"{setting.where}: {error}{_known_elsewhere(setting)}")
+        draft.meant |= _fields_of(setting)
+        draft.unread_tokens += [setting.name] if setting.name in dialect.TOKEN_FLAGS else []
 
 
 def _assign(draft: _Draft, setting: Setting) -> None:

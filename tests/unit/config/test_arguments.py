@@ -124,6 +124,7 @@ def test_choices_ignore_case() -> None:
         ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
         ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
         ("--window-size", "--window-size: expected an integer, got nothing"),
+        ("--wandb-run-name", "--wandb-run-name: expected a text, got nothing"),
         ("--load-tag best", "--load-tag: expected global_stepN, got 'best': --ckpt-step N says which step is loaded"),
         ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
         ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
