@@ -181,4 +181,4 @@ def test_it_serves(trained: Installed) -> None:
         body = json.dumps({"prompt": "def", "max_tokens": 3}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
         answer = json.loads(urllib.request.urlopen(request, timeout=PATIENCE_S).read())
-    assert answer["usage"]["completion_tokens"] == 3
+    assert 1 <= answer["usage"]["completion_tokens"] <= 3  # what is drawn may be the end of a document
