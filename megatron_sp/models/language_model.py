@@ -176,7 +176,7 @@ class LanguageModel(nn.Module):
             norm = self.stack.final_layernorm
             built(Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules())))
         if self.shares_table:
-            built(Unit(TABLE, self.embedding.word_embeddings))
+            built(Unit(TABLE, self.embedding.word_embeddings, "whole"))
         self._index = {unit.name: index for index, unit in enumerate(self._units)}
 
     @property

@@ -16,7 +16,7 @@ Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,14 @@ class Zero:
 
     stage: int = 0
     group: Group = field(default=SINGLE_RANK)
+
+    def of(self, alike: str) -> Zero:
+        """Return the sharding of a unit, by its ``Unit.alike``.
+
+        Units that are "whole" are at stage 1 at most: a table that the ends of a pipeline share, which use it at different times, so
+        that a gather or a reduction in every micro-batch would have one of them wait for the other; and small parameters of all blocks.
+        """
+        return replace(self, stage=min(self.stage, 1)) if alike == "whole" else self
 
     @property
     def parts(self) -> int:

@@ -32,13 +32,14 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
     """Return the pools of a model's units.
 
     Args:
-        alike: for each unit, what it is one of many of (blocks, experts of blocks), which share ``num_buffers``; empty or False for others.
+        alike: for each unit, what it is one of many of (blocks, experts of blocks), which share ``num_buffers``; empty or False for
+            others; "whole" for those that are in no pool.
         num_buffers: number of buffers for the blocks, and for the experts.
         tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own.
             Otherwise they are used far apart in a micro-batch, and share one buffer that exists only during their use.
         keep_all: give every unit a buffer of its own, without eviction.
     """
-    kinds = dict.fromkeys(kind for kind in alike if kind)
+    kinds = dict.fromkeys(kind for kind in alike if kind and kind != "whole")
     shared = [tuple(unit for unit, kind in enumerate(alike) if kind == one) for one in kinds]
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
     apart = [Pool((unit,), 1) for unit in others] if tied or keep_all else [Pool(others, 1, lasting=False)]

@@ -44,12 +44,12 @@ class Unit(NamedTuple):
 
     Attributes:
         alike: what it is one of many of, of about the same size, which are used one after another and can share buffers: blocks,
-            experts of a block; empty: it is the only one.
+            experts of a block; empty: it is the only one. "whole": it is not gathered for each use, so ZeRO stage 3 is 1 for it.
     """
 
     name: str
     module: nn.Module
-    alike: Literal["", "block", "experts"] = ""
+    alike: Literal["", "block", "experts", "whole"] = ""
 
 
 class Cache(Protocol):

@@ -24,10 +24,6 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.training.fingerprint import Fingerprint
 
-# ZeRO stage of a table that the ends of a pipeline share: they use it at different times, so that a gather or a reduction
-# in every micro-batch would have one of them wait for the other
-TABLE_STAGE = 1
-
 
 @dataclass
 class ShardedModel:
@@ -108,9 +104,9 @@ def build_sharded(
         if prepare is not None:
             prepare(model, unit)
         named = named_parameters(model, unit)
-        of_unit = zero
+        of_unit = zero.of(unit.alike)
         if unit.name == TABLE and groups is not None and groups.ends is not None:
-            of_unit = Zero(min(parallel.zero_stage, TABLE_STAGE), groups.ends)
+            of_unit = Zero(of_unit.stage, groups.ends)
             shared.append(len(units))
             own_groups[len(units)] = groups.ends
         elif unit.alike == "experts" and groups is not None:
@@ -147,9 +143,7 @@ def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
     cut = bool(stages) and stages[0].num_stages > 1
     # in a pipeline passes of several micro-batches come in turn: what shared a buffer would be fetched anew for each
     tied = cut or model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
-    pools = pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
-    whole = {index for index, unit in enumerate(units) if unit.name == TABLE}
-    return [pool for pool in pools if not whole.issuperset(pool.units)]
+    return pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
 
 
 def units_together(model: nn.Module) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ from megatron_sp.parallel.pipeline_stages import deal_layers
 from megatron_sp.parallel.router_pass import RouterStep
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
 from megatron_sp.training.routers import count_first, with_routers
-from megatron_sp.training.sharding import TABLE_STAGE, counted_by, pools_of_model, units_together
+from megatron_sp.training.sharding import counted_by, pools_of_model, units_together
 from support import plain_experts, reference, tiny
 from support.errors import FP32, FP64, assert_law
 from support.ranks import run_ranks
@@ -373,7 +373,7 @@ class Sharded:
         names = {id(p): n for n, p in self.model.named_parameters()}
         zero = Zero(case.zero, self.groups.dp_cp_sp)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        zeros = {TABLE: Zero(min(case.zero, TABLE_STAGE), self.groups.ends or self.groups.dp_cp_sp)}
+        zeros = {TABLE: Zero(case.zero, self.groups.ends or self.groups.dp_cp_sp).of("whole")}
         zeros |= {u.name: Zero(case.zero, self.layout.ep.replicas) for u in self.model.units() if u.alike == "experts"}
         self.units = [
             FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zeros.get(u.name, zero))

@@ -2,7 +2,8 @@
 
 Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
 ... are the blocks: the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their
-order, and unit 0 again; its backward goes through the blocks in reverse.
+order, and unit 0 again; its backward goes through the blocks in reverse. Where a model keeps some parameters in another
+dtype (fp32 of the routers of transformers' mixtures), these are the last unit, which is whole between its uses.
 
 A block's hooks are two identities in the autograd graph, after its output and before its input: backward passes
 the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
@@ -12,6 +13,7 @@ block by then; it is saved as a place in its unit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.parallel.forward_context import Unit, UnitEvents
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.utils.errors import ConfigError
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -54,18 +57,34 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
-    """Return the units; a parameter that a block shares with something else is in unit 0."""
+    """Return the units; a parameter that a block shares with something else is in unit 0.
+
+    Raises:
+        ConfigError: the parameters have more than two dtypes.
+    """
     holders: dict[int, set[int]] = {}  # parameter -> units that use it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
         holders.setdefault(id(parameter), set()).add(unit)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) > 2:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
+        raise ConfigError(f"{type(model).__name__} has parameters in {found}: two dtypes at most can be trained")
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(blocks) + 1)]
+    others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         units = holders[id(parameter)]
-        parts[units.pop() if len(units) == 1 else 0].append((name, parameter))
+        part = others if parameter.dtype != usual else parts[units.pop() if len(units) == 1 else 0]
+        part.append((name, parameter))
     return [
-        Unit(block, Parameters(part), "block" if i > 0 else "")
-        for i, (block, part) in enumerate(zip(["rest", *blocks], parts, strict=True))
+        *(
+            Unit(block, Parameters(part), "block" if i > 0 else "")
+            for i, (block, part) in enumerate(zip(["rest", *blocks], parts, strict=True))
+        ),
+        *([Unit("other dtype", Parameters(others), "whole")] if others else []),
     ]
 
 
@@ -78,12 +97,17 @@ def order_of(num_blocks: int, *, backward: bool) -> list[int]:
 class UnitHooks:
     """Hooks of one model, for its lifetime.
 
+    Args:
+        model, blocks: as of ``units_of``.
+        num_units: number of its units.
+
     Attributes:
         events: receiver of the events, or None.
         sharded: the units if their parameters are present only while used (ZeRO stage 3), else empty.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: list[str], num_units: int) -> None:
+        self._ends = (0, *range(len(blocks) + 1, num_units))  # what is outside of the blocks, or of all of them
         self.events: UnitEvents | None = None
         self.sharded: list[FlatUnit] = []
         self._open: dict[int, int] = {}  # uses of a unit whose backward pass has not run yet
@@ -97,7 +121,8 @@ class UnitHooks:
 
     def _begin(self, *_: Any) -> None:
         if self.events is not None:
-            self.events.before_use(0)
+            for index in self._ends:
+                self.events.before_use(index)
 
     def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
         """Report unit 0 when backward begins, with what is after the blocks."""

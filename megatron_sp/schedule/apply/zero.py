@@ -59,12 +59,12 @@ class ZeroTraining:
         blocks = find_blocks(model, args.get("blocks"))
         names = {id(p): name for name, p in model.named_parameters()}
         self.mesh, sharding, parts = mesh, Zero(stage, mesh.dp_sp), units_of(model, blocks)
-        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, sharding) for u in parts]
+        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, sharding.of(u.alike)) for u in parts]
         pools = pools_of([u.alike for u in parts], 2, tied=True)
         self.weights = WholeWeights(self.units, pools=pools, order=order_of(len(blocks), backward=True))
         self.gradients = FlatGradients(self.units, mesh.dp_sp, tp=mesh.tp)
         self.optimizer = FlatOptimizer(self.units, self.config, tp=mesh.tp, everybody=mesh.world)
-        self._hooks = UnitHooks(model, blocks)
+        self._hooks = UnitHooks(model, blocks, len(parts))
         self.comes_and_goes = stage == 3 and mesh.dp_sp.size() > 1
         self._hooks.sharded = self.units if self.comes_and_goes else []
         self._hooks.events = UnitWork(self.weights, self.gradients)
