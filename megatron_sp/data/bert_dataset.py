@@ -75,6 +75,14 @@ class BERTOptions:
         return SampleRule(self.max_length, self.short_seq_prob, self.seed, 2 if self.binary_head else 1)
 
 
+_WAY_OUT = {
+    False: "Make the data with megatron-sp preprocess --split-sentences, from longer documents",
+    True: "Put ends of sentences, or lines, into that text before megatron-sp preprocess --split-sentences; or leave it out, and"
+    " train with --bert-no-binary-head: a document of one sequence may be of any length",
+}
+"""By whether most documents have a sentence that is too long."""
+
+
 class BERTDataset:
     """BERT rows of one split of one data set of sentences.
 
@@ -215,7 +223,7 @@ class BERTDataset:
         few, long = int((sizes < least).sum()), int((sizes >= least).sum())
         raise DataError(
             f"{prefix}: none of the {total} documents of the {name} split gives a sample: {few} have fewer than {least} sentence(s), {long}"
-            f" have one above {LONG_SENTENCE} tokens; make the data with megatron-sp preprocess --split-sentences, from longer documents"
+            f" have one above {LONG_SENTENCE} tokens. {_WAY_OUT[few < long]}"
         )
 
     def _warn_of_waste(self, sample: np.ndarray) -> None:

@@ -100,6 +100,23 @@ def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: i
     return Documents(first[good], last[good])
 
 
+def left_out(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> str:
+    """Describe the documents of several sentences that yield no sample for one of these is too long; empty if there are none.
+
+    Args:
+        bounds, lengths, min_sentences: as for ``build_bert_index``.
+    """
+    sizes = np.diff(bounds.astype(np.int64))
+    long = int((sizes >= max(2, min_sentences)).sum())  # a document of one sequence may be of any length
+    kept = eligible_documents(bounds, lengths, max(2, min_sentences)).first.size
+    if long <= kept:
+        return ""
+    return (
+        f"{long - kept:,} of {sizes.size:,} documents are left out, which have a sentence above {LONG_SENTENCE} tokens (whatever the length"
+        " of a row is, as in Megatron-LM, whose samples these are): text without ends of sentences, such as tables, is best cut before"
+    )
+
+
 def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
     """Describe how much of a data set of sentences BERT can use; empty if no document has two sentences.
 

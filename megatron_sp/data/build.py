@@ -12,6 +12,7 @@ import numpy as np
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
+from megatron_sp.data.bert_index import left_out
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.document_ends import Stretch, check_document_ends
@@ -159,9 +160,12 @@ def build_bert_datasets(
             special tokens.
     """
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
+    notes: list[str] = []
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
         own = replace(options, seed=_seed_of(seed, turn))
+        if words := left_out(indexed.document_index[bounds[0] : bounds[1] + 1], indexed.sequence_lengths, own.rule.min_sentences):
+            notes.append(f"{indexed.prefix} ({name}): {words}")
         return BERTDataset(
             indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
         )
@@ -169,7 +173,8 @@ def build_bert_datasets(
     def mock(name: str, num: int) -> RowDataset:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
-    return _gathered(_build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file))
+    made = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
+    return _gathered(made, notes=tuple(dict.fromkeys(notes)))
 
 
 def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:

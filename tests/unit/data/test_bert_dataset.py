@@ -316,11 +316,26 @@ def test_mock_splits_and_packing(tmp_path: Path) -> None:
         packed[50]
 
 
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    """Documents of several sentences with a long one, at every sequence length; one sequence alone may be of any length."""
+    prefix = write(tmp_path / "a", [[600, 5]] * 9 + [[5, 6], [600], []], seed=1)
+    for s in (40, 2048):
+        sets = build((20, 0, 0), data_path=(prefix,), split="1", s=s)
+        assert [note for note in sets.notes if "9 of 12 documents are left out, which have a sentence above 512 tokens" in note] == [
+            *sets.notes
+        ]
+        assert len(sets.notes) == 1 and f"{prefix} (train)" in sets.notes[0]
+    assert build((20, 0, 0), data_path=(write(tmp_path / "b", [[5, 6], [600]], seed=1),), split="1", binary_head=False).notes == ()
+
+
 MESSAGES: list[tuple[list[list[int]], dict[str, object], type[Exception], str]] = [
     ([[5]] * 9, {}, DataError, r"every document is one sequence.*--split-sentences.*--bert-no-binary-head"),
     ([], {}, DataError, r"the train split is empty \(0 of 0 documents\)"),
     ([[600, 5], [], [5]], {"split": "1"}, DataError, r"none of the 3 documents .* 2 have fewer than 2 sentence.*, 1 have one above 512"),
-    ([[600, 5]] * 4, {"binary_head": False, "split": "1"}, DataError, r"0 have fewer than 1 sentence\(s\), 4 have one above 512"),
+    (
+        [[600, 5]] * 4, {"binary_head": False, "split": "1"}, DataError,
+        r"0 have fewer than 1 sentence\(s\), 4 have one above 512 tokens. Put ends of sentences",
+    ),
     ([[5, 5]] * 9, {"s": 4}, ConfigError, r"seq_length \(4\) must be at least 5 for BERT"),
     ([[5, 5]] * 9, {"bert_pack_sequences": True}, ConfigError, "add --bert-no-binary-head"),
     ([[5, 5]] * 9, {"data_path": ()}, ConfigError, "there is no data"),
