@@ -21,7 +21,12 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 EXIT_DIFFERENT = 1
 _STATE = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps", "schedule",
           "loss_scaler", "data_fingerprint")  # fmt: skip
-_NOT_COUNTED = ("parallel.", "kernels.", "checkpoint.", "logging.", "batch.micro_batch_size", "data.num_workers")
+_NOT_COUNTED = (
+    "parallel.", "kernels.", "checkpoint.", "logging.", "batch.micro_batch_size", "batch.eval_", "batch.skip_train", "batch.exit_",
+    "batch.kill_switch_path", "batch.no_exit_signal_handler", "data.num_workers", "data.data_cache_path", "data.valid_", "data.test_",
+    "data.multiple_validation_sets", "data.full_validation",
+)  # fmt: skip
+"""Beginnings of the fields that change no checkpoint: layout, output, validation, and when a process ends."""
 _MAX_ROWS = 20
 
 

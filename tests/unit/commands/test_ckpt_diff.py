@@ -48,6 +48,8 @@ def test_another_layout_is_no_difference(base: Path, tmp_path: Path, capsys: Cap
     state["config"]["batch"]["micro_batch_size"] = 3
     state["config"]["checkpoint"]["save"] = "elsewhere"
     state["versions"] = {"torch": "2.11"}
+    state["config"]["batch"] |= {"eval_iters": 3, "exit_interval": 7}
+    state["config"]["data"]["valid_data_path"] = ["x"]
     other = saved(tmp_path, ckpts.make_tensors(), rows=3, **state)
     code, text, found = diff(capsys, base, other)
     assert code == 0 and text.endswith("the same: 48 of 48 tensors equal\n")
@@ -57,6 +59,9 @@ def test_another_layout_is_no_difference(base: Path, tmp_path: Path, capsys: Cap
         "--tensor-model-parallel-size",
         "--micro-batch-size",
         "--save",
+        "--eval-iters",
+        "--exit-interval",
+        "--valid-data-path",
     }
     assert not any(row["counts"] for row in found["state"]) and "shown but not counted" in text and "4: dp 2, tp 2" in text
 
