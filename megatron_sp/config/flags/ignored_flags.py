@@ -416,6 +416,7 @@ _REFUSED = {
         qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold attn-logit-softcapping""",
     "a softmax is over the keys alone, of scores divided by the root of a head's width": "softmax-type softmax-scale",
     "attention's result has no gate": "attention-output-gate",
+    "the loss is the cross entropy of the token itself, without smoothing": "label-smoothing",
     "attention is softmax attention in every layer; linear and sparse kinds are not there": """
         linear-attention-type linear-attention-freq experimental-attention-variant""",
     "layers are attention with an MLP or experts; state spaces are not there": """
@@ -570,7 +571,8 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "mlp-type": ("standard", "mlp"), "moe-input-jitter-eps": ("0", "0.0"),
     "pre-tockens": ("65536", "2147483647"), "next-tockens": ("0",),
     "moe-jitter-eps": ("0", "0.0"), "moe-zloss-weight": ("0", "0.0"),
-    "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
+    "vocab-extra-ids": ("0",), "mtp-num-layers": ("0",), "label-smoothing": ("0", "0.0"),
+    "fim-rate": ("0", "0.0"), "mid-level-dataset-surplus": ("0.005",),
     "softmax-type": ("vanilla",), "qk-clip-threshold": ("0",), "glu-linear-offset": ("0", "0.0"),
     "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),

@@ -199,6 +199,7 @@ DEEPSPEED = _names("deepspeed deepspeed-config deepscale deepscale-config deepsp
 """Flags that DeepSpeed adds to any program's parser."""
 
 FORKS = _names("""
+    label-smoothing
     activations-checkpoint-method activations-checkpoint-num-layers create-attention-mask-in-dataloader defer-grad-reduce
     delay-grad-reduce delay-param-gather encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size epochs
     export-kd-cfg export-kd-finalize export-kd-teacher-load log-learning-rate-to-tensorboard log-optimizer-states
