@@ -203,10 +203,22 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
             + "\ngive the checkpoint's values to go on with it; or add --finetune, to begin a new run with its weights and these values"
         )
     silent = ("checkpoint.", "logging.", "data.num_workers")
+    keeps = config.optimizer.use_checkpoint_opt_param_scheduler and not finetunes
+
+    def taken(key: str) -> str:
+        return " (not taken: --use-checkpoint-opt-param-scheduler keeps the former)" if keeps and key.startswith(_OF_SCHEDULE) else ""
+
     return [
-        f"{key}: {a} -> {b}" for key, (a, b) in diff(old, config).items()
+        f"{key}: {a} -> {b}{taken(key)}" for key, (a, b) in diff(old, config).items()
         if not key.startswith(silent) and any(is_read(each, *key.split(".")) for each in (old, config))
     ]  # fmt: skip
+
+
+_OF_SCHEDULE = (
+    "optimizer.lr", "optimizer.min_lr", "optimizer.decoupled_", "optimizer.weight_decay", "optimizer.start_weight_decay",
+    "optimizer.end_weight_decay",
+)  # fmt: skip
+"""Beginnings of the fields that make a run's schedule (``optim/lr_schedule.py``)."""
 
 
 def _differences(old: ModelConfig, new: ModelConfig, compared: dict[str, tuple[str, ...]]) -> Iterator[str]:

@@ -157,7 +157,8 @@ def test_another_schedule_is_refused_until_one_is_chosen(old: Path, tmp_path: Pa
     flags = ("--load", old, "--ckpt-step", 4, "--lr", 0.5)
     train(tmp_path, *flags, ranks=2).expect(2, "schedule", "peak: 0.01 in the checkpoint, 0.5 here", "--use-checkpoint-opt-param-scheduler")
     for flag, lr in (("--override-opt-param-scheduler", 0.5), ("--use-checkpoint-opt-param-scheduler", 0.01)):
-        train(tmp_path, *flags, flag, "--save", tmp_path / flag).expect(0, "changed since: optimizer.lr: 0.01 -> 0.5")
+        said = train(tmp_path, *flags, flag, "--save", tmp_path / flag).expect(0, "changed since: optimizer.lr: 0.01 -> 0.5").text
+        assert ("0.5 (not taken: --use-checkpoint-opt-param-scheduler keeps the former)" in said) == flag.startswith("--use")
         assert [r["lr"] for r in records(tmp_path / flag)] == [lr, lr]
     assert_same_tensors(tensors(tmp_path / "--use-checkpoint-opt-param-scheduler"), tensors(old))
 
