@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import transformers
 
 from megatron_sp.tasks.external_task import ATTENTION, external_task
-from megatron_sp.tasks.external_weights import from_folder
+from megatron_sp.tasks.external_weights import ModelFolder
 from megatron_sp.training.loop import Task, pretrain
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def write(s: Schedule, seq: bool) -> None:
 
 def bert_task(folder: str | None = None) -> Task:
     """The task; ``folder``: of a config.json and perhaps weights."""
-    build_it = build if folder is None else from_folder(folder, "AutoModelForMaskedLM")
+    build_it = build if folder is None else ModelFolder(folder, "AutoModelForMaskedLM")
     return external_task("train_hf_bert", build_it, write, causal=False)
 
 

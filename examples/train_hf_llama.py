@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import transformers
 
 from megatron_sp.tasks.external_task import ATTENTION, external_task
-from megatron_sp.tasks.external_weights import from_folder
+from megatron_sp.tasks.external_weights import ModelFolder
 from megatron_sp.training.loop import Task, pretrain
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def write(s: Schedule, seq: bool) -> None:
 
 def llama_task(folder: str | None = None) -> Task:
     """The task; ``folder``: of a config.json and perhaps weights."""
-    return external_task("train_hf_llama", build if folder is None else from_folder(folder, "AutoModelForCausalLM"), write)
+    return external_task("train_hf_llama", build if folder is None else ModelFolder(folder, "AutoModelForCausalLM"), write)
 
 
 if __name__ == "__main__":

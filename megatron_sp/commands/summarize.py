@@ -42,6 +42,9 @@ def summary(run: Path, records: list[dict[str, Any]], bytes_per_token: float | N
     for kind in ("valid", "test"):
         last = [r for r in records if r.get("kind") == kind]
         if last:
+            if last[-1]["loss"] is None:
+                rows.append((f"{kind} loss", "none: no token has a loss"))
+                continue
             loss = float(last[-1]["loss"])
             perplexity = f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""  # a classifier has none
             rows.append((f"{kind} loss", f"{loss:.4f}{perplexity}"))

@@ -16,9 +16,10 @@ from megatron_sp import __version__
 from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
+from megatron_sp.convert.foreign_model import ForeignModel
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
-from megatron_sp.convert.model import LookedAt, Model
+from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.overrides import Overrides
 from megatron_sp.convert.progress import Bar
@@ -74,11 +75,15 @@ def _run(args: argparse.Namespace) -> int:
     source = FORMATS[args.source] if args.source != "auto" else detect(args.input)
     target = FORMATS[args.target]
     _require_use(args, source.name)
+    if source.name == "megatron_sp" and (foreign := ForeignModel.read(args.input, options)) is not None:
+        return _export(foreign, args, options)
     model = source.read(args.input, options)
     _tell(f"{args.input}: {source.name}, {describe(model)}")
     num_told = len(model.notes)
     for note in model.notes:
         _tell(f"note: {note}")
+    if line := _about_widening(model, options, args):
+        _tell(f"note: {line}")
     if model.has_optimizer and options.optimizer and not target.holds_optimizer:
         _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
     finite = FiniteTensors(allow=args.allow_non_finite)
@@ -95,6 +100,41 @@ def _run(args: argparse.Namespace) -> int:
     if args.report is not None:
         _write_report(args.report, report)
     return _verify(args, source, target, options) if args.verify or args.verify_text is not None else EXIT_OK
+
+
+def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
+    """Say that 16-bit weights do not become more exact in float32, and where more exact ones are; empty if that is not asked for."""
+    there = model.store.tensors()
+    narrow = {info.dtype for name, info in there.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2}
+    if options.dtype != torch.float32 or not narrow:
+        return ""
+    said = f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more bytes"
+    if any(name.startswith(f"{OPTIMIZER}master.") for name in there):
+        step = "" if args.step is None else f"/checkpoints/step-{args.step:06d}"
+        said += (
+            "; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
+            f" {args.input}{step} --output DIR makes a run of these, to be converted instead"
+        )
+    return said
+
+
+def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> int:
+    """Write a model of transformers, trained by ``schedule train``, as a Hugging Face folder."""
+    _tell(f"{args.input}: {model.describe()}")
+    if args.target != model.name:
+        raise CheckpointError(
+            f"{args.input} is of a model of transformers, under its own names: write it with --to hf, and convert that folder to"
+            f" {args.target} if its family is one that can be"
+        )
+    if args.verify or args.verify_text is not None:
+        raise ConfigError("--verify compares with this project's own models, and the run is of one of transformers: leave it out")
+    for note in model.notes:
+        _tell(f"note: {note}")
+    report = {"from": "megatron_sp", "input": str(args.input), "to": args.target, "megatron_sp": __version__}
+    with Bar(model.size(None, options)) as bar:
+        convert(model, model, args.output, options, bar.advance, report, _tell)
+    _tell(f"{args.output}: {args.target}")
+    return EXIT_OK
 
 
 def describe(model: Model) -> str:

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.convert.formats.format import Format, Progress
-from megatron_sp.convert.model import Model
+from megatron_sp.convert.formats.format import Progress, Writer
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.files import free_bytes, fsync_dir, write_synced
@@ -23,7 +22,7 @@ _SPACE_FACTOR = 1.05
 
 
 def convert(
-    model: Model, target: Format, output: Path, options: Options, progress: Progress, report: dict[str, Any], tell: Callable[[str], None]
+    model: Any, target: Writer, output: Path, options: Options, progress: Progress, report: dict[str, Any], tell: Callable[[str], None]
 ) -> None:
     """Write ``output`` completely or not at all.
 

@@ -92,6 +92,11 @@ def find_stored(
     for warning in warnings:
         warn(warning)
     shapes = checkpointer.tensor_shapes(folder)
+    if isinstance(foreign := state.get("foreign_model"), dict):
+        raise CheckpointError(
+            f"{folder} holds a {foreign.get('class')} of transformers, which runs and evaluates it; megatron-sp convert --to hf --input"
+            f" {folder} --output FOLDER writes its folder, megatron-sp schedule train --skip-train evaluates it by its validation data"
+        )
     if WORD_EMBEDDINGS not in shapes:
         raise CheckpointError(f"{folder} holds no {what}: it has no tensor {WORD_EMBEDDINGS}")
     kind = "classifier" if _OF_A_CLASSIFIER in shapes else "BERT" if config.model.is_bert else "GPT"

@@ -6,6 +6,8 @@ change. Logits are computed for this rank's positions only; their loss is summed
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,11 +15,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.estimate.flops import seen_share
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.parallel.forward_context import MicroBatch, Unit, UnitEvents
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.units import UnitHooks, find_blocks, order_of, units_of
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_OF_PROGRAMS = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "output_", "return_dict")
+"""In names of entries that do not change what is trained. Dropout may differ from one process of a run to the next."""
+_OF_LENGTHS = ("rope", "rotary", "max_position_embeddings", "sliding_window", "layer_types")
+"""In names of entries that a new run may change."""
+
+
+def _entries(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a configuration that are compared, those of its parts as "part.entry"."""
+    for name, value in config.items():
+        if name.startswith("_attn") or "drop" in name or any(part in name for part in _OF_PROGRAMS):
+            continue
+        if isinstance(value, dict):
+            yield from _entries(value, f"{place}{name}.")
+        elif value is not None:
+            yield f"{place}{name}", value
+
+
+def count_products(model: nn.Module) -> float:
+    """Return the multiply-adds of a whole model's matrices for one token: tables are looked up, and of experts a token chooses some."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    number = next((n for name in _NUM_EXPERTS if isinstance(n := getattr(text, name, None), int) and n), 0)
+    chosen = getattr(text, "num_experts_per_tok", None) or number
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and id(parameter) not in tables:
+            found += parameter.numel() * (chosen / number if ".experts." in name and number else 1.0)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None and id(head.weight) in tables:  # tied
+        found += head.weight.numel()
+    return found
 
 
 class ExternalModel(nn.Module):
@@ -27,23 +65,71 @@ class ExternalModel(nn.Module):
         model: sharded model; its forward takes ``input_ids`` and, where the data need them, ``attention_mask`` and
             ``token_type_ids``, and returns ``logits``.
         applied: result of ``Schedule.apply``.
+        products: multiply-adds of the whole model for one token (``count_products``).
     Raises:
         ConfigError: the model has no list of blocks.
     """
 
-    def __init__(self, model: nn.Module, applied: Applied) -> None:
+    def __init__(self, model: nn.Module, applied: Applied, products: float) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self.model: nn.Module
         self.__dict__["model"] = model  # not as a child, which would put a name before all others
-        self.applied = applied
+        self.applied, self._products = applied, products
         self.blocks = find_blocks(model)
         if not self.blocks:
             raise ConfigError(
                 f"{type(model).__name__} has no list of two or more blocks of one class, which would be the units of training"
             )
-        self._hooks = UnitHooks(model, self.blocks)
         self._units = units_of(model, self.blocks)
+        self._hooks = UnitHooks(model, self.blocks, len(self._units))
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """The model's class and configuration, which a checkpoint keeps; None for a model that is none of transformers'."""
+        config: Any = getattr(self.model, "config", None)
+        if not hasattr(config, "to_dict"):
+            return None
+        return {"class": type(self.model).__name__, "config": json.loads(json.dumps(config.to_dict(), default=str))}
+
+    def require_same(self, stored: dict[str, Any] | None, *, finetunes: bool) -> None:
+        """Compare with the description in a checkpoint (None: it has none).
+
+        Args:
+            finetunes: a new run begins with the weights, which may see further than before.
+        Raises:
+            CheckpointError: the model is another one; the message lists the entries that differ.
+        """
+        now = self.description
+        if stored is None or now is None:
+            return
+        before, after = (dict(_entries(of["config"])) for of in (stored, now))
+        entries = {"class": (stored["class"], now["class"])}
+        entries |= {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+        rows = [
+            f"  {name}: {old} in the checkpoint, {new} here"
+            for name, (old, new) in entries.items()
+            if old != new and not (finetunes and any(part in name for part in _OF_LENGTHS))
+        ]
+        if rows:
+            raise CheckpointError(
+                "the checkpoint is of another model:\n" + "\n".join(rows) + "\ngive --model the folder that the run has begun with"
+            )
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that belong to the model's state and are whole on every rank, by name."""
+        own = {id(buffer): name for name, buffer in self.model.named_buffers() if name not in self.applied.splits}
+        return {own[id(t)]: t for t in self.model.state_dict(keep_vars=True).values() if id(t) in own}
+
+    def flops_per_token(self, config: ModelConfig) -> tuple[float, float]:
+        """Return (causal, full) FLOPs of forward and backward for one token, as ``estimate/flops.py`` counts them.
+
+        Args:
+            config: lengths and heads; the products are those of the model itself.
+        """
+        assert config.num_layers and config.num_attention_heads and config.seq_length
+        scores = 4.0 * config.num_layers * config.seq_length * config.num_attention_heads * config.head_dim
+        return 3.0 * (2.0 * self._products + scores * seen_share(config)), 3.0 * (2.0 * self._products + scores)
 
     @property
     def parameter_specs(self) -> dict[str, ShardSpec]:

@@ -6,6 +6,7 @@ rejected.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.schedule.verify.deterministic_copy import one_expert_at_a_time
+from megatron_sp.schedule.verify.float64_mode import Float64Mode
 from megatron_sp.tasks import bert, gpt
-from megatron_sp.tasks.external_model import ExternalModel
+from megatron_sp.tasks.external_model import ExternalModel, count_products
 from megatron_sp.training.run import Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -36,22 +39,24 @@ ATTENTION = {
 
 
 def external_task(
-    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[], None] = lambda: None,
+    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[Config], None] = lambda config: None,
 ) -> Task:  # fmt: skip
     """Create a task for ``training.loop.pretrain``.
 
     Args:
         name: name of the task; first part of the run folder's name if --save is not given.
-        build: builds the whole model from the configuration, with random or loaded weights.
-        write: writes the directives for tensor parallelism into a schedule; its second argument is True with
+        build: builds the whole model from the configuration, with random or loaded weights; a model in fp32 is cast to the run's
+            dtype as transformers' ``from_pretrained(dtype=...)`` would. Its ``prepare(config)``, if it has one, is called first.
+        write: writes directives into a schedule, those for tensor parallelism among them; its second argument is True with
             --sequence-parallel.
         causal: True if the model predicts the next token; else masked tokens (BERT's data).
-        prepare: called before anything is built; a ConfigError on one rank is raised on all.
+        prepare: called with the configuration before anything is built; a ConfigError on one rank is raised on all.
     """
 
     def tokenizer_of(config: Config) -> Tokenizer:
         raise_all(list(problems(config)))
-        prepare()
+        prepare(config)
+        getattr(build, "prepare", lambda config: None)(config)
         return gpt.tokenizer_provider(config)
 
     def build_model(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
@@ -65,21 +70,23 @@ def external_task(
     return Task(
         name=name, build_tokenizer=tokenizer_of, build_datasets=data.dataset_provider, build_model=build_model,
         loss=Loss(names=("lm loss",), counts=data.loss_counts, sums=sums, causal=causal, metrics=metrics), torch_dropout=True,
+        exactly=Float64Mode,
     )  # fmt: skip
 
 
 def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write: WriteSchedule) -> ExternalModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
-        model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it in evaluation mode, without dropout
+        model = in_dtype(build(config), dtype_of(config)).train()  # from_pretrained leaves it in evaluation mode, without dropout
+    _require_no_balance_loss(model)
     if config.kernels.recompute_granularity == "full":
         kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
         if not kinds:
             raise ConfigError(f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()")
         getattr(model, f"{kinds[0]}_checkpointing_enable")(**{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}})
+    products = count_products(model)  # as long as it is whole
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group, cp=layout.cp.group))
-    if layout.tp.size > 1:
-        write(s, layout.tp.seq)
+    write(s, layout.tp.seq)
     said = {d.do for d in s.directives}  # a plan may set more of the options
     if "ulysses" not in said and (layout.sp.size > 1 or "context" not in said):
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
@@ -88,7 +95,42 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
         s.context(stages_ahead=layout.cp.stages_ahead, keep_kv=layout.cp.keep_kv, **chunks)
     s.apply()
     assert s.applied is not None
-    return ExternalModel(model, s.applied)
+    return ExternalModel(model, s.applied, products)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters of a model that is not in ``dtype`` yet, as transformers' ``from_pretrained(dtype=...)`` does.
+
+    Buffers stay as they are (rotary frequencies lose their meaning in 16 bits), and so do the parameters that a class of
+    transformers keeps in fp32 (``_keep_in_fp32_modules_strict``; in fp16 also ``_keep_in_fp32_modules``). In fp64 the
+    experts of transformers' mixtures are computed one by one: their grouped product does not exist there.
+    """
+    kept: list[str] = []
+    if dtype in (torch.bfloat16, torch.float16):
+        kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype == torch.float16:
+        kept += getattr(model, "_keep_in_fp32_modules", None) or ()
+    patterns = [re.compile(name.replace("*", ".*")) for name in kept]
+    if all(parameter.dtype != dtype for parameter in model.parameters()):
+        for name, parameter in model.named_parameters():
+            wide = any(pattern.search(name) for pattern in patterns)
+            parameter.data = parameter.data.to(torch.float32 if wide else dtype)
+    if dtype == torch.float64:
+        one_expert_at_a_time(model)
+    return model
+
+
+def _require_no_balance_loss(model: nn.Module) -> None:
+    """Raise ConfigError if a mixture adds a loss over all tokens of a micro-batch to its own, which would not be that of one process."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    coefficient = getattr(text, "router_aux_loss_coef", 0) or 0
+    if getattr(text, "output_router_logits", False) and coefficient:
+        raise ConfigError(
+            f"the model's configuration asks for a loss that balances its experts (output_router_logits, router_aux_loss_coef"
+            f" {coefficient:g}), which depends on the cut of the batch: set output_router_logits to false in config.json, or convert the"
+            " model and train it with --moe-aux-loss-coeff"
+        )
 
 
 def problems(config: Config) -> Iterator[str]:

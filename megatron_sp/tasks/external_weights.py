@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_sp.config.schema import Config
+from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.ops import availability
+from megatron_sp.tasks.external_shape import NAMES
 from megatron_sp.tasks.external_task import ATTENTION
+from megatron_sp.training.setup import dtype_of
 from megatron_sp.utils.errors import ConfigError
 
 _DROPOUT = {
-    "attention_dropout": ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
-    "hidden_dropout": ("hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop"),
-}
+    "attention_dropout": (
+        "attention_dropout", "attention_probs_dropout_prob", "attention_dropout_prob", "attn_pdrop", "attn_dropout",
+    ),
+    "hidden_dropout": (
+        "hidden_dropout", "hidden_dropout_prob", "dropout", "dropout_prob", "dropout_rate", "resid_pdrop", "resid_dropout",
+        "residual_dropout", "embd_pdrop", "emb_pdrop", "embedding_dropout",
+    ),
+}  # fmt: skip
+"""Flag -> what transformers' configurations call it: on attention's weights; on embeddings, and on what a block adds."""
+_INNER_DROPOUT = ("activation_dropout", "mlp_dropout", "ffn_dropout", "ff_dropout")
+"""Inside of the MLP: off with --hidden-dropout 0, else the model's own."""
+_OTHER_HEADS = ("classifier", "classif", "summary", "pooler", "qa_")
+"""In names of what only heads for other tasks have."""
 
 
 def load_transformers() -> Any:
@@ -27,28 +40,112 @@ def load_transformers() -> Any:
         raise ConfigError(f"a model of transformers was asked for, and {error}: pip install -e '.[hf]'") from None
 
 
-def from_folder(folder: str, auto_class: str) -> Callable[[Config], nn.Module]:
-    """Return a function that builds the model, with the folder's weights (safetensors) if it has any, else with random ones.
+class ModelFolder:
+    """Builder of a folder's model, with its weights (safetensors) if it has any, else with random ones.
 
-    Dropout rates are those of the flags.
+    Dropout rates are those of the flags that are given, else the model's own.
 
     Args:
         folder: local folder.
         auto_class: AutoModelForCausalLM or AutoModelForMaskedLM.
     """
 
-    def build(config: Config) -> nn.Module:
-        library = load_transformers()
-        shape = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        for flag, names in _DROPOUT.items():
-            for name in names:
-                if hasattr(shape, name):
-                    setattr(shape, name, getattr(config.model, flag))
-        cls, attention = getattr(library, auto_class), ATTENTION[config.kernels.attention_backend]
-        if any(Path(folder).glob("*.safetensors")):
-            loaded: nn.Module = cls.from_pretrained(folder, config=shape, local_files_only=True, attn_implementation=attention)
-            return loaded
-        made: nn.Module = cls.from_config(shape, attn_implementation=attention)
-        return made
+    def __init__(self, folder: str, auto_class: str) -> None:
+        self.folder, self.auto_class = folder, auto_class
+        self._rates: dict[str, float] | None = None
 
-    return build
+    def prepare(self, config: Config) -> None:
+        """Settle shape and dropout rates in ``config``. Raises ConfigError: config.json cannot be read, or a flag does not fit it."""
+        shape = self._shape()
+        self._settle_attention(shape, config)
+        raise_all([*_take_shape(shape, config, self.folder), *_problems_of_dropout(shape, config, self.folder)])
+        for flag in _DROPOUT:
+            if not config.says("model", flag):
+                setattr(config.model, flag, _rate(shape, flag))
+        self._rates = {flag: getattr(config.model, flag) for flag in _DROPOUT if config.says("model", flag)}
+
+    def __call__(self, config: Config) -> nn.Module:
+        """Build the model in the dtype of the run, as ``from_pretrained(dtype=...)`` does: buffers and some parameters stay in fp32."""
+        if self._rates is None:
+            self.prepare(config)
+        shape = self._shape()
+        for flag in _DROPOUT:
+            rate = getattr(config.model, flag)
+            if flag in (self._rates or ()) or rate != _rate(shape, flag):  # a verification sets it to 0
+                _set_rate(shape, flag, rate)
+        library, attention = load_transformers(), ATTENTION[config.kernels.attention_backend]
+        cls = getattr(library, self.auto_class)
+        try:
+            if any(Path(self.folder).glob("*.safetensors")):
+                loaded: nn.Module = cls.from_pretrained(
+                    self.folder, config=shape, local_files_only=True, attn_implementation=attention, dtype=dtype_of(config)
+                )
+                return loaded
+            made: nn.Module = cls.from_config(shape, attn_implementation=attention, dtype=torch.float32)
+            return made
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"--model {self.folder}: transformers refuses it: {str(error).strip().splitlines()[0]}") from None
+
+    def _settle_attention(self, shape: Any, config: Config) -> None:
+        """Take the plain form of attention for a class without another one. Raises ConfigError: a kernel is asked for that it has not."""
+        cls = getattr(load_transformers(), self.auto_class)._model_mapping.get(type(shape), None)
+        backend = config.kernels.attention_backend
+        if ATTENTION[backend] != "sdpa" or getattr(cls, "_supports_sdpa", True):
+            return
+        if backend != "auto":
+            raise ConfigError(
+                f"--attention-backend {backend}: transformers' {cls.__name__} has no such attention (scores with a soft cap, sinks, ...):"
+                " leave the flag out, or give unfused"
+            )
+        config.kernels.attention_backend = "unfused"
+
+    def _shape(self) -> Any:
+        library = load_transformers()
+        try:
+            return library.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"--model {self.folder}: config.json is none of transformers' models: {str(error).splitlines()[0]}") from None
+
+
+def _take_shape(shape: Any, config: Config, folder: str) -> Iterator[str]:
+    """Take what a config.json leaves to its class's defaults, for figures; yield a message for each flag that says something else."""
+    text = shape.get_text_config()
+    for field, names in NAMES.items():
+        value = next((v for name in names if isinstance(v := getattr(text, name, None), int)), None)
+        if value is None:
+            continue
+        given = getattr(config.model, field)
+        if config.says("model", field) and given != value:
+            yield f"--{field.replace('_', '-')} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
+        setattr(config.model, field, value)
+
+
+def _entries(shape: Any) -> Iterator[tuple[Any, str, float]]:
+    """Yield the dropout rates of a configuration and of its parts: (holder, name, value)."""
+    for holder in (shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)) is not None)):
+        for name, value in vars(holder).items():
+            is_rate = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if "drop" in name and is_rate and not any(word in name for word in _OTHER_HEADS):
+                yield holder, name, float(value)
+
+
+def _rate(shape: Any, flag: str) -> float:
+    return max((value for _, name, value in _entries(shape) if name in _DROPOUT[flag]), default=0.0)
+
+
+def _set_rate(shape: Any, flag: str, rate: float) -> None:
+    for holder, name, _ in list(_entries(shape)):
+        if name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT):
+            setattr(holder, name, rate)
+
+
+def _problems_of_dropout(shape: Any, config: Config, folder: str) -> Iterator[str]:
+    names = {name for _, name, _ in _entries(shape)}
+    for flag, own in _DROPOUT.items():
+        rate = getattr(config.model, flag)
+        if config.says("model", flag) and rate and names.isdisjoint(own):
+            yield f"--{flag.replace('_', '-')} ({rate:g}): {type(shape).__name__} ({folder}) has no such dropout: leave the flag out"
+    known = {*_INNER_DROPOUT, *(name for own in _DROPOUT.values() for name in own)}
+    for _, name, value in _entries(shape):
+        if value and name not in known:
+            yield f"{folder}/config.json: {name} ({value:g}) is a dropout that no flag here means: set it to 0 there to train without it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ def announce(run: Run) -> None:
     """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
-    num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
+    num_params = run.state.num_parameters()
     if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
         num_params = count_parameters(config.model)
     active = count_active_parameters(config.model) if config.model.has_experts else None

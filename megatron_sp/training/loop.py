@@ -28,7 +28,7 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training.console import Console
 from megatron_sp.training.finite import require_finite_loss, require_finite_weights, require_sound_end
-from megatron_sp.training.report import dump_bad_step
+from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens, dump_bad_step
 from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
@@ -335,14 +335,20 @@ def _evaluate(run: Run, kind: Split) -> bool:
     loss_of, record = context.task.loss, dict[str, Any]()
     for (name, _), means in zip(sets, found, strict=True):
         loss, others = means[0], {each.replace(" ", "_"): value for each, value in zip(loss_of.reported[1:], means[1:], strict=True)}
-        shown = [f"{each} {value:.4f}" for each, value in zip(loss_of.reported, means, strict=True)]
+        shown = [
+            f"{each}: {NO_LOSS_TOKENS}" if value is None else f"{each} {value:.4f}"
+            for each, value in zip(loss_of.reported, means, strict=True)
+        ]
         if loss_of.of_tokens:
-            others["perplexity"] = math.exp(min(loss, 700.0))
-            shown.append(f"perplexity {others['perplexity']:.2f}")
+            others["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))
+            shown += [] if loss is None else [f"perplexity {others['perplexity']:.2f}"]
         context.console.line(f"{kind} {f'of {name} ' if name else ''}at step {step}: {', '.join(shown)}")
-        require_finite_loss(kind, loss, step)
+        if loss is None:
+            context.console.line(f"warning: {about_no_loss_tokens(context.config)}")
+        else:
+            require_finite_loss(kind, loss, step)
         if not record:  # of several sets the first is what reports and curves go by
-            record = {"loss": loss, "loss_hex": loss.hex(), **others}
+            record = {"loss": loss, "loss_hex": None if loss is None else loss.hex(), **others}
         if name:
             record |= {f"{key}/{name}": value for key, value in {"loss": loss, **others}.items()}
     run.metrics.write(kind, step=step, seconds=time.monotonic() - began, **record)
@@ -350,8 +356,11 @@ def _evaluate(run: Run, kind: Split) -> bool:
     return True
 
 
-def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float] | None:
-    """Return the mean losses and metrics over the batches of one evaluation; None if it was interrupted. Collective."""
+def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float | None] | None:
+    """Return the mean losses and metrics over the batches of one evaluation; None if it was interrupted. Collective.
+
+    The mean of nothing is None: documents may be masked wholly.
+    """
     context, step, batches = run.context, run.state.progress.step, run.plan.batches
     batch, loss_of, size = context.config.batch, context.task.loss, run.plan.batches.evaluation
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
@@ -371,7 +380,7 @@ def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float] | No
             context.console.line(f"{kind} at step {step}: interrupted by {_PREEMPTIONS[preempted]}")
             return None
     sums, counts = all_reduce(total, context.groups.world).view(2, -1).tolist()
-    return [s / c if c > 0 else 0.0 for s, c in zip(sums, counts, strict=True)]
+    return [s / c if c > 0 else None for s, c in zip(sums, counts, strict=True)]
 
 
 @contextlib.contextmanager

@@ -38,13 +38,15 @@ class MemoryEstimate:
         attention: name of the attention kernel.
         fused: Triton's kernels compute norms and elementwise operations.
         repeats_attention: recomputed blocks keep nothing of attention.
+        is_own: False for a model from elsewhere, whose activations and exchanges the closed forms do not know.
     """
 
     def __init__(
         self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = "",
-        *, fused: bool = True, repeats_attention: bool = False,
+        *, fused: bool = True, repeats_attention: bool = False, is_own: bool = True,
     ) -> None:  # fmt: skip
         self._config = config = copy.deepcopy(config)
+        self.is_own = is_own
         if attention == "reference":
             config.kernels.attention_backend = "unfused"
         if repeats_attention:
@@ -67,6 +69,8 @@ class MemoryEstimate:
         Raises:
             ConfigError: it certainly does not fit, and --allow-oom is not given.
         """
+        if not self.is_own:
+            return []
         available, whose = self._available()
         lines = [] if available is None else shortage(self._config, self._world_size, self._kind, available, whose)
         if lines and self._exceeds(available or 0):
@@ -102,6 +106,8 @@ class MemoryEstimate:
 
     def explain(self) -> list[str]:
         """Return lines with a breakdown of a rank's memory and suggestions to lower it, for an out-of-memory message."""
+        if not self.is_own:
+            return []
         available = self._available()[0] or 0
         peak = self.memory.peak
         first = f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"
@@ -158,6 +164,8 @@ class MemoryEstimate:
         else:
             before = f", {format_bytes(self._before)} of it before the model was built" if self._before else ""
             found = f"measured {format_bytes(measured)} resident (the whole process{before})"
+        if not self.is_own:
+            return f"memory: {found}; a step: {step_s:.3g} s"
         sent, share = self.traffic.num_bytes, self.traffic.can_hide / max(1, self.traffic.num_bytes)
         moved = f"{format_bytes(sent)} sent in {self.traffic.number:,} collectives, {share:.0%} can run under computation"
         return f"memory: predicted {format_bytes(self.memory.peak)}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"

@@ -9,6 +9,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import gather_json
-from megatron_sp.config.schema import Config
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
 from megatron_sp.estimate.workload import head_share
@@ -33,6 +34,15 @@ from megatron_sp.training.step import StepResult
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.format import format_bytes, format_duration
 
+NO_LOSS_TOKENS = "no loss tokens"
+
+
+def about_no_loss_tokens(config: Config) -> str:
+    """Return what a mean over no token means, and what may be the reason."""
+    masks = [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss",) if getattr(config.data, name)]
+    why = f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?" if masks else "the data mask all of them"
+    return f"no token has a loss, so there is none to report: {why}"
+
 
 class StepReporter:
     """Reporter that turns step results into lines and records; rates are over the steps since the last line, without pauses.
@@ -41,11 +51,14 @@ class StepReporter:
         config, groups, console, metrics: objects of the run.
         train_iters: number of steps of the whole run.
         memory: the prediction that is compared with measurements after some steps.
+        flops: (causal, full) FLOPs of a token in sequences of a configuration's length, of a model that is not our own.
     """
 
     def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, memory: MemoryEstimate
-    ) -> None:
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, memory: MemoryEstimate,
+        flops: Callable[[ModelConfig], tuple[float, float]] | None = None,
+    ) -> None:  # fmt: skip
+        self._flops = flops
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._memory, self._lengths = train_iters, memory, list[float]()
         self._causal, self._full = 0.0, 0.0  # FLOPs since the last line
@@ -54,7 +67,7 @@ class StepReporter:
         self._seconds = 0.0
         self._tokens = 0
         self._steps = 0
-        self._warned_of_peak = False
+        self._warned_of_peak = self._warned_of_nothing = False
         self._per_token: dict[int, tuple[float, float]] = {}
 
     def pause_ended(self) -> None:
@@ -84,6 +97,9 @@ class StepReporter:
         record |= {} if self._config.batch.seq_length_curriculum is None else {"seq_length": length}
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
+        if record["loss"] is None and not self._warned_of_nothing:
+            self._warned_of_nothing = True
+            self._console.line(f"warning: {about_no_loss_tokens(self._config)}")
         if (record["mfu"] or 0) > 1 and not self._warned_of_peak:
             self._warned_of_peak = True
             self._console.line(
@@ -95,23 +111,26 @@ class StepReporter:
     def _flops_per_token(self, length: int) -> tuple[float, float]:
         if length not in self._per_token:
             model = dataclasses.replace(self._config.model, seq_length=length)
-            self._per_token[length] = step_flops_per_token(model, head_share(self._config))
+            count = self._flops
+            self._per_token[length] = step_flops_per_token(model, head_share(self._config)) if count is None else count(model)
         return self._per_token[length]
 
     def _compare(self, step: int) -> None:
         """Report prediction and measurement, once."""
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         self._console.line(self._memory.line(measured, length))
-        self._metrics.write("prediction", step=step, **self._memory.record(measured, length))
+        if self._memory.is_own:
+            self._metrics.write("prediction", step=step, **self._memory.record(measured, length))
 
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int
     ) -> dict[str, Any]:
         device_seconds = self._seconds * self._groups.world_size
         causal, full = (flops / device_seconds / 1e12 if device_seconds else 0.0 for flops in (self._causal, self._full))
+        loss = result.losses[0] if result.num_loss_tokens else None
         record: dict[str, Any] = {
             "step": progress.step, "consumed_samples": progress.consumed_samples, "consumed_tokens": progress.consumed_tokens,
-            "loss": result.losses[0], "loss_hex": result.losses[0].hex(),
+            "loss": loss, "loss_hex": None if loss is None else loss.hex(),
             "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(),
             "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens, "samples_sha": step_digest(result.sample_digests),
             "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps, "tokens_per_s": rate,
@@ -141,8 +160,9 @@ class StepReporter:
         extra += f" | lr of embeddings {r['decoupled_lr']:.3e}" if "decoupled_lr" in r else ""
         if "expert_load_max" in r:
             extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle, entropy {r['expert_entropy']:.3f}"
+        loss = f"loss: {NO_LOSS_TOKENS}" if r["loss"] is None else f"loss {r['loss']:.4f}"
         return (
-            f"step {r['step']}/{self._train_iters} | loss {r['loss']:.4f} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f}"
+            f"step {r['step']}/{self._train_iters} | {loss} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f}"
             f" | {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal, {_tflops(r['tflops_full'])} full{mfu}"
             f" | {format_bytes(r['memory_bytes'])}{extra} | {format_duration(seconds_left)} left"
         )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -99,6 +99,7 @@ class Task:
         torch_dropout: dropout draws from torch's generator, which must be the same on all ranks of a data-parallel
             replica.
         of_model: returns the task of a model that was not known when this one was made (--use-checkpoint-args).
+        exactly: makes a context in which a model computes in fp64 what it otherwise casts to fp32, for comparisons.
     """
 
     name: str
@@ -110,6 +111,12 @@ class Task:
     finish: Callable[[Run], None] | None = None
     torch_dropout: bool = False
     of_model: Callable[[Config], Task] | None = None
+    exactly: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def is_own(self) -> bool:
+        """False for a model from elsewhere."""
+        return not self.torch_dropout
 
 
 @dataclass(frozen=True)
@@ -300,7 +307,9 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     for line in _useless_offloads(config, context.groups.device.type):
         console.line(line)
     metrics = open_metrics(context, closing)
-    reporter = StepReporter(config, context.groups, console, metrics, plan.train_iters, memory_estimate)
+    reporter = StepReporter(
+        config, context.groups, console, metrics, plan.train_iters, memory_estimate, getattr(parts.model, "flops_per_token", None)
+    )
     run = Run(
         context=context, origin=origin, checkpointer=checkpointer, plan=plan, data=data, layout=layout, memory_estimate=memory_estimate,
         parts=parts, state=state, attention=attention, fused=fused, train_step=train_step, evaluated=done,
@@ -570,6 +579,7 @@ def estimate_memory(context: RunContext, layout: RunLayout, attention: Attention
     estimate = MemoryEstimate(
         context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device, attention.kernel.name,
         fused=expects_triton(context.config, context.groups.device), repeats_attention=bool(attention.repeated),
+        is_own=context.task.is_own,
     )  # fmt: skip
     status.explain_memory = estimate.explain
     if not context.config.batch.skip_train:
@@ -617,6 +627,8 @@ def load_checkpoint(
                 f"{origin.folder} has no optimizer state (it was saved with --no-save-optim): add --no-load-optim to go on with a fresh"
                 " optimizer, or --finetune to start anew from its weights"
             )
+        if (require_same := getattr(parts.model, "require_same", None)) is not None:
+            require_same(stored.get("foreign_model"), finetunes=origin.finetunes)
         if not takes_weights:
             plan = replace(plan, lr_schedule=resume_schedule(stored, config.optimizer, plan.lr_schedule))
         shapes = checkpointer.tensor_shapes(origin.folder)

@@ -7,6 +7,7 @@ is JSON. There is no random state (``docs/design/001-frame.md``): it follows fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,7 +84,16 @@ class TrainingState:
         for name, p in self.model.named_parameters():
             if name not in found:
                 found[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
-        return found | {name: GlobalTensor.whole(bias) for name, bias in expert_biases(self.model).items()}
+        return found | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the whole model; of a pipeline, of this rank's stages."""
+        return sum(math.prod(spec.shape) for spec in self.specs.values())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint keeps: biases of experts, and those of a foreign model's state."""
+        foreign = getattr(self.model, "saved_buffers", None)
+        return expert_biases(self.model) if foreign is None else foreign()
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""
@@ -109,6 +119,8 @@ class TrainingState:
             weights_only: load nothing of the optimizer.
         """
         wanted, unread = self.weights(), set[str]()
+        if hasattr(self.model, "saved_buffers"):  # of a foreign model a checkpoint of an older version has none
+            wanted = {name: t for name, t in wanted.items() if name in stored or name not in self._buffers()}
         if weights_only:
             return wanted, unread
         optimizer = self.optimizer_tensors()
@@ -135,6 +147,7 @@ class TrainingState:
             "tokenizer": self.tokenizer,
             "layout": world,
             "config": config.to_dict(),
+            "foreign_model": getattr(self.model, "description", None),
             "versions": versions(),
         }
 

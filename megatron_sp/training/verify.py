@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -165,6 +166,14 @@ class _Step:
         Args:
             replayed: choices of experts to be made, for each micro-batch.
         """
+        exact = self.config.precision.fp64 and self.groups.device.type == "cpu"
+        with self.task.exactly() if exact else nullcontext():
+            return self._run(layout, groups, micro_batches, pipeline, replayed)
+
+    def _run(
+        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None,
+        replayed: list[Tensor] | None,
+    ) -> _Outcome:  # fmt: skip
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
             self.task.build_model, self.config, layout, groups, self.groups.device,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,3 +95,20 @@ def test_training_goes_on_behind_another_format_as_without_it(tmp_path: Path, wa
 def test_a_conversion_without_an_optimizer_says_how_to_go_on(tmp_path: Path, from_hf: Path) -> None:
     words = (*SHAPE, "--load", from_hf, "--save", tmp_path / "x")
     train(tmp_path, *words, data=("--mock-data", "--vocab-size", 37)).expect(3, "has no optimizer state", "--finetune")
+
+
+def test_float32_of_16_bits_is_told_and_the_exact_weights_are_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = ("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope")
+    train(tmp_path, *NO_DROPOUT, *llama, "--bf16", "--save", tmp_path / "run", "--untie-embeddings-and-output-weights").expect(0)
+    flags = ("--to", "hf", "--dtype", "float32")
+    assert main(["convert", "--input", str(tmp_path / "run"), "--output", str(tmp_path / "wide"), *flags]) == 0
+    said = capsys.readouterr().err
+    assert "note: the weights are in bfloat16, and float32 has the same numbers in more bytes; the optimizer's master copies" in said
+    offered = re.search(r"megatron-sp (ckpt merge .*) makes a run", said)
+    assert offered is not None
+    assert main(shlex.split(offered[1].replace("DIR", str(tmp_path / "masters")))) == 0
+    capsys.readouterr()
+    assert main(["convert", "--input", str(tmp_path / "masters"), "--output", str(tmp_path / "exact"), *flags]) == 0
+    assert "more bytes" not in capsys.readouterr().err
+    kept = tensors(tmp_path / "run")
+    assert all(torch.equal(t, kept[f"optimizer.master.{n}"]) for n, t in tensors(tmp_path / "masters").items())

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.training import records, saved_steps, status, train
+
+from megatron_sp.commands.cli import main
+from megatron_sp.data.writer import IndexedDatasetWriter
 
 FAULTS = {"full": "No space left on device", "pipe": "Broken pipe", "terminal": "Input/output error"}
 
@@ -142,3 +146,20 @@ def test_settings_of_nccl_without_a_gpu_are_named(tmp_path: Path) -> None:
     train(tmp_path, "--device", "auto", "--nccl-dp-ctas", 8, "--train-iters", 1).expect(
         0, "ignored: --nccl-dp-ctas (there is no GPU in this run: the ranks talk over gloo)"
     )
+
+
+def test_a_mean_over_no_token_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every token ends a document, and none of these has a loss: 0.0000 and a perplexity of 1 looked like a perfect model."""
+    with IndexedDatasetWriter(tmp_path / "x", dtype=np.uint16) as writer:
+        for _ in range(60):
+            writer.add_document(np.full(40, 59))
+    data = ("--data-path", tmp_path / "x", "--split", "8,1,1", "--vocab-size", 60, "--eod-mask-loss")
+    flags = ("--train-iters", 2, "--eval-interval", 1, "--eval-iters", 1, "--save", tmp_path / "run")
+    said = train(tmp_path, *flags, data=data).expect(0, "valid at step 1: lm loss: no loss tokens", "step 2/2 | loss: no loss tokens")
+    assert said.text.count("warning: no token has a loss, so there is none to report: --eod-mask-loss masks all of them: is the id") == 4
+    assert "perplexity" not in said.text and "0.0000" not in said.text
+    for kind in ("train", "valid", "test"):
+        assert [(r["loss"], r["loss_hex"]) for r in records(tmp_path / "run", kind)] == [(None, None)] * (2 if kind != "test" else 1)
+    for words in (("summarize", "run"), ("report", "run", "-o", "run.html"), ("plot", "run", "-o", "run.png")):
+        assert main([words[0], *(str(tmp_path / word) if word.startswith("run") else word for word in words[1:])]) == 0
+    assert "none: no token has a loss" in capsys.readouterr().out

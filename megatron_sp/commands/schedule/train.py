@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_sp.commands.schedule.train_flags import LONG, parse_external
 from megatron_sp.schedule import Schedule, presets
 from megatron_sp.tasks.external_task import external_task
-from megatron_sp.tasks.external_weights import from_folder
+from megatron_sp.tasks.external_weights import ModelFolder
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.errors import ConfigError
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     )
     assert folder is not None
     writer = Writer(args.plan)
-    task = external_task("schedule_train", from_folder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
+    task = external_task("schedule_train", ModelFolder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
     pretrain(config, task)
     return 0
 
@@ -52,7 +52,7 @@ class Writer:
         self.plan = plan
         self._function: Callable[[Schedule, bool], object] | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, _: object = None) -> None:
         """Find the function or the file, on every rank. Raises ConfigError if it does not exist."""
         if re.fullmatch(r"[\w.]+:\w+", self.plan):
             self._function = _import(self.plan)
@@ -61,6 +61,8 @@ class Writer:
 
     def __call__(self, s: Schedule, seq: bool) -> None:
         if self.plan == "auto":
+            if s.mesh.tp.size() == 1:
+                return  # a preset says how layers are split over tp, and a family without one may be trained on other axes
             s.directives += presets.auto(s.model, s.mesh, seq=seq, ulysses=False, context=False).directives
         elif self._function is not None:
             self._function(s, seq)
@@ -73,7 +75,7 @@ class Writer:
     def _require_same(self, s: Schedule, seq: bool) -> None:
         """Raise ConfigError if the plan and --sequence-parallel differ about sharding activations between the layers."""
         says = any(d.do == "sequence" for d in s.directives)
-        if says != seq:
+        if says != seq and s.mesh.tp.size() > 1:
             raise ConfigError(
                 f"{self.plan} {'cuts' if says else 'does not cut'} activations along the sequence over tp, and --sequence-parallel is"
                 f" {'not given: add it' if says else 'given: leave it out'}, or take another plan"

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 
 Progress = Callable[[int], None]
 """Told how many bytes have been written since the last call."""
+
+
+class Writer(Protocol):
+    """What ``run.convert`` writes with: ``Format``, or what has a model of its own."""
+
+    def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
+        """Write a checkpoint into a folder that does not exist yet."""
+        ...
+
+    def size(self, model: Any, options: Options) -> int:
+        """Return about how many bytes ``write`` writes."""
+        ...
 
 
 class Format(Protocol):

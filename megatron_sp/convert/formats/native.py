@@ -47,7 +47,7 @@ class Native:
         return (path / "MANIFEST.json").exists() or any(path.glob("step-[0-9]*")) or any(path.glob("checkpoints/step-[0-9]*"))
 
     def read(self, path: Path, options: Options) -> Model:
-        folder = _find(path, options.step)
+        folder = find_step(path, options.step)
         require_inside(folder, path)
         reader = NativeReader(folder, verified=True)
         config, state = _config(reader), reader.state
@@ -59,7 +59,7 @@ class Native:
             str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={}
         )
         converted = state.get("converted")
-        tokenizer, notes = _tokenizer(config, state, folder, options)
+        tokenizer, notes = tokenizer_of(config, state, folder, options)
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
@@ -84,7 +84,8 @@ class Native:
         return sum(info.num_bytes for info in _Cast(model, options).tensors().values())
 
 
-def _find(path: Path, step: int | None) -> Path:
+def find_step(path: Path, step: int | None) -> Path:
+    """Return a run's step folder, verified. Raises CheckpointError in the words of a conversion."""
     try:
         return Checkpointer(None).find(path, step)
     except CheckpointError as error:  # the message names a flag of a training
@@ -173,7 +174,7 @@ def _loss_scale(state: Any) -> LossScale | None:
     return {"dynamic": True, "scale": scale, "good_steps": good_steps, "hysteresis_left": left}
 
 
-def _tokenizer(config: Config, state: dict[str, Any], folder: Path, options: Options) -> tuple[dict[str, Path], list[str]]:
+def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: Options) -> tuple[dict[str, Path], list[str]]:
     """Return the files of the tokenizer that a run used, and notes for the user if there are none.
 
     Raises:

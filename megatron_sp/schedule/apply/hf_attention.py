@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 _WRAPPED = "_megatron_sp_wrapped"
+_OPERANDS = ("query", "key", "value", "attention_mask")
 
 
 class Exchanges(Protocol):
@@ -90,7 +91,10 @@ def _wrap_attention(table: Any) -> None:
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     exchanges = _SPLIT.get(module)
-    return function(module, *args, **kwargs) if exchanges is None else exchanges.attend(function, module, *args, **kwargs)
+    if exchanges is None:
+        return function(module, *args, **kwargs)
+    named = [kwargs.pop(name, None) for name in _OPERANDS[len(args) :]]  # some models pass the mask by its name
+    return exchanges.attend(function, module, *args, *named, **kwargs)
 
 
 def _wrap_masks(table: Any) -> None:

@@ -1,0 +1,110 @@
+"""Runs of models from elsewhere (``megatron-sp schedule train``), written as the Hugging Face folder that such a model came from.
+
+The checkpoint keeps the class and the configuration of a model of transformers, and its tensors under their own names:
+transformers makes the model, and writes it. No code comes out of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.checkpoint.stream import NativeReader
+from megatron_sp.config.schema import Config
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.formats.native import find_step, tokenizer_of
+from megatron_sp.convert.model import OPTIMIZER
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.tokenizer_files import copy_files
+from megatron_sp.ops import availability
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+
+
+class ForeignModel:
+    """A foreign model in a checkpoint; also what writes it (``convert.run``).
+
+    Args:
+        reader: the checkpoint.
+        described: what its state.json says of the model.
+        options: of the conversion.
+    Attributes:
+        notes: for the user.
+    """
+
+    name, holds_optimizer = "hf", False
+
+    def __init__(self, reader: NativeReader, described: Mapping[str, Any], options: Options) -> None:
+        self._reader, self._class = reader, str(described.get("class"))
+        config = described.get("config")
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{reader.step_dir}: state.json does not say what model it is: foreign_model has no config")
+        self._config: dict[str, Any] = config
+        self._tensors = {name: info for name, info in reader.tensors().items() if not name.startswith(OPTIMIZER)}
+        run, _ = Config.from_dict(reader.state.get("config"))
+        self._tokenizer, self.notes = tokenizer_of(run, reader.state, reader.step_dir, options)
+
+    @staticmethod
+    def read(path: Path, options: Options) -> ForeignModel | None:
+        """Return the model of a run; None if it is one of this project's own. Raises CheckpointError like ``Native.read``."""
+        reader = NativeReader(find_step(path, options.step), verified=True)
+        described = reader.state.get("foreign_model")
+        return ForeignModel(reader, described, options) if isinstance(described, dict) else None
+
+    def describe(self) -> str:
+        """Return what it is in a few words."""
+        step, size = self._reader.state.get("step"), sum(torch.Size(info.shape).numel() for info in self._tensors.values())
+        return f"{self._class} of transformers, {size:,} numbers, step {step}"
+
+    def size(self, model: object, options: Options) -> int:
+        """Return the bytes of the tensors."""
+        return sum(info.num_bytes for info in self._tensors.values())
+
+    def write(self, model: object, path: Path, options: Options, progress: Progress) -> None:
+        """Write the folder.
+
+        Raises:
+            ConfigError: transformers is not installed, or has no such class.
+            CheckpointError: the tensors are not those of the model.
+        """
+        made = self._made()
+        wanted = {name for name, _ in made.named_parameters()} | {name for name, _ in made.named_buffers() if name in made.state_dict()}
+        if wanted != set(self._tensors):
+            missing, extra = sorted(wanted - set(self._tensors)), sorted(set(self._tensors) - wanted)
+            raise CheckpointError(
+                f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing {missing[:3]}, left over {extra[:3]}"
+            )
+        state = {}
+        for name, info in self._tensors.items():
+            tensor = self._reader.read(name)
+            narrow = tensor.is_floating_point() and options.dtype is not None and name not in self._kept(made)
+            state[name] = tensor.to(options.dtype) if narrow else tensor
+            progress(info.num_bytes)
+        made.load_state_dict(state, strict=False, assign=True)
+        made.tie_weights()
+        made.save_pretrained(path, max_shard_size=options.max_shard_bytes)
+        copy_files(self._tokenizer, path)
+
+    def _made(self) -> Any:
+        try:
+            library = availability.load("transformers")
+        except RuntimeError as error:
+            raise ConfigError(f"the run is of a model of transformers, and {error}: pip install -e '.[hf]'") from None
+        kind, known = self._config.get("model_type"), library.CONFIG_MAPPING
+        cls = getattr(library, self._class, None) if self._class.isidentifier() else None
+        if kind not in known or not (isinstance(cls, type) and issubclass(cls, library.PreTrainedModel)):
+            raise ConfigError(
+                f"transformers {library.__version__} has no {self._class} ({kind}), of which the run is: use the version that trained it"
+            )
+        config = known[kind].from_dict({name: value for name, value in self._config.items() if name != "auto_map"})
+        with torch.device("meta"):
+            return cls(config)
+
+    def _kept(self, made: Any) -> set[str]:
+        """Return the names of what is in fp32 beside 16-bit weights, which it stays."""
+        kinds = {info.dtype for info in self._tensors.values()}
+        if not kinds & {torch.bfloat16, torch.float16}:
+            return {name for name, _ in made.named_buffers()}
+        return {name for name, info in self._tensors.items() if info.dtype == torch.float32}

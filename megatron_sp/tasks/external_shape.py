@@ -1,0 +1,54 @@
+"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
+
+NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer"), "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"), "num_query_groups": ("num_key_value_heads",),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"), "kv_channels": ("head_dim",), "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+}  # fmt: skip
+"""Fields of our configuration -> what transformers' configurations call them."""
+_OF_TRAINING = ("model_family", "seq_length", "attention_dropout", "hidden_dropout", "bert_no_binary_head", "make_vocab_size_divisible_by")
+"""Fields of ``ModelConfig`` that a folder does not decide."""
+
+
+def shape_of(folder: str) -> dict[str, int]:
+    """Return the shape in a config.json, as fields of our configuration.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model {folder}: {path} cannot be read ({error}): give a local folder with transformers' config.json"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--model {folder}: {path} must be an object")
+    values = {field: next((found[name] for name in names if isinstance(found.get(name), int)), None) for field, names in NAMES.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterator[str]:
+    """Yield a message for each flag that says something of the model, which is the folder's."""
+    if config.preset is not None:
+        yield f"--preset {config.preset}: the model is that of --model {folder}: leave one of the two out"
+    for (group, name), where in config.given.items():
+        if group != "model" or name in _OF_TRAINING:
+            continue
+        value = getattr(config.model, name)
+        if name in shape and value != shape[name]:
+            yield f"{where} ({value}): {folder}/config.json has {shape[name]}, and the model is the folder's: leave the flag out"
+        elif name not in NAMES:
+            yield f"{where} is for megatron_sp's own models, and this one is as {folder}/config.json says: leave the flag out"
