@@ -114,7 +114,7 @@ MUTANTS = [
     ("bias: towards the load", MODEL, "torch.sign(load.mean() - load)", "torch.sign(load - load.mean())"),
     ("bias: moved in a skipped step", MODEL, "step if skip is None else torch.where(skip, 0.0, step)", "step"),
     ("bias: by what this rank has counted", STEP, "self.model.update_expert_biases(self.routers.loads_in(told), skip)", "self.model.update_expert_biases(self.routers.loads.double(), skip)"),
-    ("bias: not in the checkpoint", STATE, "return found | {name: GlobalTensor.whole(bias) for name, bias in expert_biases(self.model).items()}", "return found"),
+    ("bias: not in the checkpoint", STATE, "return found | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}", "return found"),
     ("bias: not read for generation", "inference/stored_model.py", "        wanted |= {name: GlobalTensor.whole(bias) for name, bias in expert_biases(model).items()}\n", "        pass\n"),
     ("verification: loads are not compared", VERIFY, "0.0 if loads == got.loads else math.inf", "0.0"),
     ("verification: another micro-batch's choices are replayed", VERIFY, "None if replayed is None else replayed[index])", "None if replayed is None else replayed[-1 - index])"),

@@ -14,7 +14,7 @@ Progress = Callable[[int], None]
 
 
 class Writer(Protocol):
-    """What ``run.convert`` writes with: ``Format``, or what has a model of its own."""
+    """Interface of what ``run.convert`` writes with: ``Format``, or what has a model of its own."""
 
     def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
         """Write a checkpoint into a folder that does not exist yet."""
