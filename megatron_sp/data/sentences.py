@@ -5,8 +5,8 @@ the next word does not begin with a lower-case letter; at the full stops of Chin
 and at every blank line. A single line break counts as a space, since text is often wrapped. A full stop does not end a
 sentence after an initial (J. Smith), a title (Dr. Smith), an abbreviation within a sentence (e.g. this), or the number
 of a list item (1. First). After abbreviations that may end a sentence (U.S., Inc., Jr.), the sentence ends if the next
-word is one that often begins a sentence. Such rules are sometimes wrong; a sentence that is too long or too short does
-not harm training.
+word is one that often begins a sentence. Such rules are sometimes wrong; a sentence that is a little too long or too short
+does not harm training, and one above 512 tokens costs its document (``bert_index.py``).
 """
 
 from __future__ import annotations

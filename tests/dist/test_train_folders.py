@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers (Python 
 from megatron_sp.commands import cli  # noqa: E402
 from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
 from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
+from megatron_sp.schedule.verify.deterministic_copy import drops  # noqa: E402
 from megatron_sp.tasks.external_model import ExternalModel, count_products  # noqa: E402
 from megatron_sp.tasks.external_task import external_task  # noqa: E402
 from megatron_sp.tasks.external_weights import ModelFolder  # noqa: E402
@@ -38,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Glm4Moe": MIXTURE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "Mixtral": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "Qwen3": SHAPE,
+    "Starcoder2": SHAPE, "SeedOss": SHAPE, "Olmo2": SHAPE, "Phi3": SHAPE | {"pad_token_id": 0}, "Cohere2": SHAPE | {"sliding_window": 8},
     "Ernie4_5_Moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
 }  # fmt: skip
 
@@ -108,9 +110,15 @@ CASES = [
     ("Llama", ("sp", "cp", "tp", "zero 3")), ("Gemma2", ("sp", "zero 3")), ("Afmoe", ("sp", "zero 3")), ("Dots1", ("zero 1", "zero 3")),
     ("Mixtral", ("sp", "zero 3")), ("Qwen3", ("cp", "tp")),
 ]  # fmt: skip
+OTHERS = [("Starcoder2", ("sp", "cp", "zero 3")), ("SeedOss", ("sp", "cp", "zero 3")), ("Olmo2", ("sp", "cp", "zero 3")),
+          ("Phi3", ("sp", "zero 3")), ("Cohere2", ("sp", "cp", "zero 3")), ("Glm4Moe", ("sp", "zero 3")),
+          ("Ernie4_5_Moe", ("sp", "zero 3"))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "layouts"), CASES, ids=[family for family, _ in CASES])
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [*(pytest.param(*case, id=case[0]) for case in CASES), *(pytest.param(*case, id=case[0], marks=pytest.mark.long) for case in OTHERS)],
+)
 def test_losses_are_those_of_transformers_in_every_layout(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
     """fp64: the mean loss of the first batch, and that of the second after an update."""
     make(tmp_path / "model", family)
@@ -233,6 +241,38 @@ def test_dropout_is_the_models_own_unless_a_flag_says_otherwise(tmp_path: Path) 
     (tmp_path / "llama/config.json").write_text(json.dumps(config | {"layerdrop": 0.1}))
     with pytest.raises(ValueError, match=r"layerdrop \(0.1\) is a dropout that no flag here means"):
         built(tmp_path / "llama")
+
+
+RATES: dict[str, tuple[str, str, dict[str, Any], dict[str, float]]] = {
+    "OPT": ("OPT", "CausalLM", {"ffn_dim": 24, "word_embed_proj_dim": 32}, {"dropout": 0.1, "attention_dropout": 0.2}),
+    "StarCoder 2": (
+        "Starcoder2", "CausalLM", SHAPE, {"residual_dropout": 0.1, "embedding_dropout": 0.2, "attention_dropout": 0.3},
+    ),
+    "Seed-OSS": ("SeedOss", "CausalLM", SHAPE, {"residual_dropout": 0.1, "attention_dropout": 0.3}),
+    "ModernBERT": (
+        "ModernBert", "MaskedLM", {"local_attention": 8}, {"attention_dropout": 0.1, "embedding_dropout": 0.2, "mlp_dropout": 0.3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_all_dropout_is_off_with_rates_of_0(name: str, tmp_path: Path) -> None:
+    family, task, shape, rates = RATES[name]
+    small = {k: SHAPE[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")}
+    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**(small | shape | rates))
+    getattr(transformers, f"{family}For{task}")(config).save_pretrained(tmp_path)
+    for more, is_on in (("", True), ("--hidden-dropout 0 --attention-dropout 0", False)):
+        words = f"--model {tmp_path} {FLAGS} {more}".split()
+        masked = task == "MaskedLM"
+        settings, _ = parse_external(
+            [*words, *(["--bert-no-binary-head"] if masked else [])], description="", family="bert" if masked else "gpt"
+        )
+        build = ModelFolder(str(tmp_path), f"AutoModelFor{task}")
+        build.prepare(settings)
+        model = build(settings).train()
+        assert drops(model) == is_on
+        assert is_on == all(getattr(model.config, key) == rate for key, rate in rates.items())  # type: ignore[union-attr]
 
 
 def test_a_loss_for_even_loads_is_refused(tmp_path: Path) -> None:
