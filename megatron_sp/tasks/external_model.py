@@ -24,7 +24,10 @@ from megatron_sp.schedule.apply.units import UnitHooks, find_blocks, order_of, u
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_OF_PROGRAMS = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "output_", "return_dict")
+_OF_PROGRAMS = (
+    "transformers_version", "architectures", "dtype", "use_cache", "output_", "return_dict", "tokenizer_class",
+    "bos_token_id", "eos_token_id", "id2label", "label2id",
+)  # fmt: skip
 """In names of entries that do not change what is trained. Dropout may differ from one process of a run to the next."""
 _OF_LENGTHS = ("rope", "rotary", "max_position_embeddings", "sliding_window", "layer_types")
 """In names of entries that a new run may change."""
@@ -33,11 +36,12 @@ _OF_LENGTHS = ("rope", "rotary", "max_position_embeddings", "sliding_window", "l
 def _entries(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the entries of a configuration that are compared, those of its parts as "part.entry"."""
     for name, value in config.items():
-        if name.startswith("_attn") or "drop" in name or any(part in name for part in _OF_PROGRAMS):
+        if name.startswith("_") or "drop" in name or any(part in name for part in _OF_PROGRAMS):
             continue
         if isinstance(value, dict):
+            yield f"{place}{name}", "entries"  # where the other one may have nothing
             yield from _entries(value, f"{place}{name}.")
-        elif value is not None:
+        else:
             yield f"{place}{name}", value
 
 
@@ -101,11 +105,11 @@ class ExternalModel(nn.Module):
             CheckpointError: the model is another one; the message lists the entries that differ.
         """
         now = self.description
-        if stored is None or now is None:
+        if now is None or not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
             return
         before, after = (dict(_entries(of["config"])) for of in (stored, now))
-        entries = {"class": (stored["class"], now["class"])}
-        entries |= {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+        entries = {"class": (stored.get("class"), now["class"])}  # what only one version of transformers knows is not compared
+        entries |= {name: (before[name], after[name]) for name in before if name in after}
         rows = [
             f"  {name}: {old} in the checkpoint, {new} here"
             for name, (old, new) in entries.items()
