@@ -268,7 +268,7 @@ class Training:
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
         from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
         from megatron_sp.training.pipelined import Pipeline
-        from megatron_sp.training.sharding import TABLE_STAGE, pools_of_model, units_together
+        from megatron_sp.training.sharding import pools_of_model, units_together
         from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
@@ -295,7 +295,7 @@ class Training:
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
         zeros = {name: Zero(sharding.zero_stage, groups.dp_cp_sp) for name in (unit.name for unit in model.units())}
         if TABLE in zeros:
-            zeros[TABLE] = Zero(min(sharding.zero_stage, TABLE_STAGE), groups.ends or groups.dp_cp_sp)
+            zeros[TABLE] = Zero(sharding.zero_stage, groups.ends or groups.dp_cp_sp).of("whole")
         zeros |= {u.name: Zero(sharding.zero_stage, parallel.ep.replicas) for u in model.units() if u.alike == "experts"}
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zeros[u.name]) for u in model.units()]
         tables = [index for index, unit in enumerate(units) if unit.name == TABLE]
