@@ -74,6 +74,7 @@ class ModelFolder:
             if flag in (self._rates or ()) or rate != _rate(shape, flag):  # a verification sets it to 0
                 _set_rate(shape, flag, rate)
         library, attention = load_transformers(), ATTENTION[config.kernels.attention_backend]
+        library.utils.logging.disable_progress_bar()  # of each rank
         cls = getattr(library, self.auto_class)
         try:
             if any(Path(self.folder).glob("*.safetensors")):
