@@ -39,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Glm4Moe": MIXTURE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "Mixtral": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "Qwen3": SHAPE,
-    "Starcoder2": SHAPE, "SeedOss": SHAPE | {"attention_dropout": 0.0, "residual_dropout": 0.0}, "Olmo2": SHAPE, "Phi3": SHAPE | {"pad_token_id": 0}, "Cohere2": SHAPE | {"sliding_window": 8},
+    "Starcoder2": SHAPE, 
+    "SeedOss": SHAPE | {"attention_dropout": 0.0, "residual_dropout": 0.0}, "Olmo2": SHAPE, "Phi3": SHAPE | {"pad_token_id": 0}, "Cohere2": SHAPE | {"sliding_window": 8},
     "Ernie4_5_Moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
 }  # fmt: skip
 
@@ -241,6 +242,24 @@ def test_dropout_is_the_models_own_unless_a_flag_says_otherwise(tmp_path: Path) 
     (tmp_path / "llama/config.json").write_text(json.dumps(config | {"layerdrop": 0.1}))
     with pytest.raises(ValueError, match=r"layerdrop \(0.1\) is a dropout that no flag here means"):
         built(tmp_path / "llama")
+
+
+def test_parameters_of_another_dtype_are_waited_for_before_a_pass(tmp_path: Path) -> None:
+    """They are gathered while the update goes on, and nothing else would wait for them."""
+    make(tmp_path, "Dots1")
+    model, seen = built(tmp_path, "--bf16"), list[int]()
+
+    class Events:
+        def before_use(self, unit: int) -> None:
+            seen.append(unit)
+
+        def backward_done(self, unit: int) -> None: ...
+
+    tokens = torch.ones(1, 8, dtype=torch.int64)
+    model({"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}, Events())
+    last = model.units()[-1]
+    assert last.name == "other dtype" and {p.dtype for p in last.module.parameters()} == {torch.float32}
+    assert seen[:2] == [0, len(model.units()) - 1]
 
 
 RATES: dict[str, tuple[str, str, dict[str, Any], dict[str, float]]] = {
