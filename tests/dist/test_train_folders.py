@@ -39,8 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Glm4Moe": MIXTURE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "Mixtral": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "Qwen3": SHAPE,
-    "Starcoder2": SHAPE, 
-    "SeedOss": SHAPE | {"attention_dropout": 0.0, "residual_dropout": 0.0}, "Olmo2": SHAPE, "Phi3": SHAPE | {"pad_token_id": 0}, "Cohere2": SHAPE | {"sliding_window": 8},
+    "Starcoder2": SHAPE,
+    "SeedOss": SHAPE | {"attention_dropout": 0.0, "residual_dropout": 0.0}, "Olmo2": SHAPE,
+    "Phi3": SHAPE | {"pad_token_id": 0}, "Cohere2": SHAPE | {"sliding_window": 8},
     "Ernie4_5_Moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
 }  # fmt: skip
 
