@@ -50,7 +50,11 @@ def is_noticed(job: Job, site: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "site"),
     [
-        ("optimizer on the host, a skipped step", "wait_stream in optim/offload.py:join < optim/offload.py:start_step"),
+        pytest.param(
+            "optimizer on the host, a skipped step",
+            "wait_stream in optim/offload.py:join < optim/offload.py:start_step",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "optimizer on the host, a skipped step",
             "pin_memory in data/loader.py:_batch < data/loader.py:_dealt_batch",
