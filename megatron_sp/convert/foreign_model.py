@@ -23,6 +23,15 @@ from megatron_sp.ops import availability
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without entries that may make transformers fetch or run something: classes, kernels and quantizers by name."""
+    return {
+        name: without_code(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in ("auto_map", "quantization_config", "use_kernels") and not name.endswith("_implementation")
+    }
+
+
 class ForeignModel:
     """A foreign model in a checkpoint; also what writes it (``convert.run``).
 
@@ -98,9 +107,11 @@ class ForeignModel:
             raise ConfigError(
                 f"transformers {library.__version__} has no {self._class} ({kind}), of which the run is: use the version that trained it"
             )
-        config = known[kind].from_dict({name: value for name, value in self._config.items() if name != "auto_map"})
-        with torch.device("meta"):
-            return cls(config)
+        try:
+            with torch.device("meta"):
+                return cls(known[kind].from_dict(without_code(self._config)))
+        except Exception as error:  # transformers raises exception classes of its own for what it rejects
+            raise CheckpointError(f"{self._reader.step_dir}: state.json does not describe a {self._class}: {error}") from None
 
     def _kept(self, made: Any) -> set[str]:
         """Return the names of what is in fp32 beside 16-bit weights, which it stays."""

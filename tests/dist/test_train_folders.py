@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", reason="transformers (Python 
 
 from megatron_sp.commands import cli  # noqa: E402
 from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
+from megatron_sp.convert.foreign_model import without_code  # noqa: E402
 from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
 from megatron_sp.schedule.verify.deterministic_copy import drops  # noqa: E402
 from megatron_sp.tasks.external_model import ExternalModel, count_products  # noqa: E402
@@ -356,6 +357,10 @@ def test_figures_are_of_the_folders_model(tmp_path: Path) -> None:
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     others = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and ".experts." not in n and "embed_tokens" not in n)
     assert count_products(model) == others + experts / 2
+    ernie = make(tmp_path / "ernie", "Ernie4_5_Moe", num_experts_per_tok=1)  # another name for its moe_k
+    of_experts = sum(p.numel() for n, p in ernie.named_parameters() if ".experts." in n)
+    all_of = sum(p.numel() for n, p in ernie.named_parameters() if p.ndim > 1 and "embed_tokens" not in n)
+    assert count_products(ernie) == all_of - of_experts * 3 / 4
     config, _ = parse_external(f"--model {tmp_path / 'model'} {FLAGS}".split(), description="", family="gpt")
     scores = 4 * 2 * 16 * 32
     assert mine.flops_per_token(config.model) == (3 * (2 * (others + experts / 2) + scores / 2), 3 * (2 * (others + experts / 2) + scores))
@@ -382,6 +387,12 @@ def test_what_was_trained_is_exported_and_is_the_same_model(tmp_path: Path, caps
         assert "write it with --to hf" in capsys.readouterr().err
         assert cli.main(["evaluate", "--load", str(run), "--text", str(folder / "config.json")]) == 3
         assert "of transformers" in capsys.readouterr().err
+
+
+def test_nothing_in_a_stored_configuration_fetches_or_runs_code() -> None:
+    inner = {"hidden_size": 8, "_attn_implementation": "kernels-community/x", "auto_map": {"AutoModel": "x.Y"}}
+    config = {**inner, "text_config": inner, "quantization_config": {"quant_method": "x"}, "_experts_implementation": "x/y"}
+    assert without_code(config) == {"hidden_size": 8, "text_config": {"hidden_size": 8}}
 
 
 def test_one_class_without_a_kernel_has_our_message(tmp_path: Path) -> None:
