@@ -107,7 +107,11 @@ class RankShape:
         self.norm_stats = self.tp_seq_tokens * self.wide * self.norms
         # one pass of our CPU ops that go by blocks; a GPU kernel does all at once
         norm_block = min(self.stream, BLOCK_BYTES) if not self.cuda else self.stream
+        # what fits into one block is computed as it is, and the result is the gradient
+        is_whole = self.e >= 4 and (self.cuda or self.stream <= BLOCK_BYTES)
         self.norm_temporaries = (2 if self.norms == 2 else 3) * norm_block
+        if is_whole:
+            self.norm_temporaries = 0 if self.norms == 2 else 2 * norm_block
         self.gate_block = BLOCK_BYTES if not self.cuda else self.sp_tokens * self.ffn * self.e
         # Triton's kernels, which come with torch's CUDA wheels, have no temporaries but partial sums of a norm's gradients
         self.fused = self.cuda and not precision.fp64 and kernels.fused_kernels != "torch"

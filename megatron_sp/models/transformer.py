@@ -23,12 +23,12 @@ from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.models.experts import ExpertMLP
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, head_row_keys, split_qkv
+from megatron_sp.ops.attention import AttentionMask, core_attention, cut_qkv, fold_mask, head_row_keys, join_qkv, lse_kernel, split_qkv
 from megatron_sp.ops.dropout import hash_dropout
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.piece_choice import piece_kernel
-from megatron_sp.ops.rotary import apply_rotary
+from megatron_sp.ops.rotary import apply_rotary, rotate_heads
 from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
@@ -161,6 +161,51 @@ class AttentionCore:
         if k is None or v is None or is_uniform(share, self.r) or self.ctx.plan is not None:
             return q, k, v
         return q, self._repeated(k, share), self._repeated(v, share)
+
+    def call(
+        self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
+    ) -> tuple[LseKernel, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """Return the kernel and its arguments; see ``parallel.ulysses.Core``.
+
+        Autograd differentiates norms of queries and keys, attention across ranks, dropout that a kernel draws, and uneven groups.
+        """
+        ctx, layer, (rotary, d) = self.ctx, self.layer, (self.ctx.rotary, self.d)
+        if layer.qk_layernorm or ctx.plan is not None or ctx.recompute_core or ctx.cache is not None or not is_uniform(share, self.r):
+            return None
+        if ctx.dropout is not None and layer.attention_dropout > 0:
+            return None
+        fused, queries, groups = recv_buffers.get("qkv"), len(share.queries), len(share.keys)
+        if fused is not None and groups:
+            q, k, v = cut_qkv(fused, queries // groups, d, None)
+        elif fused is not None and shared is not None:
+            q, (k, v) = self._grouped(fused, share), shared
+        elif "k" in recv_buffers:
+            q, k, v = self._grouped(recv_buffers["q"], share), *(self._apart(recv_buffers[part], groups) for part in "kv")
+        else:
+            return None
+        kernel = lse_kernel(q, k, v, layer.mask(ctx, queries // q.shape[2]), ctx.kernel)
+        if kernel is not None and rotary is not None:
+            if fused is not None and groups:
+                cut_qkv(fused, queries // groups, d, rotary)
+            else:
+                rotate_heads(fused if fused is not None else recv_buffers["q"], *rotary, d)
+            if fused is None:
+                rotate_heads(recv_buffers["k"], *rotary, d)
+        return None if kernel is None else (kernel, q, k, v)
+
+    def prepare_backward(
+        self, grads: tuple[Tensor, Tensor | None, Tensor | None], shapes: dict[str, torch.Size], share: Share
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return the gradients of what ``call`` has received; see ``parallel.ulysses.Core``."""
+        (q, k, v), rotary = grads, self.ctx.rotary
+        if k is not None and v is not None and "qkv" in shapes:
+            return {"qkv": join_qkv(q, k, v, shapes["qkv"], rotary)}
+        of_parts = {"qkv": q} if k is None else {"q": q, "k": k, "v": v}
+        found = {part: grad.reshape(shapes[part]) for part, grad in of_parts.items() if grad is not None}
+        for part, grad in found.items():
+            if rotary is not None and part != "v":
+                rotate_heads(grad, *rotary, self.d, back=True)
+        return found
 
     def _norm_all_heads(self, q: Tensor, k: Tensor, share: Share) -> tuple[Tensor, Tensor]:
         """Norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token."""

@@ -8,6 +8,7 @@ block's memory. On a GPU each is one kernel (``ops/kernels/activations.py``), wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +25,16 @@ class Activation:
 
     name: ActivationName
 
-    @property
+    @cached_property
     def width_factor(self) -> int:
         """Width of the input relative to the output: 2 with a gate."""
         return 2 if self._is_gated else 1
 
-    @property
+    @cached_property
     def _is_gated(self) -> bool:
         return self.name in ("swiglu", "geglu", "geglu_tanh")
 
-    @property
+    @cached_property
     def _approximate(self) -> str:
         """Torch's ``approximate`` argument of the GELU."""
         return "tanh" if self.name.endswith("_tanh") else "none"

@@ -36,12 +36,12 @@ from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
 from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.lse_kernels import CPUFlash, KeptTensors, attend_with, by_head
+from megatron_sp.ops.lse_kernels import CPUFlash, KeptTensors, LseKernel, attend_with, by_head
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.packed_attention import (
+    CPUSegments,
     Segment,
     Segments,
-    cpu_flash,
     in_windows,
     one_by_one,
     segments_of_documents,
@@ -135,28 +135,38 @@ class _SplitQKV(torch.autograd.Function):
         ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.shape, ctx.rotary = qkv.shape, rotary
-        s, b, width = qkv.shape
-        per_group = (queries_per_group + 2) * head_dim
-        folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
-        if rotary is not None:
-            rotate_(folded[:, :, : queries_per_group + 1], *rotary)
-        return folded[:, :, :queries_per_group], folded[:, :, -2:-1], folded[:, :, -1:]
+        return cut_qkv(qkv, queries_per_group, head_dim, rotary)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        s, m, r, d = grad_q.shape
-        packed = grad_q._base
-        if packed is None or packed.shape != (s, m, r + 2, d) or packed is not grad_k._base or packed is not grad_v._base:
-            if is_fused(grad_q):
-                from megatron_sp.ops.kernels import rotary
+        return join_qkv(grad_q, grad_k, grad_v, ctx.shape, ctx.rotary), None, None, None
 
-                return rotary.pack(grad_q, grad_k, grad_v, ctx.rotary).view(ctx.shape), None, None, None
-            packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
-            packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
-        if ctx.rotary is not None:
-            cos, sin = ctx.rotary
-            rotate_(packed[:, :, : r + 1], cos, sin, back=True)
-        return packed.view(ctx.shape), None, None, None
+
+def cut_qkv(qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``split_qkv`` does, without a graph."""
+    s, b, width = qkv.shape
+    per_group = (queries_per_group + 2) * head_dim
+    folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
+    if rotary is not None:
+        rotate_(folded[:, :, : queries_per_group + 1], *rotary)
+    return folded[:, :, :queries_per_group], folded[:, :, -2:-1], folded[:, :, -1:]
+
+
+def join_qkv(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the gradient of the fused tensor from those of its parts, in whose memory it is if they are views of one tensor."""
+    s, m, r, d = grad_q.shape
+    packed = grad_q._base
+    if packed is None or packed.shape != (s, m, r + 2, d) or packed is not grad_k._base or packed is not grad_v._base:
+        if is_fused(grad_q):
+            from megatron_sp.ops.kernels import rotary as kernels
+
+            return kernels.pack(grad_q, grad_k, grad_v, rotary).view(shape)
+        packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
+        packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
+    if rotary is not None:
+        cos, sin = rotary
+        rotate_(packed[:, :, : r + 1], cos, sin, back=True)
+    return packed.view(shape)
 
 
 def core_attention(
@@ -174,29 +184,88 @@ def core_attention(
     Returns:
         [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
-    assert mask.window is None or mask.causal, "a window is for causal attention"
-    if kernel in ("sdpa-fa3", "sdpa-fa4"):
-        kernel = "sdpa"
-    if mask.window is not None and mask.window >= k.shape[0]:
-        mask = replace(mask, window=None)
-    if mask.documents is not None:
-        each = q.shape[1] // len(mask.documents)
-        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask, kernel, dropout, dropout_rows, kept)
-    by_length = mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] and mask.window is None
-    lengths = mask.lengths_on_host() if by_length else None
-    if by_length and lengths is None and q.shape[0] > 1 and mask.key_lengths is not None:
-        lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
-    if lengths is not None:
-        segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
-        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None, kept)
+    kernel, mask = _settled(kernel, mask, k)
+    if dropout == 0.0 and (kept is not None or _is_for_cpu_flash(q, kernel)):
+        found = lse_kernel(q, k, v, mask, kernel)
+        if found is not None:
+            return attend_with(found, q, k, v, kept)
+    segments, each = _segments_of(q, k, mask, kernel)
+    if segments is not None:
+        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, dropout_rows, kept)
     if kernel in FLASH_NAMES:
-        return _flash(kernel, q, k, v, mask, dropout, kept)
+        return _flash(kernel, q, k, v, mask, dropout)
     if kernel == "sdpa":
-        return _sdpa(q, k, v, mask, dropout, kept)
+        return _sdpa(q, k, v, mask, dropout)
     if kernel == "cudnn":
         with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-            return _sdpa(q, k, v, mask, dropout, kept, cudnn=True)
+            return _sdpa(q, k, v, mask, dropout)
     return _reference(q, k, v, mask, dropout, dropout_rows)
+
+
+def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: KernelName) -> LseKernel | None:
+    """Return the kernel, with its options, that computes attention without dropout and gives what its backward needs.
+
+    Args:
+        q, k, v, mask, kernel: as of ``core_attention``.
+    Returns:
+        None if none of the kernel's does; ``core_attention`` then computes with one that autograd differentiates.
+    """
+    kernel, mask = _settled(kernel, mask, k)
+    if kernel == "reference" or (kernel in FLASH_NAMES and lse_lack(kernel)):
+        return None
+    on_cpu = _is_for_cpu_flash(q, kernel)
+    segments, each = _segments_of(q, k, mask, kernel)
+    causal, window, s_q, s_k = mask.causal, mask.window, q.shape[0], k.shape[0]
+    if segments is not None:
+        if on_cpu:
+            return CPUSegments(segments if window is None else in_windows(segments, window), each, causal)
+        flash = _flash_with_lse(kernel, q) if _are_documents(segments, each, q) else None
+        return None if flash is None else Packed(flash, segments, each, causal, window)
+    if mask.key_lengths is not None:
+        return None
+    if kernel in FLASH_NAMES:
+        return Dense(PackageFlash(kernel), causal, window)
+    if window is not None and s_q == s_k and on_cpu:
+        return CPUSegments(in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True)
+    aligned = causal and s_q == s_k
+    if (window is not None or (causal and s_q > 1)) and not aligned:
+        return None
+    if on_cpu:
+        return CPUFlash(aligned)
+    if not torch_has_varlen(q):
+        return None
+    on_cudnn = takes_cudnn(q, k, v, aligned) if kernel == "cudnn" and window is None else None
+    return on_cudnn or Dense(TorchFlash(), aligned, window)
+
+
+def _is_for_cpu_flash(q: Tensor, kernel: KernelName) -> bool:
+    return q.device.type == "cpu" and kernel in ("sdpa", "cudnn") and _HAS_CPU_FLASH
+
+
+def _settled(kernel: KernelName, mask: AttentionMask, k: Tensor) -> tuple[KernelName, AttentionMask]:
+    """Return a kernel by the name of those that are called alike, and a mask without a window that hides nothing."""
+    assert mask.window is None or mask.causal, "a window is for causal attention"
+    if mask.window is not None and mask.window >= k.shape[0]:
+        mask = replace(mask, window=None)
+    return "sdpa" if kernel in ("sdpa-fa3", "sdpa-fa4") else kernel, mask
+
+
+def _segments_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) -> tuple[Segments | None, int]:
+    """Return the segments within which attention is computed, if the mask has several, and the columns of m per sequence."""
+    if mask.documents is not None:
+        return segments_of_documents(mask.documents), q.shape[1] // len(mask.documents)
+    if mask.key_lengths is None or kernel == "reference" or q.shape[0] != k.shape[0] or mask.window is not None:
+        return None, 1
+    lengths = mask.lengths_on_host()
+    if lengths is None and q.shape[0] > 1:
+        lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
+    return (None, 1) if lengths is None else (segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths))
+
+
+def _are_documents(segments: Segments, each: int, q: Tensor) -> bool:
+    """Return whether segments have as many keys as queries and cover every row."""
+    cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
+    return cover and all(segment.keys == segment.queries for segment in segments)
 
 
 def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
@@ -231,14 +300,7 @@ def _by_segment(
 ) -> Tensor:  # fmt: skip
     """Compute attention within segments only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
     causal, window = mask.causal, mask.window
-    if kernel == "sdpa" and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal, kept)
-    cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
-    are_documents = cover and all(segment.keys == segment.queries for segment in segments)
-    flash = _flash_with_lse(kernel, q) if are_documents and kept is not None else None
-    if flash is not None:
-        return attend_with(Packed(flash, segments, each, causal, window), q, k, v, kept)
-    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if are_documents else None
+    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if _are_documents(segments, each, q) else None
     if varlen_kernel is not None:
         return varlen(q, k, v, segments, each, varlen_kernel)
 
@@ -327,29 +389,21 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
     return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
 
 
-def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kept: KeptTensors | None) -> Tensor:
+def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     if mask.key_lengths is not None:
-        return _sdpa(q, k, v, mask, dropout, kept)  # it wants packed sequences for padding
-    if kept is not None:
-        return attend_with(Dense(PackageFlash(name), mask.causal, mask.window), q, k, v, kept)
+        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kept: KeptTensors | None = None, cudnn: bool = False
-) -> Tensor:  # fmt: skip
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     if mask.window is not None and mask.key_lengths is None:
-        return _sdpa_in_windows(q, k, v, mask.window, dropout, kept)
+        return _sdpa_in_windows(q, k, v, mask.window, dropout)
     s_q, s_k = q.shape[0], k.shape[0]
     aligned = mask.causal and s_q == s_k and mask.key_lengths is None
     if not aligned and (mask.key_lengths is not None or (mask.causal and s_q > 1)):
         return _sdpa_with_mask(q, k, v, mask, dropout)
-    if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return attend_with(CPUFlash(aligned), q, k, v, kept)
-    if kept is not None and torch_has_varlen(q):
-        return attend_with((takes_cudnn(q, k, v, aligned) if cudnn else None) or Dense(TorchFlash(), aligned), q, k, v, kept)
     return _any_sdpa(q, k, v, None, dropout, aligned)
 
 
@@ -428,7 +482,7 @@ def _without_all_scores() -> Iterator[None]:
         torch.backends.cuda.enable_math_sdp(before)
 
 
-def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, kept: KeptTensors | None) -> Tensor:
+def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
     """Causal attention with a sliding window shorter than the keys.
 
     Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one; all
@@ -441,11 +495,7 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
         return _sdpa_with_mask(q, k, v, mask, dropout) if s_q > 1 else _any_sdpa(q, k, v, None, dropout)
     if s_q > s_k:
         return _sdpa_with_mask(q, k, v, AttentionMask(window=window), dropout)
-    if q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True, kept)
     if torch_has_varlen(q):
-        if kept is not None:
-            return attend_with(Dense(TorchFlash(), True, window), q, k, v, kept)
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
     tiles = []

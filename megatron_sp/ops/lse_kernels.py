@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.memory import blocks, empty, is_small
 
 
 class KeptTensors:
@@ -143,10 +143,15 @@ class _Attention(torch.autograd.Function):
         return *ctx.kernel.backward(grad, *ctx.saved_tensors), None, None
 
 
+def _is_fused(q: Tensor, k: Tensor) -> bool:
+    """Return whether q and k are parts of one fused tensor."""
+    return k.shape[0] == q.shape[0] and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+
+
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Allocate gradients; for parts of a fused QKV as views of one tensor in its layout, so that packing them costs nothing."""
     s, m, r, d = q.shape
-    if q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and k.shape[0] == s:
+    if _is_fused(q, k):
         packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
         return Gradients(packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :])
     return Gradients(*(empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)))
@@ -164,6 +169,9 @@ class CPUFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         s, m, r, d = q.shape
+        if is_small(q):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(*by_head(q, k, v), 0.0, self.causal)
+            return out.permute(2, 0, 1, 3).contiguous(), lse  # [m, r, s, d] -> [s, m, r, d]
         out = empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
@@ -174,6 +182,12 @@ class CPUFlash:
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         s, m, r, d = q.shape
+        if is_small(q) and r == 1 and _is_fused(q, k):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse[0], 0.0, self.causal
+            )
+            packed = torch.cat(parts, 1).permute(2, 0, 1, 3).contiguous()  # [m, 3, s, d] -> [s, m, 3, d]
+            return Gradients(*packed.split(1, 2))
         grads = empty_gradients(q, k, v)
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
             operands = by_head(q[:, groups], k[:, groups], v[:, groups])

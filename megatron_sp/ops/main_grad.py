@@ -13,7 +13,7 @@ it; the order of a parameter's gradients stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +22,15 @@ from torch import Tensor
 
 
 class MainGrad(Protocol):
-    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``)."""
+    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``).
+
+    Attributes:
+        defers: gradients of some parameters are put off now: ``later`` has to be asked.
+        held: ids of the parameters that have a buffer.
+    """
+
+    defers: bool
+    held: Container[int]
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         """Return the buffer view for ``param`` and whether to overwrite it (first gradient of the step) or to add to it.
@@ -63,7 +71,7 @@ def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor
     Returns:
         None if it was written to the main_grad, else the gradient [out, in].
     """
-    if main_grad is not None and main_grad.later(weight, partial(put_weight_grad_now, main_grad, weight, grad_out, x)):
+    if main_grad is not None and main_grad.defers and main_grad.later(weight, partial(put_weight_grad_now, main_grad, weight, grad_out, x)):
         return None
     return put_weight_grad_now(main_grad, weight, grad_out, x)
 
@@ -104,9 +112,44 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
     """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter."""
-    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):
+    if main_grad is not None and main_grad.defers and main_grad.later(param, partial(_put_now, main_grad, param, grad)):
         return None
     return _put_now(main_grad, param, grad)
+
+
+def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
+    """Return whether all gradients of these parameters go to the main_grad: autograd need not know of them.
+
+    A parameter that autograd knows has a node of its own, which is called in every backward pass with nothing for it.
+    """
+    if main_grad is None:
+        return False
+    held = main_grad.held
+    for param in params:  # noqa: SIM110  # every layer of every step comes by: no generator
+        if param is not None and id(param) not in held and param.requires_grad:
+            return False
+    return True
+
+
+def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
+    """Compute the gradient of a bias that was added to each row, the sum of grad_out [tokens, out] over the rows, in fp32 or wider.
+
+    Returns:
+        None if it was written to the main_grad, else the gradient [out].
+    """
+    wide = torch.float32 if grad_out.dtype in (torch.bfloat16, torch.float16) else None
+    if main_grad is None or main_grad.defers:
+        return put_grad(main_grad, bias, grad_out.sum(0, dtype=wide))
+    reserved = main_grad.reserve(bias)
+    if reserved is None:
+        return grad_out.sum(0, dtype=wide).to(bias.dtype)
+    view, fresh = reserved
+    if fresh and view.dtype == (wide or grad_out.dtype):
+        torch.sum(grad_out, 0, dtype=wide, out=view)
+    else:
+        total = grad_out.sum(0, dtype=wide)
+        view.copy_(total) if fresh else view.add_(total)
+    return None
 
 
 def _put_now(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ Memory that was used once stays with the process; peak memory is the highest add
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -31,11 +32,8 @@ _ALIGN = 4096
 
 def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor, as ``torch.empty``; large CPU tensors come from the cache."""
-    count = 1
-    for size in shape:
-        count *= size
-    num_bytes = count * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _MIN_BYTES:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _MIN_BYTES or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     block = _arena.take(num_bytes)
     if block is None:
@@ -70,6 +68,16 @@ def host_tensor(values: Sequence[float], dtype: torch.dtype, device: torch.devic
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, without waiting for the device."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def is_small(x: Tensor) -> bool:
+    """Return whether a result like ``x`` may come from torch's own allocator: it takes one block of ``blocks``, or is not on the CPU."""
+    return x.nbytes <= _MIN_BYTES or x.device.type != "cpu"
+
+
+def is_small_result(x: Tensor, width: int) -> bool:
+    """Return whether a result [..., width], for x [..., w], may come from torch's own allocator."""
+    return x.nbytes // max(1, x.shape[-1]) * width < _MIN_BYTES or x.device.type != "cpu"
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from megatron_sp.ops import availability
 from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad
-from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.memory import blocks, empty, is_small
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,28 @@ class _Norm(torch.autograd.Function):
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (the normalized x in x's dtype, the statistics for ``norm_backward``)."""
-    if _is_for_apex(x, spec):
+    if spec.kernel == "apex" and _is_for_apex(x):
         return _apex_forward(x, weight, bias, spec)
     if is_fused(x):
         from megatron_sp.ops.kernels import norms
 
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
         return y, (stats,)
-    if _is_for_torchs_rms_norm(x, spec):
+    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
         return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
     if spec.kind == "LayerNorm":
+        if is_small(x):
+            wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
+            y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
+            return y if y.dtype == x.dtype else y.to(x.dtype), (mean, rstd)
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
         y2 = y.view(x2.shape)
-        stats = torch.empty(2, x2.shape[0], 1, dtype=_widen(x2[:0]).dtype, device=x.device)
+        mean, rstd = torch.empty(2, x2.shape[0], 1, dtype=_widen(x2[:0]).dtype, device=x.device)
         for rows in blocks(x2.shape[0], x2.element_size() * x2.shape[1], x.device):
             wide, scale, shift = _layer_norm_operands(x2[rows], weight, bias, spec.zero_centered)
-            y2[rows], *both = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
-            stats[0, rows], stats[1, rows] = both
-        return y, (stats,)
+            y2[rows], mean[rows], rstd[rows] = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
+        return y, (mean, rstd)
     return _rms_norm(x, _scale(weight, spec.zero_centered), spec.eps)
 
 
@@ -123,13 +126,13 @@ def norm_backward(
 
     ``add``: another gradient of x, to be added to the first.
     """
-    if _is_for_apex(x, spec):
+    if spec.kernel == "apex" and _is_for_apex(x):
         return _apex_backward(grad, x, weight, bias, stats, spec, need, add)
     if is_fused(x):
         from megatron_sp.ops.kernels import norms
 
         return norms.backward(grad, x, weight, stats[0], need, add, zero_centered=spec.zero_centered)
-    if _is_for_torchs_rms_norm(x, spec):
+    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
         scale = _scale(weight, spec.zero_centered).to(x.dtype)
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
             grad.contiguous(), x.contiguous(), (x.shape[-1],), stats[0], scale, [need[0], need[1]]
@@ -138,12 +141,17 @@ def norm_backward(
             grad_x.add_(add)
         return grad_x if need[0] else None, grad_weight if need[1] else None, None
     if spec.kind == "LayerNorm":
-        return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
+        return _layer_norm_backward(grad, x, weight, bias, (stats[0], stats[1]), spec, need, add)
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
 
 
 def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     width = x.shape[-1]
+    if is_small(x):
+        wide = _widen(x)
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+        y = (wide * rstd).mul_(scale)
+        return y if y.dtype == x.dtype else y.to(x.dtype), (rstd,)
     y, x2 = empty(x.shape, dtype=x.dtype, device=x.device), x.reshape(-1, width)
     y2, rstd = y.view(x2.shape), torch.empty(x2.shape[0], 1, dtype=scale.dtype, device=x.device)
     for rows in blocks(x2.shape[0], scale.element_size() * width, x.device):
@@ -161,6 +169,15 @@ def _rms_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dx = rstd * (g - normed * mean(g * normed)), where g = grad * scale, and the gradient of scale."""
     width = x.shape[-1]
+    if is_small(x):
+        normed, g = _widen(x) * rstd, _widen(grad)
+        grad_scale = (g * normed).reshape(-1, width).sum(0) if need[1] else None
+        if not need[0]:
+            return None, grad_scale
+        g = g * scale
+        g.sub_(normed.mul_((g * normed).mean(-1, keepdim=True))).mul_(rstd)
+        g = g if add is None else g.add_(add)
+        return g if g.dtype == x.dtype else g.to(x.dtype), grad_scale
     grad2, x2, add2 = grad.reshape(-1, width), x.reshape(-1, width), None if add is None else add.reshape(-1, width)
     grad_x = empty(x.shape, dtype=x.dtype, device=x.device) if need[0] else None
     grad_x2 = None if grad_x is None else grad_x.view(x2.shape)
@@ -178,17 +195,25 @@ def _rms_norm_backward(
 
 
 def _layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, need: tuple[bool, bool, bool],
-    add: Tensor | None,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, Tensor], spec: NormSpec,
+    need: tuple[bool, bool, bool], add: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    width = x.shape[-1]
+    width, (mean, rstd) = x.shape[-1], stats
+    if is_small(x) and x.numel():
+        wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
+        grad = grad if grad.dtype == wide.dtype else grad.to(wide.dtype)
+        of_x, *of_params = torch.ops.aten.native_layer_norm_backward.default(grad, wide, (width,), mean, rstd, scale, shift, need)
+        if need[0]:
+            of_x = of_x if add is None else of_x.add_(add)
+            of_x = of_x if of_x.dtype == x.dtype else of_x.to(x.dtype)
+        return of_x if need[0] else None, of_params[0], of_params[1]
     grad2, x2, add2 = grad.reshape(-1, width), x.reshape(-1, width), None if add is None else add.reshape(-1, width)
     grad_x = empty(x2.shape, dtype=x.dtype, device=x.device) if need[0] else None
     sums: list[Tensor | None] = [None, None]
     for rows in blocks(x2.shape[0], x2.element_size() * width, x.device):
         wide, scale, shift = _layer_norm_operands(x2[rows], weight, bias, spec.zero_centered)
         part, *part_sums = torch.ops.aten.native_layer_norm_backward(
-            grad2[rows].to(wide.dtype), wide, (width,), stats[0, rows], stats[1, rows], scale, shift, list(need)
+            grad2[rows].to(wide.dtype), wide, (width,), mean[rows], rstd[rows], scale, shift, list(need)
         )
         if grad_x is not None:
             grad_x[rows] = part if add2 is None else part + add2[rows]
@@ -208,7 +233,7 @@ def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
     weight learns: then several kernels of torch's compute the norm in fp32.
     """
     rounds = spec.zero_centered and x.dtype != torch.float32
-    return spec.kind == "RMSNorm" and x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
+    return spec.kind == "RMSNorm" and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
 
 def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -216,10 +241,9 @@ def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tupl
     return y, (rstd,)
 
 
-def _is_for_apex(x: Tensor, spec: NormSpec) -> bool:
+def _is_for_apex(x: Tensor) -> bool:
     """Return whether apex's kernels compute the norm of x; the same in forward and backward, whose statistics differ in shape."""
-    is_there = spec.kernel == "apex" and x.device.type == availability.APEX_DEVICE
-    return is_there and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.numel() < 2**31
+    return x.device.type == availability.APEX_DEVICE and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.numel() < 2**31
 
 
 def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -250,8 +274,11 @@ def _apex_parameters(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormS
     return tuple(p.to(x.dtype).contiguous() for p in params)
 
 
+_16_BIT = (torch.bfloat16, torch.float16)
+
+
 def _widen(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in _16_BIT else x
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -261,6 +288,8 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 
 def _layer_norm_operands(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x, scale and shift for torch's kernel: in fp32 or wider on the CPU, in x's dtype on CUDA (which computes in fp32 inside)."""
+    if not zero_centered and weight.dtype == x.dtype and x.dtype not in _16_BIT:
+        return x, weight, bias
     scale = _scale(weight, zero_centered)
     if x.is_cuda:
         return x, scale.to(x.dtype), bias

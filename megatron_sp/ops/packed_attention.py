@@ -4,7 +4,7 @@ Both are lists of ``Segment``: some queries of a sequence with some of its keys.
 padded sequence all queries attend to the real keys. Gradients are written directly into one tensor at the segment's
 place: slices under autograd would need a zero tensor of the full size for each of them, and a concatenation a copy.
 
-On the CPU (``cpu_flash``) long segments are passed to torch's fused kernel as views, one call each. Short ones, whose
+On the CPU (``CPUSegments``) long segments are passed to torch's fused kernel as views, one call each. Short ones, whose
 call costs more than their work, are batched with others of about the same length: copied side by side, right-padded to
 the longest. Causal attention never sees later positions, and their gradient is zero, so the padding has no effect;
 without the causal mask only segments of the same length share a batch.
@@ -29,7 +29,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.lse_kernels import Gradients, KeptTensors, attend_with, empty_gradients
+from megatron_sp.ops.lse_kernels import Gradients, empty_gradients
 from megatron_sp.ops.memory import blocks, empty, to_device
 from megatron_sp.utils.numbers import window_tile
 
@@ -166,27 +166,17 @@ class _Places:
         into[self.rows[segment, at][:, None], self.columns[segment]] = x[segment, at]
 
 
-def cpu_flash(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool, kept: KeptTensors | None = None
-) -> Tensor:  # fmt: skip
-    """Compute attention with torch's fused CPU kernel.
+@dataclass(frozen=True)
+class CPUSegments:
+    """torch's fused CPU kernel, called for batches of segments (an ``LseKernel``); its lse are those of the calls.
 
-    Args:
-        q: [s, m, r, d].
-        k, v: [s, m, 1, d].
+    q is [s, m, r, d], k and v are [s, m, 1, d]; the output is zero for queries outside all segments.
+
+    Attributes:
         segments: non-overlapping, except for the keys of ``in_windows``.
         each: consecutive columns of m per sequence.
         causal: causal mask within a segment.
-        kept: see ``lse_kernels.attend_with``.
-    Returns:
-        [s, m, r, d]; zero for queries outside all segments.
     """
-    return attend_with(CPUSegments(segments, each, causal), q, k, v, kept)
-
-
-@dataclass(frozen=True)
-class CPUSegments:
-    """torch's fused CPU kernel, called for batches of segments (an ``LseKernel``); its lse are those of the calls."""
 
     segments: Segments
     each: int

@@ -95,6 +95,11 @@ class _Rotary(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, back: bool = False) -> None:
+    """Do what ``apply_rotary`` does to all heads of x [s, ..., c], contiguous, without a graph; ``back`` by the opposite angle."""
+    rotate_(_turning(x, head_dim, 1, 1), cos, sin, back=back)
+
+
 def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
     """Return a view of the heads to rotate: [s, ..., c] -> [s, runs of heads, rotated, head_dim]."""
     return x.view(x.shape[0], x.shape[1:].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]

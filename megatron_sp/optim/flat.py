@@ -136,26 +136,33 @@ class FlatLayout:
         self._views: dict[int, list[Tensor]] = {}  # by the address of a buffer that lives as long as the run
         self._nothing: Tensor | None = None
 
+        starts, stops = [*(slot.start for slot in self.slots), self.numel], [0, *(slot.stop for slot in self.slots)]
+        self._padding = [range(stop, start) for start, stop in zip(starts, stops, strict=True) if start > stop]
+        runs = [length for slot, stop in zip(self.slots, stops, strict=False) for length in (slot.start - stop, slot.numel)]
+        self._runs = [*runs, self.numel - stops[-1]]  # padding and parameters in turn
+
     def zero_padding(self, flat: Tensor) -> None:
         """Zero the padding of a full buffer."""
-        at = 0
-        for slot in self.slots:
-            flat[at : slot.start].zero_()
-            at = slot.stop
-        flat[at:].zero_()
+        for part in self._padding:
+            flat[part.start : part.stop].zero_()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the views of all slots in a full buffer: made together, they cost the host a third."""
+        parts = flat.split_with_sizes(self._runs)[1::2]
+        return [part if len(slot.shape) == 1 else part.view(slot.shape) for slot, part in zip(self.slots, parts, strict=True)]
 
     def filled(self, like: Tensor) -> Tensor:
         """Return a new full buffer with the parameters' values and zero padding."""
         flat = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
-        for slot in self.slots:
-            slot.view(flat).copy_(slot.param.detach())
+        for slot, view in zip(self.slots, self.views(flat), strict=True):
+            view.copy_(slot.param.detach())
         return flat
 
     def bind(self, flat: Tensor, *, lasting: bool = True) -> None:
         """Make the parameters views of a full buffer; with ``lasting`` (a buffer kept for the whole run) the views are cached."""
         views = self._views.get(flat.data_ptr()) if lasting else None
         if views is None:
-            views = [slot.view(flat) for slot in self.slots]
+            views = self.views(flat)
             if lasting:
                 self._views[flat.data_ptr()] = views
         for slot, view in zip(self.slots, views, strict=True):
@@ -225,6 +232,7 @@ class FlatUnit:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self._grads: Tensor | None = None
+        self._grad_views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
         if offload:
             # in 16 bits what travels is the rounded copy (optim/offload.py), and pinned memory is scarce
@@ -270,7 +278,16 @@ class FlatUnit:
         if self._grads is None:
             self._grads = empty((self.numel,), dtype=self.grad_dtype, device=self.device)
             self.layout.zero_padding(self._grads)
+            self._grad_views = self.layout.views(self._grads)
         return self._grads
+
+    def grad_view(self, number: int) -> Tensor:
+        """Return the gradient of slot ``number``, a view of the flat buffer."""
+        return (self._grad_views or self._made_views())[number]
+
+    def _made_views(self) -> list[Tensor]:
+        _ = self.grads
+        return self._grad_views
 
     @property
     def grad_shard(self) -> Tensor:
@@ -282,7 +299,7 @@ class FlatUnit:
 
     def add_to_shard(self, reduced: Tensor) -> None:
         """Accumulate newly reduced gradients into ``grad_shard``, and free the full gradients."""
-        self._grads = None
+        self._free_grads()
         if self._grad_shard is None:
             self._grad_shard = reduced
         else:
@@ -294,7 +311,11 @@ class FlatUnit:
         So a step holds activations at the end of forward and gradients at the end of backward, which frees the former
         while it produces the latter, instead of both at once.
         """
-        self._grads = self._grad_shard = None
+        self._free_grads()
+        self._grad_shard = None
+
+    def _free_grads(self) -> None:
+        self._grads, self._grad_views = None, []
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Gather all ranks' ranges into one full buffer. Collective."""

@@ -19,7 +19,7 @@ several tp ranks hold but use on different positions or heads (``ShardSpec.sums`
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -49,6 +49,7 @@ class FlatGradients:
 
     Attributes:
         more_follows: the micro-batch has further backward passes, of other slices of its rows: no unit is complete.
+        defers, held: see ``MainGrad``.
     Raises:
         ValueError: a parameter is in two units.
     """
@@ -61,15 +62,16 @@ class FlatGradients:
         self.host, self._own_groups = host, own_groups
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype
-        self._slots: dict[int, tuple[int, Slot]] = {}
+        self._slots: dict[int, tuple[int, int]] = {}  # unit and number of the slot in it, by parameter
         for index, unit in enumerate(units):
-            for slot in unit.slots:
-                other, _ = self._slots.setdefault(id(slot.param), (index, slot))
+            for number, slot in enumerate(unit.slots):
+                other, _ = self._slots.setdefault(id(slot.param), (index, number))
                 if other != index:  # it can be a view of one buffer only; the other would go stale
                     raise ValueError(
                         f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules that share a"
                         " parameter into one unit, as a tied embedding and head are"
                     )
+        self.held: Container[int] = self._slots
         self._written: set[int] = set()
         self._ahead: set[int] = set()
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
@@ -80,6 +82,7 @@ class FlatGradients:
         self._put_off: tuple[Hashable, Collection[int]] = None, ()
         self._kept: dict[Hashable, list[tuple[int, Callable[[], object]]]] = {}
         self._delays = {id(param) for param in delayed}
+        self.defers = bool(self._delays)
         self._delayed: deque[Callable[[], object]] = deque()
 
     def start_step(self) -> None:
@@ -116,6 +119,7 @@ class FlatGradients:
             units: indices.
         """
         self._put_off = key, units
+        self.defers = key is not None or bool(self._delays)
         if key is not None:
             self._kept[key] = []
 
@@ -152,17 +156,20 @@ class FlatGradients:
                 self.unit_done(index)
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        if id(param) not in self._slots:
+        key = id(param)
+        if key not in self._slots:
             return None
-        assert id(param) not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
-        view, fresh = self._view(param), id(param) not in self._written
-        self._written.add(id(param))
-        return view, fresh
+        assert key not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
+        view = self._view(key)
+        if key in self._written:
+            return view, False
+        self._written.add(key)
+        return view, True
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
         if id(param) not in self._slots or id(param) in self._written:
             return None
-        view = self._view(param)
+        view = self._view(id(param))
         self._written.add(id(param))
         self._ahead.add(id(param))
         return view
@@ -170,12 +177,13 @@ class FlatGradients:
     def finish(self, param: Tensor) -> None:
         self._ahead.remove(id(param))
 
-    def _view(self, param: Tensor) -> Tensor:
-        index, slot = self._slots[id(param)]
-        if index in self._handles:
-            assert index not in self._reduced, f"{slot.name} got a gradient after its unit was complete"
+    def _view(self, key: int) -> Tensor:
+        index, number = self._slots[key]
+        unit = self.units[index]
+        if self._handles and index in self._handles:
+            assert index not in self._reduced, f"{unit.slots[number].name} got a gradient after its unit was complete"
             self._wait(index)  # the micro-batch before is still on its way
-        return slot.view(self.units[index].grads)
+        return unit.grad_view(number)
 
     def unit_done(self, index: int) -> None:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
@@ -231,8 +239,9 @@ class FlatGradients:
         assert index not in self._reduced, f"unit {unit.name} was completed twice in one backward pass"
         if index in self._handles:  # of the micro-batch before, in which this one left no gradient
             self._wait(index)
-        for slot in unit.slots:
-            self._collect(slot)
+        for number, slot in enumerate(unit.slots):
+            if slot.param.grad is not None or id(slot.param) not in self._written:
+                self._collect(slot, unit.grad_view(number))
         self._sum_over_tp(unit)
         self._reduced.add(index)
         if index in self._completing or self._stage(index) < 2:
@@ -277,13 +286,12 @@ class FlatGradients:
         for (_, view), place in zip(parts, places, strict=True):
             view.copy_(place)
 
-    def _collect(self, slot: Slot) -> None:
+    def _collect(self, slot: Slot, view: Tensor) -> None:
         """Add the gradient that autograd has left in ``p.grad`` (external ops); zero the view of a parameter without a gradient."""
         key = id(slot.param)
-        view = slot.view(self.units[self._slots[key][0]].grads)
         if slot.param.grad is not None:
             view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
             slot.param.grad = None
-        elif key not in self._written:
+        else:
             view.zero_()
         self._written.add(key)

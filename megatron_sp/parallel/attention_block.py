@@ -9,18 +9,17 @@ What is between the projections, the exchanges of Ulysses and the attention itse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
-from megatron_sp.ops.main_grad import MainGrad, put_grad
+from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.ops.norm import NormInFront
 from megatron_sp.parallel.heads import Message
-from megatron_sp.parallel.linear import column_sum, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.linear import column_sum, needed, norm_gradients, normed_by, passed_to_autograd, projected_by, rows_of
 from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
 from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
 
@@ -43,18 +42,28 @@ def attention_block(
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
     """
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
-    options = _Options(None if norm is None else norm.spec, plan, main_grad)
+    params = _Params(*norm_params, *qkv, *proj)
+    passed = passed_to_autograd(main_grad, x, params)
     # whether backward may follow is known here only: inside forward autograd is always off
-    return _AttentionBlock.apply(options, core, torch.is_grad_enabled(), x, *_Params(*norm_params, *qkv, *proj), *core.parameters)
+    options = _Options(norm, params, core, plan, main_grad, torch.is_grad_enabled(), len(passed))
+    return _AttentionBlock.apply(options, x, *passed, *core.parameters)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of the op that backward needs and that are not tensors."""
+class _Options(NamedTuple):
+    """Arguments of the op that are not tensors of autograd.
 
-    norm_spec: NormSpec | None
+    Attributes:
+        train: a backward pass may follow.
+        num_passed: how many of ``params`` autograd knows: all or none.
+    """
+
+    norm: NormInFront | None
+    params: _Params
+    core: Core
     plan: AttentionPlan
     main_grad: MainGrad | None
+    train: bool
+    num_passed: int
 
 
 class _Params(NamedTuple):
@@ -99,15 +108,15 @@ class _Needs(NamedTuple):
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, core: Core, train: bool, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        params, plan = _Params._make(tensors[: len(_Params._fields)]), options.plan
+    def forward(ctx: Any, options: _Options, x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        params, plan, train = options.params, options.plan, options.train
         ctx.set_materialize_grads(False)
         plan.sp.mark(PROJECTION)
-        run = HeadsPass(plan, core, x, train and any(ctx.needs_input_grad))
+        run = HeadsPass(plan, options.core, x, train and any(ctx.needs_input_grad))
         if run.replays:
             going = run.results_of_first_pass(x)
         else:
-            normed, _ = normed_by(x, norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias))
+            normed, _ = normed_by(x, options.norm)
             a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
             del normed
             going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
@@ -117,42 +126,40 @@ class _AttentionBlock(torch.autograd.Function):
         if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
             plan.kept.keep("received", *(piece for _, piece in pieces))
         if train:
-            outs, weights = (piece for _, piece in pieces), (params.w_qkv, params.b_qkv, params.w_proj)
-            ctx.save_for_backward(x, params.norm_weight, params.norm_bias, *weights, *outs, *run.results.release())
-        ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]  # the core lives as long as the run
+            ctx.save_for_backward(x, *(piece for _, piece in pieces), *run.release())
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.params, ctx.core_params = params, core.parameters
+        ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]
         plan.sp.mark(OTHER)
         return y, x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        options: _Options | None = ctx.options
+        if options is None:
+            raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
         if grad is None:  # only the residual branch was used
             grads = _Grads(x=passed)
-            of_core: list[Tensor | None] = [None] * len(ctx.core_params)
+            of_core: list[Tensor | None] = [None] * len(options.core.parameters)
         else:
-            grads, of_core = _Backward(ctx).run_phases(grad, passed)
-        return None, None, None, *grads, *of_core
+            backward = _Backward(ctx, options)
+            ctx.options = ctx.run = None  # masks, tables and keys end with backward, not with the graph
+            grads, of_core = backward.run_phases(grad, passed)
+        return None, *grads[: 1 + options.num_passed], *of_core
 
 
 class _Backward:
     """One backward pass of the block: output projection, attention chunk by chunk, QKV projection message by message, norm."""
 
-    def __init__(self, ctx: Any) -> None:
-        if ctx.run is None:
-            raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
-        self.run: HeadsPass
-        self.run, ctx.run = ctx.run, None
-        options: _Options = ctx.options
-        self.plan, self.main_grad = options.plan, options.main_grad
-        self.params: _Params = ctx.params
-        self.core_params: Sequence[Tensor] = ctx.core_params
-        self.needs = _Needs._make(ctx.needs_input_grad[3 : 3 + len(_Needs._fields)])
-        self.x, norm_weight, norm_bias, self.w_qkv, self.b_qkv, self.w_proj, *others = ctx.saved_tensors
-        self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
+    def __init__(self, ctx: Any, options: _Options) -> None:
+        self.run: HeadsPass = ctx.run
+        self.norm, self.params, core, self.plan, self.main_grad, _, num_passed = options
+        self.core_params: Sequence[Tensor] = core.parameters
+        need_x, *flags = ctx.needs_input_grad[1 : 2 + num_passed]
+        self.needs = _Needs(need_x, *needed(flags, self.params))
+        self.x, *others = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # chunks let go of theirs one by one
         self.pieces = list(zip(ctx.columns, others, strict=False))
-        if self.run.results_are_own:
-            self.run.results.restore(others[len(self.pieces) :])
+        self.run.restore(others[len(self.pieces) :])
 
     def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
         """Return the gradients of x and the parameters, and those of the core's parameters.
@@ -185,19 +192,19 @@ class _Backward:
         remade: Projection | None = None
         if needs_heads and self.run.remakes:
             normed, _ = normed_by(self.x, self.norm)
-            remade = Projection(rows_of(self.plan.tp.enter_async(normed).wait()), self.w_qkv, self.b_qkv)
+            remade = Projection(rows_of(self.plan.tp.enter_async(normed).wait()), params.w_qkv, params.b_qkv)
             del normed
         b_proj = None
         if needs.b_proj:
             assert params.b_proj is not None
-            b_proj = put_grad(self.main_grad, params.b_proj, column_sum(rows_of(grad)))
+            b_proj = put_column_sum(self.main_grad, params.b_proj, rows_of(grad))
         grad2 = rows_of(gathered.wait())  # [s/sp * b, h]
 
         def weight_of_proj() -> Tensor | None:
             return put_grad_of_columns(self.main_grad, params.w_proj, grad2, self.pieces) if needs.w_proj else None
 
         if needs_heads:
-            return b_proj, self.run.backward_to_messages(grad2, self.w_proj, weight_of_proj, remade)
+            return b_proj, self.run.backward_to_messages(grad2, params.w_proj, weight_of_proj, remade)
         return b_proj, HeadGrads([], weight_of_proj(), [None] * len(self.core_params))
 
     def _qkv_projection(
@@ -209,21 +216,34 @@ class _Backward:
             (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's
             statistics).
         """
-        needs, w_qkv, plan = self.needs, self.w_qkv, self.plan
+        needs, w_qkv, plan = self.needs, self.params.w_qkv, self.plan
         if self.main_grad is not None and plan.sp.size > 1:  # nothing else is left to do while the messages are on their way
             plan.sp.mark("mlp")
             self.main_grad.cover()
         plan.sp.mark(PROJECTION)
         normed, stats = normed_by(self.x, self.norm)
         a = plan.tp.enter_async(normed)
+        w_grad: Tensor | None = None
+        b_grad: Tensor | None = None
+        reduced: Handle | None = None
+        if len(arriving) == 1 and self.run.is_whole(arriving[0][0]):  # the whole weight at once
+            d_heads = arriving[0][1].wait().view(self.run.tokens, -1)
+            if needs.normed:
+                reduced = plan.tp.leave_async(projected_by(d_heads.view(-1, self.x.shape[1], d_heads.shape[1]), w_qkv))
+            if needs.b_qkv:
+                assert self.params.b_qkv is not None
+                b_grad = put_column_sum(self.main_grad, self.params.b_qkv, d_heads)
+            entered = a.wait()
+            if needs.w_qkv:
+                w_grad = put_weight_grad(self.main_grad, w_qkv, d_heads, rows_of(entered))
+            return w_grad, b_grad, reduced, stats
         a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
         grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if needs.normed else None
-        weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.run.whole_weight) if needs.w_qkv else None
+        weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.plan.whole_weight) if needs.w_qkv else None
         bias_grad = None
         if needs.b_qkv:
             assert self.params.b_qkv is not None
-            bias_grad = row_wise_grad(self.main_grad, self.params.b_qkv, self.run.whole_weight)
-        reduced: Handle | None = None
+            bias_grad = row_wise_grad(self.main_grad, self.params.b_qkv, self.plan.whole_weight)
         first = True
         for index, (message, handle) in enumerate(arriving):
             pieces = self.run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]
@@ -248,9 +268,8 @@ class _Backward:
         """Return the gradients of x, including those from outside, and of the norm's parameters, from that of the normed x."""
         if self.norm is None:
             return add(add(passed, reduced.wait()), late), None, None
-        needs, params = self.needs, (self.params.norm_weight, self.params.norm_bias)
-        need = needs.x, needs.norm_weight, needs.norm_bias
-        grad_x, *of_norm = norm_gradients(self.norm, reduced.wait(), self.x, stats, need, passed, params=params, main_grad=self.main_grad)
+        need = self.needs.x, self.needs.norm_weight, self.needs.norm_bias
+        grad_x, *of_norm = norm_gradients(self.norm, reduced.wait(), self.x, stats, need, passed, main_grad=self.main_grad)
         if late is not None and grad_x is not None:
             grad_x.add_(late)
         return grad_x, *of_norm

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from megatron_sp.comm.collectives import Handle, all_to_all_async
+from megatron_sp.comm.collectives import Handle, all_to_all_async, done
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.comm.recorder import CallSite
 from megatron_sp.ops.memory import empty
@@ -26,12 +27,12 @@ class ExchangeGroup:
     overlap: bool = False
     recorder: CallSite | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks in the group."""
         return self.group.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank in the group."""
         return self.group.rank()
@@ -47,12 +48,14 @@ class ExchangeGroup:
         Returns:
             Handle of a flat tensor with the parts from each rank, one after another; on a single rank ``send`` itself.
         """
-        receive = send if self.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
+        if self.size == 1:
+            return done(send)
+        receive = empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
         flight = None
-        if self.recorder is not None and self.size > 1:
+        if self.recorder is not None:
             flight = self.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
         handle = all_to_all_async(send, send_counts, receive, receive_counts, self.group).recorded(flight)
-        if self.overlap or self.size == 1:
+        if self.overlap:
             return handle
         return Handle(None, handle.wait(), "all_to_all")
 

@@ -318,7 +318,7 @@ class _Backward:
     def run(self) -> tuple[Tensor | None, ...]:
         plan, values = self.plan, self.values
         plan.tp.mark("experts")
-        norm = norm_in_front(self.options.norm_spec, values.norm_weight, values.norm_bias)
+        norm = norm_in_front(self.options.norm_spec, self.params.norm_weight, self.params.norm_bias)
         grad2 = rows_of(self.grad)[: plan.rows]
         exchange = RowExchange(plan.ep, _format(grad2, self.logits, plan), len(values.w1))
         coming = [exchange.send_grads(grad2, self.trips[0].journey)]
@@ -406,10 +406,7 @@ class _Backward:
             grad_x = grad_normed if passed is None else grad_normed.add_(passed)
         else:
             need = self.need_x, self.need.norm_weight, self.need.norm_bias
-            grad_x, of_weight, of_bias = norm_gradients(
-                norm, grad_normed, self.x, stats, need, passed, params=(self.params.norm_weight, self.params.norm_bias),
-                main_grad=self.main_grad,
-            )  # fmt: skip
+            grad_x, of_weight, of_bias = norm_gradients(norm, grad_normed, self.x, stats, need, passed, main_grad=self.main_grad)
         of_residual = grad if self.has_residual and self.need_residual else None
         return grad_x, of_residual, of_weight, of_bias, router, *of_experts, *of_shared
 

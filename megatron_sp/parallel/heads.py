@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 OverlapMode = Literal["none", "split-qkv", "chunked"]
 Part = Literal["qkv", "q", "k", "v", "kv"]
@@ -51,6 +51,29 @@ class Message:
 
     part: Part
     rows: tuple[tuple[int, ...], ...]
+
+    def table(self, head_dim: int) -> MessageTable:
+        """Return the message in rows and columns of tensors; made once."""
+        tables: dict[int, MessageTable] = self.__dict__.setdefault("_tables", {})
+        if head_dim not in tables:
+            of_rank = [_slices(heads, head_dim) for heads in self.rows]
+            every = _slices(tuple(head for heads in self.rows for head in heads), head_dim)
+            tables[head_dim] = MessageTable(every, of_rank, [len(heads) * head_dim for heads in self.rows])
+        return tables[head_dim]
+
+
+class MessageTable(NamedTuple):
+    """A message in rows and columns of tensors.
+
+    Attributes:
+        rows: rows of the weight, for all destinations one after another.
+        of_rank: those for each destination.
+        widths: how many they are.
+    """
+
+    rows: list[slice]
+    of_rank: list[list[slice]]
+    widths: list[int]
 
 
 @dataclass(frozen=True)
@@ -129,7 +152,10 @@ def _not_used_later(shares: list[Share], index: int) -> range:
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:
     """Return whether all key/value heads that the share uses serve equally many of its queries, so that rows are in group order."""
-    return len(set(_queries_of(share, queries_per_group))) <= 1
+    known: dict[int, bool] = share.__dict__.setdefault("_uniform", {})  # every layer of every step asks
+    if queries_per_group not in known:
+        known[queries_per_group] = len(set(_queries_of(share, queries_per_group))) <= 1
+    return known[queries_per_group]
 
 
 def key_of_each_query(share: Share, queries_per_group: int) -> list[int]:
@@ -182,6 +208,10 @@ def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
     each = len(queries) // len(keys)
     in_groups = [[*queries[i * each : (i + 1) * each], k, v] for i, (k, v) in enumerate(zip(keys, values, strict=True))]
     return tuple(row for group in in_groups for row in group)
+
+
+def _slices(heads: tuple[int, ...], head_dim: int) -> list[slice]:
+    return [slice(run.start * head_dim, run.stop * head_dim) for run in runs_of(heads)]
 
 
 def runs_of(rows: tuple[int, ...]) -> Slices:

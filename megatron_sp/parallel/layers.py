@@ -63,6 +63,7 @@ class Norm(nn.Module):
         start = torch.zeros if self.spec.zero_centered else torch.ones
         self.weight = nn.Parameter(start(width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
+        self._front: NormInFront | None = None  # parameters stay the same objects
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize: [s, b, h] -> [s, b, h]."""
@@ -74,7 +75,9 @@ class Norm(nn.Module):
 
     def in_front(self) -> NormInFront:
         """Return this norm as an argument of the linear layer after it, which then saves the norm's input instead of its output."""
-        return NormInFront(self.spec, self.weight, self.bias)
+        if self._front is None or self._front.spec is not self.spec:
+            self._front = NormInFront(self.spec, self.weight, self.bias)
+        return self._front
 
 
 class ParallelLinear(nn.Module):

@@ -15,17 +15,21 @@ Backward of the column-parallel layer:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_grad, put_weight_grad
+from megatron_sp.ops.memory import empty, is_small_result
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
+
+Params = tuple[Tensor | None, ...]
 
 
 def column_linear(
@@ -50,8 +54,9 @@ def column_linear(
         (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
     Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
-    params = (None, None) if norm is None else (norm.weight, norm.bias)
-    return _ColumnLinear.apply(x, weight, bias, *params, _ColumnOptions(None if norm is None else norm.spec, tp, main_grad))
+    params = _ColumnParams(weight, bias) if norm is None else _ColumnParams(weight, bias, norm.weight, norm.bias)
+    options = _ColumnOptions(None if norm is None else norm.spec, tp, main_grad, params)
+    return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, params))
 
 
 def row_linear(
@@ -78,60 +83,71 @@ def row_linear(
         [s/parts, ..., out].
     Source: as ``column_linear``.
     """
-    return _RowLinear.apply(x, weight, bias, residual, activation, tp, main_grad)
+    params = _RowParams(weight, bias)
+    return _RowLinear.apply(_RowOptions(activation, tp, main_grad, params), x, residual, *passed_to_autograd(main_grad, x, params))
 
 
-class _ColumnOptions(NamedTuple):
-    """Arguments of the column-parallel op that are not tensors."""
+def passed_to_autograd(main_grad: MainGrad | None, x: Tensor, params: Params) -> Params:
+    """Return the parameters that an op has to hand to autograd: none if the main_grad holds all of them.
 
-    norm_spec: NormSpec | None
-    tp: TensorParallel
-    main_grad: MainGrad | None
+    Autograd runs a node for each parameter that it knows, in every backward pass, with nothing for it. It has to know
+    them if the op's input needs no gradient, since else it would not run the op's backward at all.
+    """
+    return () if x.requires_grad and holds_all(main_grad, params) else params
 
 
-class _ColumnGrads(NamedTuple):
-    """Gradients for autograd, in the order of the op's arguments; None for one that is not needed or is in the main_grad."""
+def needed(flags: Sequence[bool], params: Params) -> Sequence[bool]:
+    """Return which parameters need a gradient, given autograd's flags of those that were handed to it (all or none)."""
+    return flags or [p is not None and p.requires_grad for p in params]
 
-    x: Tensor | None = None
-    weight: Tensor | None = None
+
+class _ColumnParams(NamedTuple):
+    """Parameters of the column-parallel op, in the order of its arguments."""
+
+    weight: Tensor
     bias: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
 
 
+class _ColumnOptions(NamedTuple):
+    """Arguments of the column-parallel op that are not tensors of autograd."""
+
+    norm_spec: NormSpec | None
+    tp: TensorParallel
+    main_grad: MainGrad | None
+    params: _ColumnParams
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        options: _ColumnOptions,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tp = options.tp
-        ctx.save_for_backward(x, weight, norm_weight, norm_bias)
+    def forward(ctx: Any, options: _ColumnOptions, x: Tensor, *passed: Tensor | None) -> tuple[Tensor, Tensor]:
+        tp, (weight, bias, norm_weight, norm_bias) = options.tp, options.params
+        ctx.save_for_backward(x)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.params, ctx.options = (weight, bias, norm_weight, norm_bias), options
+        ctx.options = options
         ctx.set_materialize_grads(False)
         tp.mark("mlp")
         normed, _ = normed_by(x, norm_in_front(options.norm_spec, norm_weight, norm_bias))
         a = tp.enter_async(normed).wait()
-        # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in
-        # place
-        y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
-        multiply(rows_of(a), weight, bias, out=rows_of(y))
-        return y, x.view_as(x)
+        return projected(a, weight, bias), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # without a gradient of y only the residual branch was used
-        grads = _ColumnGrads(x=passed) if grad is None else _column_backward(ctx, grad, passed)
-        return *grads, None
+        grad_x, *of_params = (passed, None, None, None, None) if grad is None else _column_backward(ctx, grad, passed)
+        return None, grad_x, *of_params[: len(ctx.needs_input_grad) - 2]
 
 
-def _column_backward(ctx: Any, grad: Tensor, passed: Tensor | None) -> _ColumnGrads:
-    params, tp, main_grad = ctx.params, ctx.options.tp, ctx.options.main_grad
-    x, weight, norm_weight, norm_bias = ctx.saved_tensors
-    norm = norm_in_front(ctx.options.norm_spec, norm_weight, norm_bias)
+def _column_backward(ctx: Any, grad: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
+    options: _ColumnOptions = ctx.options
+    params, tp, main_grad = options.params, options.tp, options.main_grad
+    weight, bias, norm_weight, norm_bias = params
+    (x,) = ctx.saved_tensors
+    norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
     tp.mark("mlp")
-    need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = ctx.needs_input_grad[:5]
+    need_x = ctx.needs_input_grad[1]
+    need_weight, need_bias, need_norm_weight, need_norm_bias = needed(ctx.needs_input_grad[2:], params)
     need_back = need_x or need_norm_weight or need_norm_bias
     grad2 = rows_of(grad)
     grad_x = grad_weight = grad_bias = grad_norm_weight = grad_norm_bias = None
@@ -139,75 +155,109 @@ def _column_backward(ctx: Any, grad: Tensor, passed: Tensor | None) -> _ColumnGr
     gathered = tp.enter_async(normed) if need_weight else None
     reduced: Handle | None = None
     if need_back:
-        grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
-        torch.mm(grad2, weight, out=rows_of(grad_a))
-        reduced = tp.leave_async(grad_a)
-        del grad_a
-    if need_bias:
-        grad_bias = put_grad(main_grad, params[1], column_sum(grad2))
+        reduced = tp.leave_async(projected_by(grad, weight))
+    if need_bias and bias is not None:
+        grad_bias = put_column_sum(main_grad, bias, grad2)
     if gathered is not None:
-        grad_weight = put_weight_grad(main_grad, params[0], grad2, rows_of(gathered.wait()))
+        grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(gathered.wait()))
     del normed, gathered
     if reduced is not None and norm is None:
         grad_x = reduced.wait() if passed is None else reduced.wait().add_(passed)
     elif reduced is not None and norm is not None:
         need = need_x, need_norm_weight, need_norm_bias
-        grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-            norm, reduced.wait(), x, stats, need, passed, params=params[2:], main_grad=main_grad
-        )
-    return _ColumnGrads(grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias)
+        grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(norm, reduced.wait(), x, stats, need, passed, main_grad=main_grad)
+    return grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias
+
+
+class _RowParams(NamedTuple):
+    """Parameters of the row-parallel op, in the order of its arguments."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _RowOptions(NamedTuple):
+    """Arguments of the row-parallel op that are not tensors of autograd."""
+
+    activation: Activation | None
+    tp: TensorParallel
+    main_grad: MainGrad | None
+    params: _RowParams
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: Activation | None,
-        tp: TensorParallel, main_grad: MainGrad | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.params = weight, bias
-        ctx.activation, ctx.tp, ctx.main_grad = activation, tp, main_grad
+    def forward(ctx: Any, options: _RowOptions, x: Tensor, residual: Tensor | None, *passed: Tensor | None) -> Tensor:
+        (weight, bias), activation, tp = options.params, options.activation, options.tp
+        ctx.save_for_backward(x)
+        ctx.options = options
         tp.mark("mlp")
         a = x if activation is None else activation.forward(x)
         return project_back(a, weight, bias, residual, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.tp.mark("mlp")
-        x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-        gathered = ctx.tp.enter_async(grad)
+    def backward(ctx: Any, passed: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        options: _RowOptions = ctx.options
+        (weight, bias), activation, tp, main_grad = options.params, options.activation, options.tp, options.main_grad
+        tp.mark("mlp")
+        (x,) = ctx.saved_tensors
+        _, need_x, need_residual, *flags = ctx.needs_input_grad
+        need_weight, need_bias = needed(flags, options.params)
+        gathered = tp.enter_async(passed)
         grad_x = grad_weight = grad_bias = None
-        if need_bias:
-            grad_bias = put_grad(ctx.main_grad, ctx.params[1], column_sum(rows_of(grad)))
-        grad2, activation = rows_of(gathered.wait()), ctx.activation
-        is_one_pass = need_x and need_weight and activation is not None and activation.makes_output_in_backward(x)
-        if need_weight and not is_one_pass:
+        if need_bias and bias is not None:
+            grad_bias = put_column_sum(main_grad, bias, rows_of(passed))
+        grad = gathered.wait()
+        grad2 = rows_of(grad)
+        one_pass = activation if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x) else None
+        if need_weight and one_pass is None:
             a = x if activation is None else activation.forward(x)
-            grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(a))
+            grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(a))
             del a
         if need_x:
-            grad_x = empty((*x.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
-            torch.mm(grad2, weight, out=rows_of(grad_x))
-            if is_one_pass:
-                grad_x, a = activation.backward_with_output_(grad_x, x)
-                grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(a))
+            grad_x = projected_by(grad, weight)
+            if one_pass is not None:
+                grad_x, a = one_pass.backward_with_output_(grad_x, x)
+                grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(a))
             elif activation is not None:
                 grad_x = activation.backward_(grad_x, x)
-        return grad_x, grad_weight, grad_bias, grad if need_residual else None, None, None, None
+        return None, grad_x, passed if need_residual else None, *((grad_weight, grad_bias) if flags else ())
 
 
 def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tp: TensorParallel) -> Tensor:
     """Compute leave(a @ weight.T) + bias + residual: [s, ..., in/tp] -> [s/parts, ..., out]."""
+    if tp.size == 1 and residual is None:
+        return projected(a, weight, bias)
     y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
-    if tp.size == 1:  # nothing stands between the GEMM and what is added to it
-        multiply(rows_of(a), weight, bias, None if residual is None else rows_of(residual), out=rows_of(y))
+    if tp.size == 1 and residual is not None:  # nothing stands between the GEMM and what is added to it
+        multiply(rows_of(a), weight, bias, rows_of(residual), out=rows_of(y))
         return y
     torch.mm(rows_of(a), weight.t(), out=rows_of(y))
     y = tp.leave_async(y).wait()
     if residual is not None:
         y.add_(residual)
     return y if bias is None else y.add_(bias)
+
+
+def projected(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a @ weight.T + bias: [..., in] -> [..., out].
+
+    The result is no view of something made in an autograd function: autograd would forbid changing it in place.
+    """
+    if is_small_result(a, weight.shape[0]):
+        return F.linear(a, weight, bias)
+    y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
+    multiply(rows_of(a), weight, bias, out=rows_of(y))
+    return y
+
+
+def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
+    """Compute grad @ weight, the gradient of the input of ``projected``: [..., out] -> [..., in]."""
+    if is_small_result(grad, weight.shape[1]):
+        return torch.matmul(grad, weight)
+    grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
+    torch.mm(rows_of(grad), weight, out=rows_of(grad_a))
+    return grad_a
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
@@ -237,23 +287,23 @@ def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor
 
 def norm_gradients(
     norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
-    params: tuple[Tensor | None, Tensor | None], main_grad: MainGrad | None,
+    main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Run backward of a norm before a linear layer.
 
     Args:
-        norm: the norm, with the values of its weights.
+        norm: the norm, with its parameters.
         grad: gradient of the normed x.
         x: its input.
         stats: its statistics, from ``normed_by``.
         need: flags of x, weight and bias that need a gradient.
         passed: another gradient of x, from the residual branch, which is added.
-        params: weight and bias as the main_grad knows them.
         main_grad: receives the gradients of weight and bias.
     Returns:
         Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
     """
     grad_x, *sums = norm_backward(grad, x, norm.weight, norm.bias, stats, norm.spec, need, passed)
+    params = norm.weight, norm.bias
     weight, bias = (None if g is None or p is None else put_grad(main_grad, p, g) for g, p in zip(sums, params, strict=True))
     return grad_x, weight, bias
 

@@ -14,6 +14,7 @@ Each is the backward of the other, so the same two calls serve both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -38,17 +39,17 @@ class TensorParallel:
     seq: bool = False
     recorder: CallSite | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks that share a layer's weights."""
         return self.group.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This rank in the tp group."""
         return self.group.rank()
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Number of parts into which the positions are split between tensor-parallel regions."""
         return self.size if self.seq else 1

@@ -14,9 +14,9 @@ for all modes:
     backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange, the
                gradients of the QKV projection, message by message, with the last ones
 
-Without overlap each exchange is waited for as soon as it has been started. One chunk's attention is an ordinary
-autograd graph, which backward runs; the exchanges and projections around it are differentiated by hand. The attention
-itself is in a ``Core``.
+Without overlap each exchange is waited for as soon as it has been started. The exchanges and projections are
+differentiated by hand. The attention itself is in a ``Core``: where that names a kernel whose backward can be called
+(``Core.kernel``), so is one chunk's attention, and else it is an ordinary autograd graph, which backward runs.
 
 Where attention's results are kept (``ops/lse_kernels.py``), q, k and v need not be: backward projects and sends them
 again, chunk by chunk, and only those of two chunks exist at a time. A recomputation that finds the results of its first
@@ -29,17 +29,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_sp.comm.collectives import Handle
+from megatron_sp.comm.collectives import Handle, done
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.memory import empty
-from megatron_sp.parallel.heads import HeadChunk, Message, Share, runs_of
+from megatron_sp.parallel.heads import HeadChunk, Message, Share
+from megatron_sp.parallel.linear import projected, projected_by
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.split_projection import Piece, project_to_ranks, take
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
@@ -69,6 +71,40 @@ class Core(Protocol):
     def parameters(self) -> Sequence[Tensor]:
         """Parameters that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
 
+    def call(
+        self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
+    ) -> tuple[LseKernel, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """Return the kernel that computes the attention and its q, k and v, prepared without a graph, for a backward by hand.
+
+        Args:
+            recv_buffers: as of ``prepare``; may be modified, unless None is returned.
+            shared: keys and values that an earlier chunk has brought.
+        Returns:
+            None if autograd has to differentiate ``prepare`` or ``attend``.
+        """
+
+    def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
+        """Return the gradients of the received parts after ``call``, from those of the heads; they may be in the same memory.
+
+        Args:
+            grads: of q, and of k and v if this chunk has brought them.
+            shapes: of the parts.
+        """
+
+
+class GraphCore:
+    """Base class of a ``Core`` that autograd differentiates."""
+
+    def call(
+        self, recv_buffers: dict[str, Tensor], share: Share, shared: tuple[Tensor, Tensor] | None
+    ) -> tuple[LseKernel, Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """Return None."""
+        return None
+
+    def prepare_backward(self, grads: Heads, shapes: dict[str, torch.Size], share: Share) -> dict[str, Tensor]:
+        """Raise NotImplementedError: autograd does it."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -96,6 +132,12 @@ class AttentionPlan:
     keeps_received: bool = False
     remakes_heads: bool = False
 
+    @cached_property
+    def whole_weight(self) -> bool:
+        """Every row of the QKV weight goes to one rank; else some travel to several."""
+        rows = [row for chunk in self.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
+        return len(set(rows)) == len(rows)
+
 
 class HeadGrads(NamedTuple):
     """Gradients of the heads on their way to the ranks of their positions.
@@ -121,13 +163,43 @@ class Projection:
 
 
 @dataclass
-class _ChunkState:
-    """Tensors saved for a chunk's backward: received leaves, heads made from them, the attention's detached inputs, its output."""
+class _Graph:
+    """A chunk's attention as an autograd graph: received leaves, heads made from them, the attention's detached inputs, its output."""
 
     recv_buffers: dict[str, Tensor]
     heads: Heads
     leaves: tuple[Tensor, Tensor, Tensor]
     out: Tensor
+
+    def release(self) -> tuple[Tensor, ...]:
+        """Return nothing: the graph has saved what it needs."""
+        return ()
+
+    def restore(self, saved: Iterator[Tensor]) -> None:
+        """Take what ``release`` has returned."""
+
+
+@dataclass
+class _Call:
+    """A chunk's attention as a call of a kernel, without a graph: the shapes of the received parts, and the kernel's tensors."""
+
+    shapes: dict[str, torch.Size]
+    kernel: LseKernel
+    tensors: tuple[Tensor, ...]  # q, k, v, output, lse
+
+    @property
+    def out(self) -> Tensor:
+        """The output."""
+        return self.tensors[3]
+
+    def release(self) -> tuple[Tensor, ...]:
+        """Hand out the tensors, to be saved by autograd until ``restore``."""
+        released, self.tensors, self._count = self.tensors, (), len(self.tensors)
+        return released
+
+    def restore(self, saved: Iterator[Tensor]) -> None:
+        """Take the next tensors of those that the calls have handed out."""
+        self.tensors = tuple(islice(saved, self._count))
 
 
 class HeadsPass:
@@ -152,9 +224,7 @@ class HeadsPass:
         self.results_are_own = self.remakes and not self.replays
         self.results = KeptTensors()  # those of a recomputation are not in here
         self.of_chunks: list[KeptTensors | None] = []
-        self.states: list[_ChunkState | None] = []
-        rows = [row for chunk in plan.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
-        self.whole_weight = len(set(rows)) == len(rows)  # else some rows travel to several ranks
+        self.states: list[_Graph | _Call | None] = []
 
     # forward
 
@@ -171,12 +241,27 @@ class HeadsPass:
             recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, recv_buffers, shared)
-            uses = chunk.shares[self.sp.rank].uses
-            if not any(later.shares[self.sp.rank].uses == uses for later in chunks[index + 1 :]):
-                shared.pop(uses.start, None)
+            if index + 1 < len(chunks):
+                uses = chunk.shares[self.sp.rank].uses
+                if not any(later.shares[self.sp.rank].uses == uses for later in chunks[index + 1 :]):
+                    shared.pop(uses.start, None)
             going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
+
+    def release(self) -> list[Tensor]:
+        """Hand out the tensors that backward needs and no graph has saved, until ``restore``."""
+        released = [tensor for state in self.states if state is not None for tensor in state.release()]
+        return released + self.results.release()
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Take back what ``release`` has handed out."""
+        tensors = iter(saved)
+        for state in self.states:
+            if state is not None:
+                state.restore(tensors)
+        if self.results_are_own:
+            self.results.restore(tensors)
 
     def results_of_first_pass(self, like: Tensor) -> list[Handle]:
         """Return what ``forward`` does, from the results that a recomputation has of its first pass; none if it has what they brought.
@@ -202,7 +287,10 @@ class HeadsPass:
         self.sp.mark(PROJECTION)
         a, weight, bias = projection.a, projection.weight, projection.bias
         for message in messages:
-            rows, widths = self.rows(message), self._widths(message)
+            rows, _, widths = message.table(self.plan.head_dim)
+            if self.sp.size == 1 and len(rows) == 1:
+                handles.append(done(projected(a, take(weight, rows), None if bias is None else take(bias, rows)).view(-1)))
+                continue
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
             project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
             counts = [self.tokens * width for width in widths]
@@ -228,35 +316,42 @@ class HeadsPass:
     def _state(
         self, messages: tuple[Message, ...], recv_buffers: list[Tensor], share: Share, shared: dict[int, tuple[Tensor, Tensor]],
         results: KeptTensors | None, *, train: bool,
-    ) -> _ChunkState:  # fmt: skip
+    ) -> _Graph | _Call:  # fmt: skip
         """Compute the attention of a share from what has been received.
 
         Args:
             shared: keys and values of other chunks, by the group's number; those of this one are added.
             results: see ``Core.attend``.
-            train: build the graph that backward runs.
+            train: keep what backward needs.
         """
-        s = self.plan.seq_length
+        s, group = self.plan.seq_length, share.uses.start
         buffers: dict[str, Tensor] = {
             message.part: buffer.view(self.padded_length, self.batch, -1)[:s]
             for message, buffer in zip(messages, recv_buffers, strict=True)
             if message.rows[self.sp.rank]
         }
+        found = self.core.call(buffers, share, shared.get(group)) if train else None
+        if found is not None:
+            kernel, *operands = found
+            shared[group] = operands[1], operands[2]
+            computed = kernel.forward(*operands) if results is None else results.take("attention")
+            return _Call({part: buffer.shape for part, buffer in buffers.items()}, kernel, (*operands, *computed))
         if train:
             buffers = {part: buffer.detach().requires_grad_() for part, buffer in buffers.items()}
         with torch.set_grad_enabled(train):
             inside = {part: _Alias.apply(buffer) for part, buffer in buffers.items()} if train else buffers
             q, k, v = heads = self.core.prepare(dict(inside), share)
             if k is not None and v is not None:
-                shared[share.uses.start] = _leaf(k, train), _leaf(v, train)
-            leaves = (_leaf(q, train), *shared[share.uses.start])
+                shared[group] = _leaf(k, train), _leaf(v, train)
+            elif train and not shared[group][0].requires_grad:  # a call has brought them
+                shared[group] = _leaf(shared[group][0], train), _leaf(shared[group][1], train)
+            leaves = (_leaf(q, train), *shared[group])
             out = self.core.attend(*leaves, share, results)
-        return _ChunkState(buffers, heads, leaves, out)
+        return _Graph(buffers, heads, leaves, out)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Flatten [s, ...], with zeros after the real positions."""
-        missing = self.padded_length - self.plan.seq_length
-        if missing == 0:
+        if self.padded_length == self.plan.seq_length:
             return x.reshape(-1)
         whole = empty((self.padded_length, x.shape[1:].numel()), dtype=x.dtype, device=x.device)
         whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, whole.shape[1])
@@ -272,6 +367,9 @@ class HeadsPass:
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
         count = self.sp.size * len(chunks)
+        if count == 1 and not self.has_received:
+            yield slice(0, len(chunks[0].shares[0].queries) * d), going[0].wait().view(self.tokens, -1)
+            return
         joins = count > 1 and (count > _FEW or self.is_16_bit)
         n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
         if self.has_received:
@@ -326,7 +424,7 @@ class HeadsPass:
         arriving: list[tuple[Message, Handle]] = []
         d_shared: dict[int, list[Tensor]] = {}
         shared: dict[int, tuple[Tensor, Tensor]] = {}
-        sources: dict[int, _ChunkState] = {}
+        sources: dict[int, _Graph] = {}
         of_core: list[Tensor | None] = [None] * len(self.core.parameters)
         for index, following in zip_longest([last, *others], others):
             if following is not None:
@@ -344,7 +442,7 @@ class HeadsPass:
                 self.of_chunks[index] = None
                 if share.queries:
                     state = self._state(chunk.again, recv_buffers, share, shared, results, train=True)
-                    if state.heads[1] is not None:
+                    if isinstance(state, _Graph) and state.heads[1] is not None:
                         sources[share.uses.start] = state
                 del recv_buffers, results
             messages = chunk.back if self.remakes else chunk.messages
@@ -363,6 +461,9 @@ class HeadsPass:
         self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
         to_me, from_me = self._counts_back(chunk)  # the way back, reversed
+        if self.sp.size == 1:
+            queries = chunk.shares[0].queries
+            return done(projected_by(grad, w_proj[:, queries.start * d : queries.stop * d]).view(-1))
         send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
         starts, ranks = [share.queries.start * d for share in chunk.shares], self.sp.size
         apart, left = divmod(w_proj.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
@@ -380,7 +481,7 @@ class HeadsPass:
         return self.sp.exchange_async("d out", send, from_me, to_me)
 
     def _attend_backward(
-        self, state: _ChunkState, sources: dict[int, _ChunkState], d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
+        self, state: _Graph | _Call, sources: dict[int, _Graph], d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Return the gradients of a chunk's receive buffers, flat and padded, and those of the core's parameters.
 
@@ -390,10 +491,19 @@ class HeadsPass:
         """
         s, group = self.plan.seq_length, share.uses.start
         d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
-        d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
-        outputs, gradients, buffers = [state.heads[0]], [d_q], {part: b for part, b in state.recv_buffers.items() if part != "kv"}
+        if isinstance(state, _Call):
+            d_q, *d_kv = state.kernel.backward(d_out, *state.tensors)
+        else:
+            d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
         if group in d_shared:
             d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]
+        if isinstance(state, _Call):
+            if not share.keys:
+                d_shared[group] = d_kv
+            heads = (d_q, d_kv[0], d_kv[1]) if share.keys else (d_q, None, None)
+            found = self.core.prepare_backward(heads, state.shapes, share)
+            return {part: self._padded(grad) for part, grad in found.items()}, [None] * len(self.core.parameters)
+        outputs, gradients, buffers = [state.heads[0]], [d_q], {part: b for part, b in state.recv_buffers.items() if part != "kv"}
         if share.keys:
             source = sources.pop(group, state)
             outputs += [h for h in source.heads[1:] if h is not None]
@@ -402,11 +512,11 @@ class HeadsPass:
         else:
             d_shared[group] = d_kv
         trained = [p for p in self.core.parameters if p.requires_grad]  # autograd refuses a frozen one
-        found = gradients_of([*buffers.values(), *trained], outputs, gradients, allow_unused=True)
+        made = gradients_of([*buffers.values(), *trained], outputs, gradients, allow_unused=True)
         d_recv_buffers = {
-            part: self._padded(torch.zeros_like(w) if g is None else g) for (part, w), g in zip(buffers.items(), found, strict=False)
+            part: self._padded(torch.zeros_like(w) if g is None else g) for (part, w), g in zip(buffers.items(), made, strict=False)
         }
-        of_trained = iter(found[len(buffers) :])
+        of_trained = iter(made[len(buffers) :])
         return d_recv_buffers, [next(of_trained) if p.requires_grad else None for p in self.core.parameters]
 
     def _send_heads_grads_back(
@@ -415,48 +525,41 @@ class HeadsPass:
         """Start sending the gradients of what this rank received for a chunk back to where it came from."""
         started = []
         for message in reversed(messages):  # v first: its gradient needs no rotation; the receiver waits for the messages in this order
-            widths = self._widths(message)
+            widths = message.table(self.plan.head_dim).widths
             mine, theirs = [self.tokens * widths[self.sp.rank]] * self.sp.size, [self.tokens * width for width in widths]
             d_buffer = d_recv_buffers[message.part] if widths[self.sp.rank] else like.new_empty(0)
             started.append((message, self.sp.exchange_async(f"d {message.part}", d_buffer, mine, theirs)))
         return started
+
+    def is_whole(self, message: Message) -> bool:
+        """Return whether a message carries all heads, in the order of the weight, from and to this rank alone."""
+        return self.sp.size == 1 and len(self.plan.chunks) == 1 and len(message.table(self.plan.head_dim).rows) == 1
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
         """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]), for each rank or in one piece.
 
         The choice is made as in ``outputs``.
         """
-        widths, at = self._widths(message), 0
+        every, of_rank, widths = message.table(self.plan.head_dim)
+        at = 0
+        if self.sp.size == 1:
+            return [(every, arrived.view(self.tokens, widths[0]))]
         blocks = []
         for width in widths:
             blocks.append(arrived[at : at + self.tokens * width].view(self.tokens, width))
             at += self.tokens * width
         if self.sp.size <= _FEW // 2 and not self.is_16_bit:
-            found = [(self._runs(rows), block) for rows, block in zip(message.rows, blocks, strict=True)]
-            return [(rows, block) for rows, block in found if rows]
-        if self.sp.size == 1:
-            return [(self.rows(message), blocks[0])]
+            return [(rows, block) for rows, block in zip(of_rank, blocks, strict=True) if rows]
         whole, column = empty((self.tokens, sum(widths)), dtype=arrived.dtype, device=arrived.device), 0
         if len(set(widths)) == 1:
             whole.view(self.tokens, self.sp.size, -1).copy_(arrived.view(self.sp.size, self.tokens, -1).transpose(0, 1))
-            return [(self.rows(message), whole)]
+            return [(every, whole)]
         for block in blocks:
             whole[:, column : column + block.shape[1]] = block
             column += block.shape[1]
-        return [(self.rows(message), whole)]
+        return [(every, whole)]
 
     # both
-
-    def rows(self, message: Message) -> list[slice]:
-        """Return the weight rows of a message, for all destinations one after another."""
-        return self._runs(tuple(row for of_rank in message.rows for row in of_rank))
-
-    def _runs(self, heads: tuple[int, ...]) -> list[slice]:
-        d = self.plan.head_dim
-        return [slice(run.start * d, run.stop * d) for run in runs_of(heads)]
-
-    def _widths(self, message: Message) -> list[int]:
-        return [len(rows) * self.plan.head_dim for rows in message.rows]
 
     def _counts_back(self, chunk: HeadChunk) -> tuple[list[int], list[int]]:
         """Return the element counts of a chunk's attention output: (from this rank to each, from each to this rank)."""

@@ -28,7 +28,7 @@ from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan
+from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore
 
 S, B, H = 12, 3, 5
 
@@ -155,7 +155,7 @@ def _exchange_pairs() -> None:
                     assert_adjoint(total((ax * y).sum()), total((x * aty).sum()))
 
 
-class LinearCore:
+class LinearCore(GraphCore):
     """An "attention" that is linear in q, k and v: a running sum over positions, another weight for each head; ``scale`` is a parameter."""
 
     def __init__(self, r: int, d: int, *, fused: bool) -> None:

@@ -28,7 +28,7 @@ from megatron_sp.parallel.heads import plan_heads
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import AttentionPlan
+from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore
 
 MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), ("chunked", 2)]
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -128,7 +128,7 @@ def region(x: Tensor, w_qkv: Tensor, w_proj: Tensor, r: int, d: int, plan: Atten
     return attention_block(x, norm, (w_qkv, None), (w_proj, None), _Causal(r, d), plan)[0]
 
 
-class _Causal:
+class _Causal(GraphCore):
     """Causal attention on heads of one query each (r = 1, so that rows are q, k, v for each head)."""
 
     parameters = ()

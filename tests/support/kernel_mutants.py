@@ -45,7 +45,7 @@ MUTANTS = [
     ("activation backward: no slope", ACTIVATIONS, "grad * up * slope(gate, KIND)", "grad * up"),
     ("activation backward: the output lacks up", ACTIVATIONS, "(act * up).to(OUT", "(act).to(OUT"),
     ("activation: a narrow overflow of tanh", ACTIVATIONS, "e = tl.exp(-2.0 * tl.abs(x))", "e = tl.exp(-2.0 * x)"),
-    ("MLP: the weight's gradient from the gradient's memory before it is the output", LINEAR, "grad_x, a = activation.backward_with_output_(grad_x, x)", "grad_x, a = activation.backward_with_output_(grad_x, x)[0], x[..., : grad_x.shape[-1]]"),
+    ("MLP: the weight's gradient from the gradient's memory before it is the output", LINEAR, "grad_x, a = one_pass.backward_with_output_(grad_x, x)", "grad_x, a = one_pass.backward_with_output_(grad_x, x)[0], x[..., : grad_x.shape[-1]]"),
     ("MLP in pieces: no gradient of fc2 in one pass", PIECES, "            self.w2_grad.add_product(grad2, rows_of(inner))\n        else:", "            pass\n        else:"),
     # rotary
     ("rotary: the sine's sign", ROTARY, "(first * cos - second * sin)", "(first * cos + second * sin)"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import pytest
 import torch
@@ -58,6 +58,14 @@ class PoisonedSink:
         self._written: set[int] = set()
         self.ahead: set[int] = set()
         self.kept: list[Callable[[], object]] | None = None  # a list: gradients are put off
+
+    @property
+    def defers(self) -> bool:
+        return self.kept is not None
+
+    @property
+    def held(self) -> Container[int]:
+        return self.views
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
         if self.kept is None or id(param) not in self.views:

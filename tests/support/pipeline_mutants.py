@@ -79,7 +79,7 @@ MUTANTS = [
     ("embedding and head are not reduced after a micro-batch", PASSES, "        self.gradients.finish_micro_batch(others)\n", "        pass\n"),
     ("put off: rows of a message at once", SPLIT, "        self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))\n", "        self._calls = [lambda grad: grad.put_product(grad_out, x, rows)]\n"),
     ("put off: the last piece of an MLP alone", PIECES, "        self._operands.append((grad_out, x))\n", "        self._operands = [(grad_out, x)]\n"),
-    ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
+    ("put off: biases and norms are not", MAIN, "    if main_grad is not None and main_grad.defers and main_grad.later(param, partial(_put_now, main_grad, param, grad)):\n        return None\n", ""),
     # gradients that are delayed
     ("delayed: and forgotten", GRADIENTS, "            self._delayed.popleft()()  # and its operands go\n", "            self._delayed.popleft()\n"),
     ("delayed: from one step to the next", GRADIENTS, "        self._delayed.clear()\n", ""),

@@ -19,7 +19,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
-from megatron_sp.parallel.ulysses import AttentionPlan, HeadsPass
+from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore, HeadsPass
 from megatron_sp.utils.numbers import round_up
 
 STEP = float(2**20)
@@ -46,7 +46,7 @@ def row_of(kind: str, head: int, r: int) -> int:
     return (head // r) * (r + 2) + head % r if kind == "q" else head * (r + 2) + r + (kind == "v")
 
 
-class Inspector:
+class Inspector(GraphCore):
     """A core that checks what it gets, hands its queries' tags back, and answers every gradient with tags again."""
 
     parameters = ()

@@ -6,7 +6,7 @@ are added up in fp32, in memory that is there already, as in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,6 +99,11 @@ class _Sums:
     """A ``MainGrad`` that holds fp32 sums of some parameters; what is in them is overwritten."""
 
     views: dict[int, Tensor]
+    defers = False
+
+    @property
+    def held(self) -> Container[int]:
+        return self.views
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         return self.views[id(param)], True

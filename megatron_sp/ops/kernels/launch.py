@@ -89,7 +89,7 @@ def using_triton(yes: bool = True) -> Iterator[None]:
 
 def is_fused(x: Tensor) -> bool:
     """Return whether a Triton kernel computes an operation on x."""
-    return is_fused_on(x.device) and x.dtype in DTYPES and x.numel() > 0
+    return _in_use and x.device.type == DEVICE and x.dtype in DTYPES and x.numel() > 0
 
 
 def is_fused_on(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.heads import Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import NO_SP
-from megatron_sp.parallel.ulysses import AttentionPlan, add
+from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore, add
 
 S, B, H, R, G, D = 5, 2, 7, 3, 2, 4
 N = R * G
@@ -28,7 +28,7 @@ MODES = [("none", 1), ("split-qkv", 1), ("chunked", 2), ("chunked", 4)]
 NAMES = ("x", "norm", "norm_bias", "w_qkv", "b_qkv", "w_proj", "b_proj", "scale")
 
 
-class SoftmaxCore:
+class SoftmaxCore(GraphCore):
     """Causal attention with one parameter, by which queries are multiplied."""
 
     def __init__(self, scale: Tensor) -> None:
