@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -20,6 +21,11 @@ Found = dict[str, Tensor | None]
 def moved(batches: list[tiny.Batch]) -> list[tiny.Batch]:
     """The batches on the GPU."""
     return [{name: t.to(CUDA) for name, t in batch.items()} for batch in batches]
+
+
+def num_waits(messages: Iterable[str]) -> int:
+    """How many of torch's warnings tell of a wait of the host; the first time torch also warns that it may not see all of them."""
+    return sum("called a synchronizing CUDA operation" in message for message in messages)
 
 
 def gpu_step(
@@ -45,5 +51,5 @@ def gpu_step(
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(p.grad is None for p in model.parameters())
-    waits = sum("synchroniz" in str(warning.message) for warning in said or ())
+    waits = num_waits(str(warning.message) for warning in said or ())
     return {"loss": total.cpu(), **{name: g.cpu() for name, g in tiny.flat_grads(gradients).items()}}, waits

@@ -20,6 +20,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+TRITON = availability.find("triton").available
 LACK = "; ".join(k.reason for name in availability.APEX_EXTENSIONS if not (k := availability.find(name)).available)
 needs_apex = pytest.mark.skipif(bool(LACK), reason=LACK or "apex is installed")
 # 16 bits: apex rounds 1 + weight, and LayerNorm's result three times, torch once more: five times half an eps, 2^-8 or
@@ -30,7 +31,11 @@ DTYPES = [(torch.float32, FP32), (torch.bfloat16, 5 * 2**-8), (torch.float16, 5 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_the_choice_has_a_reason(kind: Any) -> None:
     use = KernelUse(CUDA, torch.float32, norm=NormSpec(kind, 1e-5))
-    assert {kernel.name for kernel in choose_fused_kernels("auto", use).chosen} == {"torch" if LACK else "apex"}
+    chosen = choose_fused_kernels("auto", use)
+    assert chosen.adamw is not None and chosen.norm is not None and chosen.elementwise is not None
+    assert chosen.adamw.name == ("torch" if LACK else "apex")
+    assert chosen.norm.name == ("triton" if TRITON else chosen.adamw.name), "Triton's come before apex's"
+    assert chosen.elementwise.name == ("triton" if TRITON else "torch")
     if LACK:
         with pytest.raises(RuntimeError, match="--fused-kernels apex cannot be used for AdamW"):
             choose_fused_kernels("apex", use)

@@ -31,9 +31,9 @@ def gradients(fn: Callable[[Inputs], Tensor], inputs: Inputs, grad_out: Tensor) 
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape)), dtype=torch.float64).to(
-        dtype
-    )
+    """Return normal numbers, always the same, on the CPU whatever torch's default device is."""
+    generator = torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 @pytest.fixture(params=["one block", "blocks"])
