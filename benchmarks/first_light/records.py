@@ -7,9 +7,12 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from megatron_sp.utils.program import is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
 
 Verdict = Literal["ok", "wrong", "failed", "absent", "measured"]
 VERDICTS: tuple[Verdict, ...] = ("ok", "wrong", "failed", "absent", "measured")
@@ -96,6 +99,13 @@ class Context:
     num_gpus: int
     tiny: bool
     keep: Callable[[Record], None]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device with its number, without which torch makes no NCCL group for it."""
+        import torch
+
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
 
     def record(self, table: str, row: str, verdict: Verdict = "measured", message: str = "", spans: Any = (), **values: Value) -> None:
         """Keep one measurement (``Record``)."""

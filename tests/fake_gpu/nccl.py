@@ -124,7 +124,11 @@ def install(device: Device, received: Sequence[Sequence[int]] = (), gathered: Se
     coming = iter(received)
     backend_of, new_group, init = dist.get_backend, dist.new_group, dist.init_process_group
 
-    def init_process_group(_backend: str, rank: int = 0, world_size: int = 1, **_: Any) -> None:
+    def init_process_group(
+        _backend: str, rank: int = 0, world_size: int = 1, device_id: torch.device | None = None, **_: Any
+    ) -> None:  # fmt: skip
+        if device_id is not None and device_id.index is None:
+            raise ValueError("Please use a device_id with index.")
         init("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     def all_reduce(t: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:

@@ -18,9 +18,9 @@ from support.paths import ROOT
 from fake_gpu.build import build
 
 PROFILER = "AssertionError: Legacy CUDA profiling requires use_cpu=True"  # what torch's profiler says in a build for the CPU
-IN_EVERY_RUN = ("kernels:run", "timeline:run")
+IN_EVERY_RUN = ("kernels:run", "timeline:run", "speed:run_small")
 OTHERS = (
-    "doctor:run", "steps:run", "speed:run_small", "replay:run_1b_64k", "memory_peak:run", "attention:run", "collectives:run",
+    "doctor:run", "steps:run", "replay:run_1b_64k", "memory_peak:run", "attention:run", "collectives:run",
     "kernels:run_others", "experts:run",
 )  # fmt: skip
 LEAST_RECORDS = {
@@ -56,6 +56,15 @@ def test_parts_run_as_the_cuda_branch(parts: tuple[str, ...]) -> None:
         assert len(records) >= LEAST_RECORDS.get(part, 1), [record["row"] for record in records]
         if part == "kernels:run":
             _all_are_timed_by_events_behind_a_flush(found)
+        if part == "memory_peak:run":
+            _earlier_models_are_gone(records)
+
+
+def _earlier_models_are_gone(records: list[dict[str, Any]]) -> None:
+    """The fake device itself keeps 16-bit weights, a tenth of what a model takes."""
+    peaks = {record["row"]: record["values"]["peak_bytes"] for record in records}
+    for family in ("GPT", "Llama"):
+        assert peaks[f"{family}, kernels of triton"] < 1.1 * peaks[f"{family}, kernels of torch"], peaks
 
 
 def _all_are_timed_by_events_behind_a_flush(found: dict[str, Any]) -> None:

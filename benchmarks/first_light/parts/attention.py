@@ -13,7 +13,7 @@ _LENGTHS = (4096, 16384, 65536)
 
 def run(context: Context) -> None:
     """Record TFLOP/s of each kernel, forward and backward, and why one is left out."""
-    device, dtype = torch.device(context.device), torch.bfloat16 if context.device == "cuda" else torch.float32
+    device, dtype = context.torch_device, torch.bfloat16 if context.device == "cuda" else torch.float32
     kinds = SMOKE_KERNELS if context.tiny else KERNELS
     tokens, channels, lengths = (256, 64, (64,)) if context.tiny else (TOKENS, CHANNELS, _LENGTHS)
     reasons: dict[str, str] = {}

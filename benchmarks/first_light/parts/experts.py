@@ -44,7 +44,7 @@ DTYPES = {torch.bfloat16: 0.03, torch.float32: 3e-5}
 
 def run(context: Context) -> None:
     """Record errors, and times in bf16."""
-    device = torch.device(context.device)
+    device = context.torch_device
     torch.manual_seed(1)
     for dtype, tolerance in DTYPES.items():
         row = str(dtype).removeprefix("torch.")

@@ -38,7 +38,7 @@ def run_others(context: Context) -> None:
 
 
 def _run(context: Context, forms_of: Callable[[Chain], dict[str, Form]]) -> None:
-    device = torch.device(context.device)
+    device = context.torch_device
     watch = Stopwatch(device, 3 if context.tiny else 25, 2**20 if context.tiny else 2**30)
     for shape in _TINY if context.tiny else SHAPES:
         small = Shape(shape.label, min(shape.tokens, _CHECKED_TOKENS), *[getattr(shape, n) for n in ("hidden", "ffn", "heads", "vocab")])
@@ -103,7 +103,7 @@ def time_forms(context: Context, chain: Chain, forms_of: Callable[[Chain], dict[
 
 def adamw(context: Context) -> None:
     """Record AdamW on a flat fp32 tensor: 28 bytes for each element."""
-    device = torch.device(context.device)
+    device = context.torch_device
     watch = Stopwatch(device, 3 if context.tiny else 15, 2**20 if context.tiny else 2**30)
     step = AdamStep(count=10, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     count = 2**10 if context.tiny else 2**27

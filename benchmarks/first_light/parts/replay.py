@@ -27,7 +27,7 @@ def run_7b_16k(context: Context) -> None:
 
 def _run(context: Context, label: str) -> None:
     label = "smoke" if context.tiny else label
-    shape, device = ulysses_replay.SHAPES[label], torch.device(context.device)
+    shape, device = ulysses_replay.SHAPES[label], context.torch_device
     predicted = context.attempt("the planner's prediction", label, lambda: _predicted(context, shape))
     kernels = available(device)
     every = [(name, build, kernels[-1]) for name, build in ulysses_replay.contenders(shape, device, peer=False).items()]

@@ -30,7 +30,7 @@ def run_large(context: Context) -> None:
 
 
 def _run(context: Context, label: str) -> None:
-    shape, device = step.SHAPES[label], torch.device(context.device)
+    shape, device = step.SHAPES[label], context.torch_device
     predicted = context.attempt("the planner's prediction", label, lambda: _predicted(context, shape))
     for kernel in available(device):
         _compare(context, f"{label}, kernels of {kernel}", shape, device, kernel, predicted)

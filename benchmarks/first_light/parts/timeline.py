@@ -35,7 +35,7 @@ _KINDS = {  # by words in a kernel's name, the first that fits
 
 def run(context: Context) -> None:
     """Record a time line of each mode, and the profile of one, with the kernels that a run takes."""
-    device = torch.device(context.device)
+    device = context.torch_device
     with using(available(device)[-1]):
         _run(context, device)
 

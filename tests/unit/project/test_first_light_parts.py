@@ -7,9 +7,12 @@ All of them together, by the script itself, are a long test; the fake device has
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
+import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from first_light.parts import attention, collectives, experts, gpu_tests, kernel
 from first_light.plan import parts_for  # noqa: E402
 from first_light.records import Context, NotThereError, Record  # noqa: E402
 from first_light.report import read_report  # noqa: E402
+from gpu import ulysses_replay  # noqa: E402
 
 from megatron_sp.comm.recorder import Collective, CollectiveTimes, Span, StepTimes  # noqa: E402
 from megatron_sp.ops.kernels import launch  # noqa: E402
@@ -248,6 +252,49 @@ def test_memory_is_held_against_the_form(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(memory_peak.memory, "run", lambda *_, peak=peak: [{"peak": peak, "resident": 1}])
         found = of(record(memory_peak.run), "bytes of a step")["GPT, kernels of torch"]
         assert found.verdict == verdict and found.values["measured / form"] == pytest.approx(factor, rel=1e-3)
+
+
+def test_a_layout_is_measured_when_the_model_before_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its reference cycles are not collected yet."""
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def measured(*_: Any) -> list[dict[str, int]]:
+        assert not models or models[-1]() is None
+        model = torch.nn.Linear(1, 1)
+        model.itself = [model]  # type: ignore[assignment]
+        models.append(weakref.ref(model))
+        return [{"peak": 1, "resident": 1}]
+
+    monkeypatch.setattr(memory_peak.memory, "run", measured)
+    gc.disable()
+    try:
+        assert {r.verdict for r in record(memory_peak.run)} == {"wrong"} and len(models) == 2
+    finally:
+        gc.enable()
+
+
+def test_a_device_of_a_part_has_its_number() -> None:
+    """NCCL's groups are made for one."""
+    assert Context("cuda", 1, True, lambda _: None).torch_device == torch.device("cuda", 0)
+    assert Context("cpu", 0, True, lambda _: None).torch_device == CPU
+
+
+def test_where_nothing_is_exchanged_what_arrives_is_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written is zeros, or not finite, and a GPU is faster with either."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # what nobody has written is NaN
+    try:
+        replay = ulysses_replay.Replay(ulysses_replay.SHAPES["smoke"], CPU, ulysses_replay.MODES["none"], copies=False)
+        losses = []
+        for _ in range(2):
+            replay.engine.draw()
+            losses.append(float(replay.once()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(math.isfinite(loss) for loss in losses) and replay.engine.num_exchanges == len(replay.engine._arrived) == 8
+    assert all(torch.isfinite(unit.grads).all() for unit in replay.gradients.units)
+    replay.engine.draw()
+    assert all(0.8 < float(arrived.float().std()) < 1.2 for arrived in replay.engine._arrived)
 
 
 # -------------------------------------------------------------------------------------------------- the other parts
