@@ -1,10 +1,11 @@
-"""One training step on one GPU in bf16: ours, Hugging Face's GPT-2 (plain, and under torch.compile on request), and bare matmul.
+"""One training step on one GPU in bf16: ours, Hugging Face's GPT-2 or Llama (plain, and with compiled blocks on request), and bare matmul.
 
-    python benchmarks/gpu/step.py [--shape 124M|350M|1.3B] [--compile] [--json docs/benchmarks/gpu_step.json]
+    python benchmarks/gpu/step.py [--shape 124M|350M|1.3B|llama-1B] [--compile] [--json docs/benchmarks/gpu_step.json]
 
 Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state.
-The peer does the usual thing: fp32 parameters under bf16 autocast, fused AdamW. Where transformers is not installed
-only ours and the matrix products run. Contenders take turns in one process, each with its peak of allocated memory;
+The peer does the usual thing: fp32 parameters under bf16 autocast, fused AdamW; with --compile also with each of its
+blocks under torch.compile. Both draw their weights on the device. Where transformers is not installed only ours and the
+matrix products run. Contenders take turns in one process, each with its peak of allocated memory;
 times are between two synchronised points. MFU is model FLOP/s (both conventions, see megatron_sp/estimate/flops.py)
 over the data sheet's dense bf16 peak, if the GPU is known; the share of the matmul rate measured in the same run stands
 beside it.
@@ -26,13 +27,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from common import Stats, print_table, write_json
+from gpu.device_weights import drawn_on
 
 SHAPES = {
     "124M": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304, "batch": 16, "seq_length": 1024},
     "350M": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "vocab_size": 50304, "batch": 16, "seq_length": 1024},
     "1.3B": {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "vocab_size": 50304, "batch": 8, "seq_length": 2048},
+    "llama-1B": {
+        "num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192, "vocab_size": 32000, "batch": 2,
+        "seq_length": 8192,
+    },
     "smoke": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 128, "batch": 2, "seq_length": 16},
-}
+    "smoke-llama": {
+        "num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 128, "batch": 2,
+        "seq_length": 16,
+    },
+}  # fmt: skip
+"""Those with ``num_kv_heads`` are Llamas: RMSNorm, SwiGLU, rotary embedding, no biases, a table of its own for the output."""
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.1, 1.0, 1234
 
 Step = Callable[[Any, int], Any]
@@ -66,7 +77,8 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     groups = ParallelGroups.create(device)
     kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
     activate(kernel)  # the choice tried each, and put torch's own back
-    model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
+    with drawn_on(device):
+        model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
     gradients = FlatGradients(units, groups.dp_cp_sp)
@@ -90,17 +102,15 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
 
 
 def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
-    """The peer's step."""
+    """The peer's step; ``compiled``: each of its blocks by itself, one graph for all of them."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=shape["vocab_size"], n_positions=shape["seq_length"], n_embd=shape["hidden_size"], n_layer=shape["num_layers"],
-        n_head=shape["num_heads"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
-        use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).to(device).train()
-    run = torch.compile(model) if compiled else model
+    with torch.device(device):
+        model, blocks = _peer(shape)
+    model.train()
+    if compiled:
+        for block in blocks:
+            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")  # a trial needs no compiler
     parameters = list(model.parameters())
     decayed, plain = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -109,7 +119,7 @@ def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
 
     def step(tokens: Any, _: int) -> Any:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = run(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
@@ -119,12 +129,38 @@ def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
     return step
 
 
+def _peer(shape: dict[str, int]) -> tuple[Any, Any]:
+    """The peer's model on torch's default device, and its blocks."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if "num_kv_heads" in shape:
+        llama = LlamaForCausalLM(LlamaConfig(
+            vocab_size=shape["vocab_size"], hidden_size=shape["hidden_size"], intermediate_size=shape["ffn_size"],
+            num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"], num_key_value_heads=shape["num_kv_heads"],
+            max_position_embeddings=shape["seq_length"], attention_dropout=0.0, use_cache=False, attn_implementation="sdpa",
+        ))  # fmt: skip
+        return llama, llama.model.layers
+    gpt = GPT2LMHeadModel(GPT2Config(
+        vocab_size=shape["vocab_size"], n_positions=shape["seq_length"], n_embd=shape["hidden_size"], n_layer=shape["num_layers"],
+        n_head=shape["num_heads"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
+        use_cache=False, attn_implementation="sdpa",
+    ))  # fmt: skip
+    return gpt, gpt.transformer.h
+
+
 def model_config(shape: dict[str, int]) -> Any:
     from megatron_sp.config.schema import ModelConfig
 
+    llama: dict[str, Any] = {}
+    if "num_kv_heads" in shape:
+        llama = {
+            "group_query_attention": True, "num_query_groups": shape["num_kv_heads"], "ffn_hidden_size": shape["ffn_size"], "swiglu": True,
+            "normalization": "RMSNorm", "position_embedding_type": "rope", "disable_bias_linear": True,
+            "untie_embeddings_and_output_weights": True,
+        }  # fmt: skip
     return ModelConfig(
         num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
-        seq_length=shape["seq_length"], vocab_size=shape["vocab_size"], attention_dropout=0.0, hidden_dropout=0.0,
+        seq_length=shape["seq_length"], vocab_size=shape["vocab_size"], attention_dropout=0.0, hidden_dropout=0.0, **llama,
     )  # fmt: skip
 
 
@@ -176,13 +212,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--visits", type=int, default=2, help="how often the contenders take turns (default: 2)")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each visit (default: 10)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
-    parser.add_argument("--compile", action="store_true", help="also the peer under torch.compile")
+    parser.add_argument("--compile", action="store_true", help="also the peer with its blocks under torch.compile")
     parser.add_argument("--no-peer", action="store_true", help="ours and the matrix products alone")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?")
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
     if options.smoke:
-        options.shape, options.visits, options.rounds, options.warmup = "smoke", 1, 2, 1
+        options.shape = "smoke-llama" if "num_kv_heads" in SHAPES[options.shape] else "smoke"
+        options.visits, options.rounds, options.warmup = 1, 2, 1
     if min(options.visits, options.rounds) < 1 or options.warmup < 0:
         parser.error("--visits and --rounds must be at least 1, --warmup at least 0")
     return options
@@ -217,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     elif not options.no_peer:
         contenders["hf"] = lambda: build_peer(shape, device, compiled=False)
         if options.compile:
-            contenders["hf compiled"] = lambda: build_peer(shape, device, compiled=True)
+            contenders["hf, blocks compiled"] = lambda: build_peer(shape, device, compiled=True)
     raw: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     rates: list[float] = []
     for visit in range(options.visits):
@@ -247,12 +284,12 @@ def main(argv: list[str] | None = None) -> int:
             f"{flops[0] / 1e12:.0f} / {flops[1] / 1e12:.0f}", " / ".join("?" if m is None else f"{100 * m:.1f} %" for m in mfu),
             f"{flops[0] / rate.median:.2f} / {flops[1] / rate.median:.2f}", f"{loss:.4f}",
         ])  # fmt: skip
-    if "hf" in raw:
-        results["time_ratio"] = results["ours"]["seconds"]["median"] / results["hf"]["seconds"]["median"]
+    ratios = {peer: results["ours"]["seconds"]["median"] / results[peer]["seconds"]["median"] for peer in raw if peer != "ours"}
+    results["time_ratios"] = ratios
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     header = ["", "step", "tokens/s", "peak memory", "TFLOP/s causal / full", "MFU causal / full", "of matmul rate", "last loss"]
     notes = [f"matmul rate {rate.text('TFLOP/s', 1e-12, 0)}, peak {peak:g} TFLOP/s ({peak_name}), our attention kernel: {kernel}"]
-    notes += [f"time ratio ours / hf: {results['time_ratio']:.3f}"] if "time_ratio" in results else []
+    notes += [f"time ratio ours / {peer}: {ratio:.3f}" for peer, ratio in ratios.items()]
     title = f"One training step in bf16 on {name}, {shape['batch']} x {shape['seq_length']} tokens, {options.shape}"
     print_table(title, header, rows, notes)
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "gpu": name}

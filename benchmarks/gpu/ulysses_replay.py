@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from common import Stats, print_table, write_json
+from gpu.device_weights import drawn_on
 
 SP = 8
 SHAPES = {
@@ -189,7 +190,7 @@ class Replay:
         self.engine = CopyEngine(device, copies)
         self.kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
         activate(self.kernel)  # the choice tried each, and put torch's own back
-        with _cheap_weights(device):
+        with drawn_on(device):
             self.model = GPTModel(config, KernelConfig(), seed=SEED, dtype=torch.bfloat16, layout=layout).to(device)
         if deepspeed:
             for layer in self.model.decoder.layers:
@@ -221,24 +222,6 @@ class Replay:
         if self.recorder is not None:
             self.recorder.end_step()
         return loss.detach()
-
-
-@contextmanager
-def _cheap_weights(device: Any) -> Iterator[None]:
-    """Draw initial weights on the device: billions of them on the CPU would take minutes, and their values do not matter."""
-    import torch
-
-    from megatron_sp.parallel import init
-
-    def draw(shape: tuple[int, ...], std: float, seed: int, name: str) -> Any:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std)
-
-    before = init.draw_normal
-    init.draw_normal = draw  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        init.draw_normal = before
 
 
 def _deepspeed_attention_class() -> Any:

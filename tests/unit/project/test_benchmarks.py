@@ -16,8 +16,10 @@ import torch
 from support.forked import run_script
 from support.paths import ROOT
 
-from megatron_sp.config.schema import ModelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import step_flops_per_token
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.parallel import init
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
@@ -36,6 +38,8 @@ import zero_fetch  # noqa: E402
 import zero_step  # noqa: E402
 from context_contenders import RING, packed_row  # noqa: E402
 from families import FAMILIES  # noqa: E402
+from gpu import device_weights  # noqa: E402
+from gpu import step as gpu_step  # noqa: E402
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -185,6 +189,36 @@ def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
     assert "ours" in done.stdout and "last loss" in done.stdout
     if not torch.cuda.is_available():
         assert run("gpu/step.py").returncode == 2
+
+
+@pytest.mark.parametrize("shape", ["1.3B", "llama-1B"])
+def test_a_gpu_step_stands_beside_its_peer_plain_and_with_compiled_blocks(shape: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ["--smoke", "--compile", "--shape", shape, "--json", str(tmp_path / "s.json")]
+    # a process of its own: torch's compiler warns of itself
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "gpu/step.py"), *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert set(found["time_ratios"]) == {"hf", "hf, blocks compiled"} and all(ratio > 0 for ratio in found["time_ratios"].values())
+    assert found["hf"]["last_loss"] == pytest.approx(found["ours"]["last_loss"], abs=0.5)
+    assert "time ratio ours / hf, blocks compiled: " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["124M", "smoke-llama"])
+def test_models_of_a_gpu_step_have_the_parameters_of_their_peers(name: str) -> None:
+    pytest.importorskip("transformers")
+    shape = {**gpu_step.SHAPES[name], "vocab_size": 128}
+    with torch.device("meta"):
+        peer, blocks = gpu_step._peer(shape)
+        ours = GPTModel(gpu_step.model_config(shape), KernelConfig(), seed=1, dtype=torch.bfloat16)
+    assert len(blocks) == shape["num_layers"]
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in peer.parameters())
+
+
+def test_weights_are_drawn_on_a_device() -> None:
+    with device_weights.drawn_on("meta"):
+        assert init.draw_normal((4, 3), 0.02, 1, "weight").device.type == "meta"
+    assert init.draw_normal((4, 3), 0.02, 1, "weight").dtype == torch.float32
 
 
 def test_the_attention_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
