@@ -139,6 +139,10 @@ def main(argv: list[str] | None = None) -> int:
         plan = predict(layout, shape, options.batch, options.device)
         largest = max(m["peak"] for m in measured)
         resident = max(m["resident"] for m in measured)
+        if options.device == "cuda":
+            from first_light.prediction import with_workspaces
+
+            plan = with_workspaces(plan)
         rows.append([str(layout), *(f"{b / MIB:.2f}" for b in (resident, plan.resident, largest, plan.peak)), f"{largest / plan.peak:.3f}"])
         results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "closed_form": plan.as_dict()}
         if options.lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from first_light.records import NotThereError
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GPUS, LINKS, Gpu
+from megatron_sp.estimate.memory_plan import MemoryPlan
+from megatron_sp.estimate.workspaces import VARIABLE, workspaces
 from megatron_sp.planner.calibrate import measure_machine
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.timing import StepTime, step_time
@@ -51,6 +54,12 @@ def machine_of(device: str, config: Config, gpus: int = 1) -> Machine:
         return replace(measure_machine(1, config, rounds=2), gpus=gpus)
     gpu = gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     return Machine(gpu, gpus, 1, LINKS[gpu.link], None, gpus, gpu.memory_bytes)
+
+
+def with_workspaces(plan: MemoryPlan) -> MemoryPlan:
+    """Return a plan of tensors with what cuBLAS works in on this GPU."""
+    line = workspaces(torch.cuda.get_device_capability(), os.environ.get(VARIABLE, ""))
+    return replace(plan, stays=(*plan.stays, line))
 
 
 def predict(config: Config, machine: Machine) -> StepTime:

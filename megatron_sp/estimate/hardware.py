@@ -42,6 +42,7 @@ class Gpu:
         overlap_cost: slowdown of the computation that hides communication, as a share of the hidden time.
         sustained: share of its kernels' rates that a run achieves: clocks under load, gaps between kernels, the slowest
             rank.
+        capability: compute capability, which decides what cuBLAS works in.
         source: source of the figures.
     """
 
@@ -64,6 +65,7 @@ class Gpu:
     sustained: float = SUSTAINED
     activation_gbs: float = 0.0
     update_gbs: float = 0.0
+    capability: tuple[int, int] = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,15 @@ GPUS = {
             " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
             "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published, version 2 beside it"
-            " (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58),
+            " (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58, capability=(9, 0)),
         Gpu("h200", int(139.7 * GIB), 989, 740, 600, 540, 4100, 132, "nvlink4",
-            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100", flash2_share=0.58),
+            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100", flash2_share=0.58,
+            capability=(9, 0)),
         Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
             "data sheet; FlashAttention-4's 1605 forward at its best, version 2 about as fast as on an H100; " + _REACHED,
-            flash2_share=0.25),
-        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0, overlap_cost=0.1),
+            flash2_share=0.25, capability=(10, 0)),
+        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0, overlap_cost=0.1,
+            capability=(8, 9)),
         Gpu("mi300x", int(191.5 * GIB), 1307, 640, 450, 300, 4000, 304, "xgmi",
             "data sheet; matmul about half of the peak, as several have published; " + _REACHED),
     )

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_sp.estimate.hardware import Gpu, Link
+from megatron_sp.estimate.workspaces import workspaces
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def cards_of(between: Link | None, per_node: int) -> int:
     return per_node if between is None or between.per_gpu else 1
 
 
-# GiB that a process takes besides its tensors: the driver's context and kernels; NCCL's buffers for one group
+# GiB that a process takes besides its tensors and what cuBLAS works in: the driver's context and kernels; NCCL's buffers for one group
 CONTEXT_GIB, GROUP_GIB = 0.7, 0.35
 FRAGMENTS = 0.04  # share of the tensors' peak that the allocator loses to fragmentation
 CPU_PROCESS_GIB = 0.35  # Python and torch
@@ -126,4 +127,5 @@ def reserve(machine: Machine, peak_bytes: int, groups: int) -> int:
         return int(machine.reserve_gib * 2**30)
     if machine.is_cpu:
         return int(CPU_PROCESS_GIB * 2**30)
-    return int((CONTEXT_GIB + GROUP_GIB * groups) * 2**30 + FRAGMENTS * peak_bytes)
+    beside = workspaces(machine.gpu.capability).num_bytes
+    return int((CONTEXT_GIB + GROUP_GIB * groups) * 2**30 + FRAGMENTS * peak_bytes) + beside

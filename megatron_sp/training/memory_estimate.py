@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
 from megatron_sp.estimate.traffic import traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
+from megatron_sp.estimate.workspaces import VARIABLE, workspaces
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
@@ -60,6 +62,9 @@ class MemoryEstimate:
         self._world_size, self._local_world_size, self._device = world_size, local_world_size, device
         self._kind: Device = "cuda" if device.type == "cuda" else "cpu"
         self.memory = plan_of(config, world_size, self._kind)
+        if self._kind == "cuda" and torch.cuda.is_available():
+            beside = workspaces(torch.cuda.get_device_capability(device), os.environ.get(VARIABLE, ""))
+            self.memory = replace(self.memory, stays=(*self.memory.stays, beside))
         self.traffic = traffic_plan(workload_of(config, world_size, self._kind))
         self._before = resident_bytes()
 

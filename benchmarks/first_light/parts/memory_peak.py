@@ -10,7 +10,9 @@ import memory
 import torch
 
 from first_light.fused import available, using
+from first_light.prediction import with_workspaces
 from first_light.records import Context
+from megatron_sp.estimate.memory_plan import MemoryPlan
 
 BOUND = 0.05
 _SHAPE = {
@@ -34,17 +36,30 @@ def run(context: Context) -> None:
         for kernel in available(context.torch_device):
             with using(kernel):
                 row = f"{name}, kernels of {kernel}"
-                context.attempt("bytes of a step", row, lambda name=name: _compare(context, name, shape))  # type: ignore[misc]
+                context.attempt("bytes of a step", row, lambda n=name, k=kernel: _compare(context, n, shape, k))  # type: ignore[misc]
 
 
-def _compare(context: Context, name: str, shape: dict[str, Any]) -> dict[str, Any]:
-    layout = replace(LAYOUTS[name], bf16=context.device == "cuda")
+def _layout(name: str, device: str, kernel: str) -> memory.Layout:
+    layout = LAYOUTS[name]
+    return replace(layout, bf16=device == "cuda", kernels={**layout.kernels, "fused_kernels": kernel})
+
+
+def form(name: str, shape: dict[str, Any], batch: int, device: str, kernel: str) -> MemoryPlan:
+    """Return the closed form of a layout with somebody's elementwise kernels; on a GPU without cuBLAS's workspaces."""
+    plan: MemoryPlan = memory.predict(_layout(name, device, kernel), shape, batch, device)
+    return plan
+
+
+def _compare(context: Context, name: str, shape: dict[str, Any], kernel: str) -> dict[str, Any]:
+    layout = _layout(name, context.device, kernel)
     batch = 1 if not context.tiny else 2
     gc.collect()  # the model of the layout before holds reference cycles, and would count, too
     if context.device == "cuda":
         torch.cuda.empty_cache()
     (measured,) = memory.run(layout, shape, batch, context.device)
-    plan = memory.predict(layout, shape, batch, context.device)
+    plan = form(name, shape, batch, context.device, kernel)
+    if context.device == "cuda":
+        plan = with_workspaces(plan)
     ratio = measured["peak"] / plan.peak
     return {
         "verdict": "ok" if abs(ratio - 1) <= BOUND else "wrong", "peak_bytes": measured["peak"], "form_bytes": plan.peak,

@@ -10,7 +10,7 @@ from common import Stats
 from gpu import step
 
 from first_light.fused import available, using
-from first_light.prediction import against, config_of, machine_of, predict
+from first_light.prediction import against, config_of, machine_of, predict, with_workspaces
 from first_light.records import Context
 from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
@@ -46,8 +46,8 @@ def _compare(
     if predicted and measured:
         context.record("measured against predicted", label, **against(measured["median_ms"], predicted["predicted_ms"]))
     if measured and context.device == "cuda":
-        config = config_of(shape, f"--global-batch-size {shape['batch']}")
-        form = memory_plan(workload_of(config, 1, "cuda")).peak
+        config = config_of(shape, f"--global-batch-size {shape['batch']} --fused-kernels {kernel}")
+        form = with_workspaces(memory_plan(workload_of(config, 1, "cuda"))).peak
         # less than the form: this loop holds one batch and no totals
         context.record("peak memory against the form", label, peak_bytes=measured["peak_bytes"], form_bytes=form,
                        **{"measured / form": measured["peak_bytes"] / form})  # fmt: skip

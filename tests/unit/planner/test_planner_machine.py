@@ -100,6 +100,8 @@ def test_the_reserve_grows_with_groups_and_tensors_unless_it_is_given() -> None:
     here = machine()
     assert reserve(here, 0, 0) < reserve(here, 0, 2) < reserve(here, 2**36, 2)
     assert reserve(replace(here, reserve_gib=3.0), 2**36, 2) == 3 * 2**30
+    older = replace(here, gpu=GPUS["a100-80g"])
+    assert here.gpu.capability == (9, 0) and reserve(here, 0, 0) - reserve(older, 0, 0) == 2 * (32 - 8.125) * 2**20, "cuBLAS's workspaces"
 
 
 def test_products() -> None:

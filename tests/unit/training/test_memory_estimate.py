@@ -86,6 +86,21 @@ def test_what_exceeds_a_gpu_or_its_host_is_refused(monkeypatch: pytest.MonkeyPat
         offloaded.warning()
 
 
+@pytest.mark.parametrize(("capability", "setting", "mib"), [((9, 0), "", 64.0), ((8, 0), "", 16.25), ((8, 0), ":4096:8", 64.0)])
+def test_what_cublas_works_in_is_a_part_of_a_gpus_prediction(
+    capability: tuple[int, int], setting: str, mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def foreseen() -> MemoryEstimate:
+        return MemoryEstimate(config("--device", "cuda"), {"mode": "none", "chunks": 2}, 4, 2, torch.device("cuda"))
+
+    tensors = foreseen().memory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+    assert foreseen().memory.peak - tensors.peak == mib * 2**20
+    assert foreseen().memory.stays[-1].name == "workspaces of cuBLAS"
+
+
 def test_the_order_of_too_many_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def files(*flags: str) -> Config:
         return config_from_args([word for word in SHAPE.split() if word != "--mock-data"] + ["--data-path", "corpus", *flags])
