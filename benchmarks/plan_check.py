@@ -131,7 +131,7 @@ def predict_published(row: Published) -> Any:
 
     more = " --mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0"
     config = config_from_args((row.flags + more).split(), world_size=row.gpus)
-    gpu = GPUS[row.gpu]
+    gpu = replace(GPUS[row.gpu], host_ms=0.0)  # that of our Python says nothing of theirs
     if row.kernel is not None:
         gpu = replace(gpu, attention_forward_tflops=row.kernel[0], attention_backward_tflops=row.kernel[1])
     nodes = max(1, row.gpus // 8)
@@ -203,7 +203,7 @@ def arithmetic() -> dict[str, Any]:
             found = 1e3 * (one.products + one.attention)
             rows.append([f"{shape}, {name}, {words}", f"{by_hand:.2f} ms", f"{found:.2f} ms", f"{found / by_hand - 1:+.0%}"])
             kept.append({"what": rows[-1][0], "by_hand_ms": by_hand, "predicted_ms": found})
-    gpu = GPUS["h100-80g"]
+    gpu = replace(GPUS["h100-80g"], host_ms=0.0)  # what is hidden on the GPU; at 16K tokens Python takes longer
     for shape, bounds in GAINS.items():
         for nodes, bound in zip((1, 8), bounds, strict=True):
             machine = Machine(gpu, 8, nodes, LINKS[gpu.link], LINKS["ib-400g"] if nodes > 1 else None, 8 // nodes, gpu.memory_bytes)

@@ -17,6 +17,8 @@ from megatron_sp.utils.errors import ConfigError
 GIB = 2**30
 SUSTAINED = 0.88
 """Fitted to ten published runs on A100s with short sequences, and tested on others: ``benchmarks/plan_check.py``."""
+HOST_MS = 6.0
+"""Measured beside an H200: 79.5 ms of 12 layers with 16K tokens, 80 with 64 tokens, 225 to 325 of 32 layers in all modes of Ulysses."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Gpu:
         memory_gbs: GB/s that elementwise kernels read and write.
         units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
         launch_us: time of a kernel launch on the device.
-        host_us: (forward, backward) time that Python needs for one block: a lower bound of its time.
+        host_ms: time of Python for a layer of a micro-batch, forward and backward, without exchanges: a step takes at least
+            as long as the host (``planner/timing.py``).
         link: link between the GPUs of a node.
         activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0:
             they do not.
@@ -59,7 +62,7 @@ class Gpu:
     narrow_heads: float = 0.8
     flash2_share: float = 1.0
     launch_us: float = 3.0
-    host_us: tuple[float, float] = (250.0, 450.0)
+    host_ms: float = HOST_MS
     host_gbs: float = 48.0
     overlap_cost: float = 0.15
     sustained: float = SUSTAINED
@@ -110,8 +113,9 @@ GPUS = {
         Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
             "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published, version 2 beside it"
             " (arXiv:2407.08608); memory 0.84 of 3350 GB/s", flash2_share=0.58, capability=(9, 0)),
-        Gpu("h200", int(139.7 * GIB), 989, 740, 600, 540, 4100, 132, "nvlink4",
-            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100", flash2_share=0.58,
+        Gpu("h200", int(139.7 * GIB), 989, 740, 625, 550, 4100, 132, "nvlink4",
+            "data sheet; one measured: matmul 769 to 798 alone and 720 to 766 in a step, copies 4300 GB/s, here less for a hot GPU;"
+            " cuDNN at 64K tokens; steps of 124M to 7B parameters take 1.04 of what these rates say", flash2_share=0.56, sustained=0.96,
             capability=(9, 0)),
         Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
             "data sheet; FlashAttention-4's 1605 forward at its best, version 2 about as fast as on an H100; " + _REACHED,

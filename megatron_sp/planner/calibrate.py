@@ -69,7 +69,7 @@ def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu,
     gpu = Gpu(
         CPU, memory, matmul, matmul, shape.attention_flops / times["attention forward"] / 1e12,
         2.5 * shape.attention_flops / times["attention backward"] / 1e12, shape.norm_bytes / times["norm"] / 1e9, 0, "loopback",
-        "measured now", narrow_heads=1.0, launch_us=5.0, host_us=(0.0, 0.0), overlap_cost=1.0, sustained=1.0,
+        "measured now", narrow_heads=1.0, launch_us=5.0, host_ms=0.0, overlap_cost=1.0, sustained=1.0,
         activation_gbs=shape.activation_bytes / times["activation"] / 1e9, update_gbs=_ELEMENTS * 28 / times["update"] / 1e9,
     )  # fmt: skip
     return gpu, Link("loopback", gbs, 1.0, 1e6 * small, 0.0, False, "measured now")

@@ -18,7 +18,7 @@ from megatron_sp.planner.timing import StepTime, step_time
 from megatron_sp.planner.work import Work, product_seconds
 from megatron_sp.utils.errors import ConfigError
 
-H100 = GPUS["h100-80g"]
+H100 = replace(GPUS["h100-80g"], host_ms=0.0)  # the GPU's own time
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000 --mock-data --bf16 --lr 1e-4"
     " --train-iters 1 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 16"
@@ -205,8 +205,9 @@ def test_stage_3_gathers_for_every_micro_batch_and_accumulation_is_not_free() ->
 
 
 def test_smaller_models_wait_for_python() -> None:
-    tiny = time_of("--hidden-size 128 --num-attention-heads 2 --seq-length 128")
-    assert tiny.host > 0 and tiny.bound.startswith("Python") and time_of().host == 0
+    here = machine(gpu=GPUS["h100-80g"])
+    tiny, long = (time_of(flags, here) for flags in ("--hidden-size 128 --num-attention-heads 2 --seq-length 128", "--seq-length 65536"))
+    assert tiny.host > 0 and tiny.bound.startswith("Python") and long.host == 0 < long.python
 
 
 def test_a_run_does_not_reach_its_kernels_rates() -> None:
