@@ -82,7 +82,8 @@ split=96,3,1
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -gt 0 ]; then
     nproc="$gpus"
-    precision=(--bf16)
+    precision=(--bf16 --deterministic-mode) # else a repeated step differs in its last digits
+    export NCCL_ALGO="${NCCL_ALGO:-Ring}"   # so that sums over ranks repeat, too
 else
     nproc=2
     precision=()

@@ -360,4 +360,4 @@ class KernelConfig:
         high=1024,
     )
     allow_oom: bool = flag(False, "start even if the run is predicted to need more memory than there is (else exit code 2)")
-    deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
+    deterministic_mode: bool = flag(False, "only deterministic GPU kernels: a resume repeats a run to the last bit; slower")

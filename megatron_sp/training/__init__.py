@@ -22,6 +22,7 @@ Before the first step:
     probe.py            --sp-overlap-mode auto measures
     memory_estimate.py  predicted memory against what there is
     announcement.py     what the run says at its start
+    repeats.py          and whether it repeats to the last bit
     verify.py           --verify-parallelism: one step against one process
 
 While it runs:

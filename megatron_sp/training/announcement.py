@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.training.environment import environment
+from megatron_sp.training.repeats import about_repeats
 from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def announce(run: Run) -> None:
         context.console.line(f"recomputation {run.attention.recomputation}")
     if run.fused.chosen:
         context.console.line(f"fused kernels: {run.fused.describe()}")
+    if not config.batch.skip_train:
+        context.console.line(about_repeats(config, groups.device.type, groups.world_size, kernel.name))
     run.metrics.write(
         "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
         world_size=groups.world_size, num_params=num_params, active_params=active, launch_to_ready_s=time.monotonic() - context.started,
