@@ -10,7 +10,7 @@ from first_light.tables import results, tables, undone, verdict_of
 _HEAD = """# Figures of a GPU
 
 Made by `tools/dev/make_gpu_page.py` (`make docs`) from the file gpu.json beside this page, which is the `report.json` of a
-[first light](../how-to/first_light.md) (`bash scripts/first_light.sh`); a test compares.
+[first light](../how-to/first_light.md) (`bash scripts/first_light.sh`), or what matters of several put together; a test compares.
 """
 _NONE = """
 **No GPU run has been recorded.** The CUDA branch has been executed on a device that is not there

@@ -1,6 +1,6 @@
-"""Whether a run gives the same numbers again, to the last bit: after a resume, or from the start on the same processes.
+"""Promise of a run's start about the last bit: whether the same processes compute the same numbers again.
 
-On a CPU it does. On a GPU attention's backward pass adds gradients in whatever order its blocks come to an end, unless
+On a CPU they do. On a GPU attention's backward pass adds gradients in whatever order its blocks come to an end, unless
 --deterministic-mode takes kernels that do not; then what is left is how NCCL sums over ranks.
 """
 

@@ -420,6 +420,20 @@ def test_the_page_of_figures_is_up_to_date() -> None:
     assert (ROOT / "docs/benchmarks/gpu.md").read_text(encoding="utf-8") == tool().page(), "run: make docs"
 
 
+def test_the_readme_has_the_steps_of_the_report() -> None:
+    """Ours and the peers', those that are better for us and those that are not."""
+    report = json.loads((ROOT / "docs/benchmarks/gpu.json").read_text(encoding="utf-8"))
+    steps = [r for r in report["parts"]["speed"]["records"] if r["table"].startswith("one step, bf16")]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast it is")[2]
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in readme.splitlines() if line.startswith("| ")}
+    assert len(steps) == 3
+    for step in steps:
+        (row,) = [line for name, line in rows.items() if name.split(",")[0] == step["row"].split(",")[0]]
+        shown = re.findall(r"([\d.]+) ms", row)
+        columns = ("ours_ms", "ours captured by hand_ms", "transformers_ms", "transformers compiled_ms")
+        assert shown == [tables.cell(name, step["values"][name]) for name in columns if name in step["values"]], row
+
+
 def test_without_a_report_it_says_that_there_is_none(tmp_path: Path) -> None:
     assert "**No GPU run has been recorded.**" in tool().page(tmp_path / "gpu.json")
 
