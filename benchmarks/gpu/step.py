@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -49,6 +49,20 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.1, 1.0, 1234
 Step = Callable[[Any, int], Any]
 
 
+class Parts(NamedTuple):
+    """A training step in three parts; called, it is a ``Step``."""
+
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], None]
+    update: Callable[[], None]
+
+    def __call__(self, tokens: Any, _: int) -> Any:
+        loss = self.forward(tokens)
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+
 def synchronize(device: Any) -> None:
     import torch
 
@@ -56,8 +70,8 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
-    """Our step and the name of its attention kernel."""
+def build_ours(shape: dict[str, int], device: Any, dtype: Any = None) -> tuple[Parts, str]:
+    """Our step and the name of its attention kernel; ``dtype``: of the parameters, bf16 unless said otherwise."""
     import torch
 
     from megatron_sp.comm.groups import ParallelGroups, init_process_group
@@ -73,12 +87,13 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.parallel.layers import attach_main_grad
     from megatron_sp.utils.launch import Launch
 
+    dtype = dtype or torch.bfloat16
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)
-    kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
+    kernel = choose_kernel("auto", device.type, dtype, 0.0).name
     activate(kernel)  # the choice tried each, and put torch's own back
     with drawn_on(device):
-        model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
+        model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=dtype).to(device)
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
     gradients = FlatGradients(units, groups.dp_cp_sp)
@@ -88,20 +103,23 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
     loss_mask[:, -1] = 0.0
 
-    def step(tokens: Any, _: int) -> Any:
+    def forward(tokens: Any) -> Any:
         gradients.start_step()
         gradients.last_micro_batch()
         loss_sum, _token_losses = model(tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), events)
-        loss = loss_sum / loss_mask.sum()
+        return loss_sum / loss_mask.sum()
+
+    def backward(loss: Any) -> None:
         loss.backward()
         gradients.finish_step()
+
+    def update() -> None:
         optimizer.step(LEARNING_RATE, WEIGHT_DECAY, optimizer.grad_norm().item())
-        return loss.detach()
 
-    return step, kernel
+    return Parts(forward, backward, update), kernel
 
 
-def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
+def build_peer(shape: dict[str, int], device: Any, *, compiled: bool, autocast: bool = True) -> Parts:
     """The peer's step; ``compiled``: each of its blocks by itself, one graph for all of them."""
     import torch
 
@@ -117,16 +135,16 @@ def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LEARNING_RATE, fused=True
     )
 
-    def step(tokens: Any, _: int) -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+    def forward(tokens: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            return model(input_ids=tokens, labels=tokens).loss
+
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
-    return step
+    return Parts(forward, lambda loss: loss.backward(), update)
 
 
 def _peer(shape: dict[str, int]) -> tuple[Any, Any]:
