@@ -189,6 +189,7 @@ def unit_boundary(x: Tensor, events: UnitEvents | None, units: tuple[int, ...], 
             first.
     """
     if events is not None and x.requires_grad:
+        x = x.view_as(x) if x.is_leaf else x  # a leaf's hook may come before gradients that autograd accumulates itself
         x.register_hook(partial(_tell, events, units, below))
     return x
 

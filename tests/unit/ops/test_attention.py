@@ -13,9 +13,10 @@ from support.op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import lse_kernels, packed_attention
-from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, head_row_keys, split_qkv
+from megatron_sp.ops import packed_attention
+from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, cut_qkv, head_row_keys, join_qkv, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
+from megatron_sp.ops.lse_kernels import CPUFlash
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 
 __all__ = ["in_blocks"]
@@ -265,13 +266,14 @@ def test_only_some_parts_are_used() -> None:
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_the_cpu_kernels_gradients_need_no_packing(r: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = randn(6, 2, 2 * (r + 2) * D).requires_grad_()
-    out = attention(qkv, r, D, AttentionMask())
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(lse_kernels, "empty", lambda shape, **kw: asked.append(tuple(shape)) or torch.empty(shape, **kw))
-    out.backward(randn(*out.shape, seed=1))
-    assert asked == [(6, 4, r + 2, D)], "one tensor for all three gradients, handed on as it is"
+def test_the_cpu_kernels_gradients_need_no_packing(r: int) -> None:
+    heads = cut_qkv(randn(6, 2, 2 * (r + 2) * D), r, D, None)
+    kernel = CPUFlash(True)
+    results = kernel.forward(*heads)
+    grads = kernel.backward(randn(*results[0].shape, seed=1), *heads, *results)
+    packed = grads.q._base
+    assert packed is not None and packed is grads.k._base and packed is grads.v._base and packed.shape == (6, 4, r + 2, D)
+    assert join_qkv(*grads, torch.Size([6, 2, 2 * (r + 2) * D]), None).data_ptr() == packed.data_ptr(), "one tensor, handed on as it is"
 
 
 def test_each_head_of_each_sequence_has_its_own_dropout_keys() -> None:
