@@ -346,18 +346,24 @@ def within(elements: range, shard: range) -> range:
     return range(start - shard.start, max(start, stop) - shard.start)
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """Return the sum of squares as an fp64 scalar tensor; partial sums of 4096 elements keep fp32 input accurate to about 1e-7.
+def squared_norm(*parts: Tensor) -> Tensor:
+    """Return the sum of squares of flat tensors as an fp64 scalar; norms of 4096 elements keep fp32 input accurate to about 1e-7.
 
-    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite.
+    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite. One launch for each tensor, and few for all of
+    them together.
+
+    Raises:
+        ValueError: there is no tensor.
     """
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=x.device)
-    block = 4096
-    whole = x.numel() // block * block
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    if whole:
-        total += torch.linalg.vector_norm(x[:whole].view(-1, block), dim=1).double().square_().sum()
-    if whole < x.numel():
-        total += torch.linalg.vector_norm(x[whole:]).double().square_()
-    return total
+    if not parts:
+        raise ValueError("a sum of squares needs at least one tensor, which says on which device it is")
+    block, norms = 4096, list[Tensor]()
+    for x in parts:
+        whole = x.numel() // block * block
+        if whole:
+            norms.append(torch.linalg.vector_norm(x[:whole].view(-1, block), dim=1))
+        if whole < x.numel():
+            norms.append(torch.linalg.vector_norm(x[whole:]).view(1))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=parts[0].device)
+    return torch.cat(norms).double().square_().sum()

@@ -80,10 +80,10 @@ class FlatOptimizer:
         """Compute the L2 norm of all (reduced, still scaled) gradients: an fp64 scalar tensor, bitwise equal on all ranks. Collective."""
         units = self.counted_units
         if self.tp.size() == 1:
-            squares = [squared_norm(u.grad_shard) for u in units if u.slots]
+            parts = [u.grad_shard for u in units if u.slots]
         else:
-            squares = [squared_norm(part) for u in units for _, part in u.counted(u.grad_shard)]
-        mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.units[0].device)
+            parts = [part for u in units for _, part in u.counted(u.grad_shard)]
+        mine = squared_norm(*parts) if parts else torch.zeros((), dtype=torch.float64, device=self.units[0].device)
         return all_reduce(mine, self.holders).sqrt()
 
     def step(
