@@ -138,7 +138,8 @@ class Follower(TorchFunctionMode):
         self.whole_steps = WholeSteps(expected, same_program=axis is not None and axis.same_program)
         self.known: Any = WeakIdKeyDictionary()  # placements, by tensor
         self.views: Any = WeakIdKeyDictionary()  # of tensors that were filled with one value: (the tensor, index)
-        self.names = {id(t): name for named in (model.named_buffers, model.named_parameters) for name, t in named()}
+        # weak: a model may put another buffer in the place of its own, whose id is then that of another tensor
+        self.names: Any = WeakIdKeyDictionary({t: name for name, t in (*model.named_buffers(), *model.named_parameters())})
         self.parameters = parameters or {}
         self.flow = Flow()
 
@@ -395,7 +396,7 @@ class Follower(TorchFunctionMode):
 
     def look(self, tensor: Tensor) -> Operand:
         """Return a tensor with its placement. Raises NotFollowed if the dry run could not follow it."""
-        name = self.names.get(id(tensor), "")
+        name = self.names.get(tensor, "")
         if name:
             return Operand(tensor, self.parameters.get(name, WHOLE), name)
         self._require_no_vmap(tensor)
