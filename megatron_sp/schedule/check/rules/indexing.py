@@ -65,7 +65,26 @@ def getitem(step: Step) -> Placement:
     refuse_partials(step, named)
     if x.kind in "PU":
         return ask(step) if cut(named) else x.placement
+    if (looked_up := _looked_up(step, x, index)) is not None:
+        return looked_up
     return join(step, step.operands())
+
+
+def _looked_up(step: Step, x: Operand, index: Any) -> Placement | None:
+    """Placement of what a share of numbers names in a whole tensor, as an embedding does; None: the index is of another form."""
+    before, named = 0, list[tuple[Operand, int]]()
+    for i in walk_index(index, x.tensor.ndim):
+        if isinstance(i.item, Tensor) and not is_mask(i.item):
+            named.append((step.look(i.item), before))
+        elif i.item is None or i.item is Ellipsis or isinstance(i.item, slice):
+            before += 1 if i.item is not Ellipsis else i.width
+        else:
+            return None
+    if len(named) != 1 or not named[0][0].is_cut:
+        return None
+    (share, place), *_ = named
+    require_parts(step, [x], share)
+    return share.placement.at(share.dim + place)
 
 
 def _of_share(step: Step, x: Operand, index: Any) -> Placement:
