@@ -114,17 +114,21 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Disable packed-sequence detection in transformers, which looks for positions that restart in a row if no mask is given.
+    """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding.
 
-    For the dry run: its rows hold one sequence each, and a share of positions shows nothing of the others.
+    For the dry run: its rows hold one sequence each, without padding where no mask is given, and a share of positions
+    shows nothing of the others. Of padding transformers only warns.
     """
-    masking = sys.modules.get("transformers.masking_utils")
-    looks = getattr(masking, "find_packed_sequence_indices", None)
-    if looks is None:
-        yield
-        return
-    masking.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[union-attr]
+    masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")
+    places = (
+        (masking, "find_packed_sequence_indices", lambda position_ids: None),
+        (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask", lambda *_: None),
+    )
+    before = [(holder, name, getattr(holder, name), instead) for holder, name, instead in places if hasattr(holder, name)]
+    for holder, name, _, instead in before:
+        setattr(holder, name, instead)
     try:
         yield
     finally:
-        masking.find_packed_sequence_indices = looks  # type: ignore[union-attr]
+        for holder, name, looks, _ in before:
+            setattr(holder, name, looks)
