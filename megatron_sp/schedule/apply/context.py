@@ -12,7 +12,7 @@ rank, or eight by the areas of packed documents. Other masks are right, too, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,51 @@ _ROWS = 64  # of a mask of which all keys are looked at
 _MASKS_KEPT = 256  # for recomputation; one for each kind of layer and pass
 
 Ends = tuple[tuple[int, ...], ...]
+
+
+class _NumberOfMask(Tensor):
+    """Number of a mask, in place of the tensor that a model expects. It may be moved and cast; nobody can compute with it.
+
+    Attributes:
+        number: of the mask.
+        why_not: message for a model that wants to see its values or its shape, as those do that choose keys by themselves.
+    """
+
+    number: int
+    why_not: str
+
+    @staticmethod
+    def of(number: int, why_not: str) -> _NumberOfMask:
+        """Return the tensor for a number."""
+        made = torch.empty(()).as_subclass(_NumberOfMask)
+        made.number, made.why_not = number, why_not
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        mask = args[0] if args and isinstance(args[0], _NumberOfMask) else None
+        if mask is not None and func in _SAME_MASK:
+            return mask
+        if mask is not None and func in _PROPERTIES:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise ConfigError(next(m.why_not for m in _tensors_in((args, kwargs or {})) if isinstance(m, _NumberOfMask)))
+
+
+_SAME_MASK = (Tensor.to, Tensor.contiguous, Tensor.detach, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.bool)
+_PROPERTIES = (
+    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "layout")),
+    Tensor.dim,
+)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
 
 
 class Context:
@@ -106,7 +151,7 @@ class Context:
     # masks
 
     def mask(self, cut: Cut, function: Callable[..., Any], batch: int) -> Tensor:
-        """Return what stands for a mask: a number, which a model passes on to its attention, also when it recomputes.
+        """Return what stands for a mask, which a model passes on to its attention, also when it recomputes.
 
         Args:
             cut: of this pass.
@@ -120,7 +165,7 @@ class Context:
         self._num_masks += 1
         self._masks[self._num_masks] = self._row_mask(cut.padded, causal, window)
         self._masks.pop(self._num_masks - _MASKS_KEPT, None)
-        return torch.tensor(self._num_masks)
+        return _NumberOfMask.of(self._num_masks, self._not_known("is looked into by the model itself"))
 
     def _recognised(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
         """Return (causal, window) of a mask's function.
@@ -162,8 +207,8 @@ class Context:
 
     def _mask_of(self, name: str, module: nn.Module, cut: Cut, mask: Any, more: Mapping[str, Any]) -> RowMask:
         """Return the mask of a call of attention, from what the model was given by ``mask``, or from its flags if there is none."""
-        if isinstance(mask, Tensor) and mask.ndim == 0:
-            return self._masks[int(mask)]
+        if isinstance(mask, _NumberOfMask):
+            return self._masks[mask.number]
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (cut.length, cut.length):
             return self._of_dense(mask, cut)
         causal = more.get("is_causal")
