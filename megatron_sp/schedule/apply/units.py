@@ -1,8 +1,8 @@
 """Units of a foreign model, whose parameters are reduced, sharded and gathered together, and hooks that report when they are used.
 
 Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
-... are the blocks: the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their
-order, and unit 0 again; its backward goes through the blocks in reverse. Where a model keeps some parameters in another
+... are the blocks: the items of the outermost lists of modules of one class, or of transformers' layers of several. A
+pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Where a model keeps some parameters in another
 dtype (fp32 of the routers of transformers' mixtures), these are the last unit, which is whole between its uses.
 
 A block's hooks are two identities in the autograd graph, after its output and before its input: backward passes
@@ -13,6 +13,7 @@ block by then; it is saved as a place in its unit.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,8 +42,8 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
     """Return the paths of the blocks, in order.
 
     Args:
-        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class that have
-            parameters.
+        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class, or of several
+            kinds of transformers' layers, that have parameters.
     """
     if glob is not None:
         return expand(model, glob)
@@ -51,9 +52,15 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
         if not isinstance(module, _LISTS) or any(path.startswith(f"{block}.") for block in found):
             continue
         items = [(f"{path}.{name}" if path else name, item) for name, item in module.named_children()]
-        if len(items) > 1 and len({type(item) for _, item in items}) == 1 and all(any(True for _ in i.parameters()) for _, i in items):
+        if len(items) > 1 and _is_of_blocks([item for _, item in items]) and all(any(True for _ in i.parameters()) for _, i in items):
             found += [name for name, _ in items]
     return found
+
+
+def _is_of_blocks(items: list[nn.Module]) -> bool:
+    """Return whether modules are of one class, or all of classes that transformers calls layers: attention here, a state space there."""
+    layer = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
+    return len({type(item) for item in items}) == 1 or (layer is not None and all(isinstance(item, layer) for item in items))
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
