@@ -37,6 +37,9 @@ ATTENTION = {
 }  # fmt: skip
 """--attention-backend -> the name of the implementation in transformers."""
 
+_WEIGHT_OF_A_LOSS = re.compile(r"loss_(coef|coeff|coefficient|weight)$")
+"""Names of configurations' entries that weigh what a model of transformers adds to the loss of the tokens."""
+
 
 def external_task(
     name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[Config], None] = lambda config: None,
@@ -78,7 +81,7 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
         model = in_dtype(build(config), dtype_of(config)).train()  # from_pretrained leaves it in evaluation mode, without dropout
-    _require_no_balance_loss(model)
+    _require_plain_loss(model)
     if config.kernels.recompute_granularity == "full":
         kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
         if not kinds:
@@ -120,17 +123,29 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _require_no_balance_loss(model: nn.Module) -> None:
-    """Raise ConfigError if a mixture adds a loss over all tokens of a micro-batch to its own, which would not be that of one process."""
+def _require_plain_loss(model: nn.Module) -> None:
+    """Raise ConfigError if a model's configuration adds something to the loss of the tokens, which alone is computed here.
+
+    A mixture's loss over all tokens of a micro-batch would not be that of one process either.
+    """
     config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
-    coefficient = getattr(text, "router_aux_loss_coef", 0) or 0
-    if getattr(text, "output_router_logits", False) and coefficient:
-        raise ConfigError(
-            f"the model's configuration asks for a loss that balances its experts (output_router_logits, router_aux_loss_coef"
-            f" {coefficient:g}), which depends on the cut of the batch: set output_router_logits to false in config.json, or convert the"
-            " model and train it with --moe-aux-loss-coeff"
-        )
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+    holders = [holder for holder in (config, *parts) if hasattr(holder, "__dict__")]
+    balances = any(getattr(holder, "output_router_logits", False) for holder in holders)
+    for name, value in (entry for holder in holders for entry in vars(holder).items()):
+        if not _WEIGHT_OF_A_LOSS.search(name) or not isinstance(value, (int, float)) or not value:
+            continue
+        if "z_loss" in name:
+            raise ConfigError(
+                f"the model's configuration adds a loss on the size of its logits ({name} {value:g}), which is not"
+                f" computed for an external model: set {name} to 0 in config.json"
+            )
+        if balances:
+            raise ConfigError(
+                "the model's configuration asks for a loss that balances its experts (output_router_logits,"
+                f" {name} {value:g}), which depends on the cut of the batch: set output_router_logits to false in"
+                " config.json, or convert the model and train it with --moe-aux-loss-coeff"
+            )
 
 
 def problems(config: Config) -> Iterator[str]:
