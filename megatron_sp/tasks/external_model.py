@@ -83,7 +83,7 @@ class ExternalModel(nn.Module):
         self.blocks = find_blocks(model)
         if not self.blocks:
             raise ConfigError(
-                f"{type(model).__name__} has no list of two or more blocks of one class, which would be the units of training"
+                f"{type(model).__name__} has no list of two or more blocks (of one class, or transformers' layers), which would be the units of training"
             )
         self._units = units_of(model, self.blocks)
         self._hooks = UnitHooks(model, self.blocks, len(self._units))
@@ -132,7 +132,10 @@ class ExternalModel(nn.Module):
             config: lengths and heads; the products are those of the model itself.
         """
         assert config.num_layers and config.num_attention_heads and config.seq_length
-        scores = 4.0 * config.num_layers * config.seq_length * config.num_attention_heads * config.head_dim
+        text = getattr(self.model, "config", None)
+        text = getattr(text, "get_text_config", lambda: text)()
+        attends = text is None or hasattr(text, "num_attention_heads")  # models without attention say nothing of heads
+        scores = attends * 4.0 * config.num_layers * config.seq_length * config.num_attention_heads * config.head_dim
         return 3.0 * (2.0 * self._products + scores * seen_share(config)), 3.0 * (2.0 * self._products + scores)
 
     @property

@@ -1,4 +1,7 @@
-"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it. Nothing here imports torch."""
+"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it.
+
+Nothing here imports torch, except for files that do not name their shape as most do.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ _OF_TRAINING = ("model_family", "seq_length", "attention_dropout", "hidden_dropo
 """Fields of ``ModelConfig`` that a folder does not decide."""
 
 
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
 def shape_of(folder: str) -> dict[str, int]:
-    """Return the shape in a config.json, as fields of our configuration.
+    """Return the shape that a config.json has, in the names that most classes use, as fields of our configuration.
 
     Raises:
         ConfigError: the file is missing or invalid.
@@ -38,6 +44,37 @@ def shape_of(folder: str) -> dict[str, int]:
         raise ConfigError(f"--model {folder}: {path} must be an object")
     values = {field: next((found[name] for name in names if isinstance(found.get(name), int)), None) for field, names in NAMES.items()}
     return {field: value for field, value in values.items() if value is not None}
+
+
+def shape_in(configuration: Any) -> dict[str, int]:
+    """Return the shape in a configuration of transformers, which knows what its class calls things, as fields of ours."""
+    text = configuration.get_text_config(decoder=True)
+    values = {field: next((v for n in names if type(v := _entry(text, n)) is int), None) for field, names in NAMES.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _entry(configuration: Any, name: str) -> Any:
+    """Return an entry, or None if there is none or if it differs from layer to layer, for which there is an error of its own."""
+    try:
+        return getattr(configuration, name, None)
+    except Exception:
+        return None
+
+
+def whole_shape_of(folder: str) -> dict[str, int]:
+    """Return the shape of a folder's model; transformers is asked, and imported, only for what its file does not name as most do.
+
+    A model without attention gets one head, for whoever divides by heads; ``ExternalModel`` knows that there is none.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
+    shape = shape_of(folder)
+    if all(name in shape for name in _REQUIRED):
+        return shape
+    from megatron_sp.tasks.external_weights import configuration_of
+
+    return {"num_attention_heads": 1} | shape_in(configuration_of(folder)) | shape
 
 
 def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterator[str]:

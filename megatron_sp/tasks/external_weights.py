@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.ops import availability
-from megatron_sp.tasks.external_shape import NAMES
+from megatron_sp.tasks.external_shape import shape_in, shape_of
 from megatron_sp.tasks.external_task import ATTENTION
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.utils.errors import ConfigError
@@ -84,8 +84,8 @@ class ModelFolder:
                 return loaded
             made: nn.Module = cls.from_config(shape, attn_implementation=attention, dtype=torch.float32)
             return made
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"--model {self.folder}: transformers refuses it: {str(error).strip().splitlines()[0]}") from None
+        except Exception as error:  # transformers raises exception classes of its own for what it rejects
+            raise ConfigError(f"--model {self.folder}: transformers refuses it: {_in_a_line(error)}") from None
 
     def _settle_attention(self, shape: Any, config: Config) -> None:
         """Take the plain form of attention for a class without another one. Raises ConfigError: a kernel is asked for that it has not."""
@@ -101,22 +101,34 @@ class ModelFolder:
         config.kernels.attention_backend = "unfused"
 
     def _shape(self) -> Any:
-        library = load_transformers()
-        try:
-            return library.AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"--model {self.folder}: config.json is none of transformers' models: {str(error).splitlines()[0]}") from None
+        return configuration_of(self.folder)
+
+
+def configuration_of(folder: str) -> Any:
+    """Return transformers' configuration of a folder. Raises ConfigError: transformers does not know it, or rejects an entry."""
+    library = load_transformers()
+    try:
+        return library.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises exception classes of its own for what it rejects
+        raise ConfigError(f"--model {folder}: config.json is none of transformers' models: {_in_a_line(error)}") from None
+
+
+def _in_a_line(error: Exception) -> str:
+    """Return what an error says; of one that names a wrong entry, the lines below that, which say what is wrong with it, too."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said[:500] or type(error).__name__
 
 
 def _take_shape(shape: Any, config: Config, folder: str) -> Iterator[str]:
-    """Take what a config.json leaves to its class's defaults, for figures; yield a message for each flag that says something else."""
-    text = shape.get_text_config()
-    for field, names in NAMES.items():
-        value = next((v for name in names if isinstance(v := getattr(text, name, None), int)), None)
-        if value is None:
-            continue
+    """Take what transformers makes of a config.json, for figures; yield a message for each flag that says something else.
+
+    Flags beside entries of the file have been compared with these already, and a class may count otherwise than its file:
+    one entry for pairs of layers, for instance.
+    """
+    stored = shape_of(folder)
+    for field, value in shape_in(shape).items():
         given = getattr(config.model, field)
-        if config.says("model", field) and given != value:
+        if field not in stored and config.says("model", field) and given != value:
             yield f"--{field.replace('_', '-')} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
         setattr(config.model, field, value)
 
@@ -135,9 +147,14 @@ def _rate(shape: Any, flag: str) -> float:
 
 
 def _set_rate(shape: Any, flag: str, rate: float) -> None:
-    for holder, name, _ in list(_entries(shape)):
-        if name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT):
-            setattr(holder, name, rate)
+    for holder, name, value in list(_entries(shape)):
+        if value != rate and (name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT)):
+            try:
+                setattr(holder, name, rate)
+            except Exception as error:  # of transformers' own, for a class that declares a whole number, say
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')} ({rate:g}): {type(holder).__name__} rejects it: {_in_a_line(error)}"
+                ) from None
 
 
 def _problems_of_dropout(shape: Any, config: Config, folder: str) -> Iterator[str]:

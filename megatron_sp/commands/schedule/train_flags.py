@@ -1,6 +1,6 @@
 """Command line of training an external model: the flags of every training, and ``--model FOLDER``, whose config.json gives the shape.
 
-Nothing here imports torch, so that errors are reported at once.
+Nothing here imports torch, so that errors are reported at once, except for folders whose file only transformers can read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import raise_all
-from megatron_sp.tasks.external_shape import contradictions, shape_of
+from megatron_sp.tasks.external_shape import contradictions, whole_shape_of
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.launch import is_first_rank
 
@@ -37,7 +37,7 @@ def parse_external(
     prog = prog or os.path.basename(sys.argv[0])
     try:
         words, folder = take_folder(list(sys.argv[1:] if argv is None else argv))
-        shape = {} if folder is None else shape_of(folder)
+        shape = {} if folder is None else whole_shape_of(folder)
     except ReportedError as error:
         raise SystemExit(_told(error)) from None
     more = f"{description} Besides the flags below: --model FOLDER, a local config.json, and weights if they are there."
