@@ -2,8 +2,9 @@
 
 Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2,
 ... are the blocks: the items of the outermost lists of modules of one class, or of transformers' layers of several. A
-pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Where a model keeps some parameters in another
-dtype (fp32 of the routers of transformers' mixtures), these are the last unit, which is whole between its uses.
+pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes through the blocks in reverse. Where a
+model keeps some parameters in another dtype (fp32 of the routers of transformers' mixtures), these are the last unit,
+which is whole between its uses.
 
 A block's hooks are two identities in the autograd graph, after its output and before its input: backward passes
 the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
