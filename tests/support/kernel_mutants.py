@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 TESTS = [
-    "tests/kernels/test_interpreted.py", "tests/unit/training/test_step.py", "tests/unit/ops/test_norm.py", "tests/unit/ops/test_dropout.py",
+    "tests/kernels/test_interpreted.py", "tests/kernels/test_direct.py", "tests/unit/training/test_step.py", "tests/unit/ops/test_norm.py", "tests/unit/ops/test_dropout.py",
     "tests/unit/ops/test_fused_kernels.py", "tests/unit/optim",
 ]  # fmt: skip
 
 NORMS, DROPOUT, ACTIVATIONS = "ops/kernels/norms.py", "ops/kernels/dropout.py", "ops/kernels/activations.py"
-ROTARY, CROSS, LAUNCH = "ops/kernels/rotary.py", "ops/kernels/cross_entropy.py", "ops/kernels/launch.py"
+ROTARY, CROSS, LAUNCH, DIRECT = "ops/kernels/rotary.py", "ops/kernels/cross_entropy.py", "ops/kernels/launch.py", "ops/kernels/direct.py"
 NORM, OPTIMIZER, STEP = "ops/norm.py", "optim/optimizer.py", "training/step.py"
 HEAD, LINEAR, PIECES = "parallel/lm_head.py", "parallel/linear.py", "parallel/chunked_mlp.py"
 
@@ -68,6 +68,16 @@ MUTANTS = [
     ("torch's RMSNorm: the residual's gradient is dropped", NORM, "            grad_x.add_(add)\n        return grad_x if need[0] else None, grad_weight if", "            pass\n        return grad_x if need[0] else None, grad_weight if"),
     ("torch's RMSNorm: rounds 1 + weight", NORM, "x.numel() > 0 and not rounds", "x.numel() > 0"),
     ("Triton for fp64, which it computes in fp32", LAUNCH, "DTYPES = (torch.float32,", "DTYPES = (torch.float64, torch.float32,"),
+    # launches around the JIT
+    ("launch: a kernel for aligned addresses gets others", DIRECT, "x.data_ptr() & 15 == 0)", "True)"),
+    ("launch: a kernel for 1 gets other integers", DIRECT, "1 if x == 1 else 16 if", "16 if"),
+    ("launch: a kernel for multiples of 16 gets other integers", DIRECT, "16 if x & 15 == 0 else 0", "0"),
+    ("launch: a kernel for 32 bits gets 64", DIRECT, "if -(2**31) <= x < 2**31:", "if True:"),
+    ("launch: a kernel for another type", DIRECT, "found += (x.dtype, ", "found += (0, "),
+    ("launch: a kernel of another GPU", DIRECT, "key = (kernel, device, ", "key = (kernel, "),
+    ("launch: a kernel of other compile-time arguments", DIRECT, "*constants.items(), ", ""),
+    ("launch: a kernel of other warps", DIRECT, ", *options.items())", ")"),
+    ("launch: hooks are not called", DIRECT, " or _is_watched(kernel, triton.hooks)", ""),
     # the update on the device
     ("update: a step that is not finite takes place", OPTIMIZER, "divisor, skip.float(), updated)", "divisor, None, updated)"),
     ("update: not clipped", OPTIMIZER, "scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)", "scale"),

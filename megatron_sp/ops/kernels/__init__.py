@@ -7,6 +7,6 @@
     cross_entropy.py  parallel/lm_head.py     loss and gradient of a chunk of logits
 
 A kernel reads and writes each tensor once (rows above 8192 in a norm: once a pass), computes in fp32, and rounds once.
-``launch.py`` is the way to all of them; the other modules import Triton and are themselves imported where a kernel is
-first needed.
+``launch.py`` is the way to all of them (``direct.py``: without Triton's JIT from the second time on); the other modules
+import Triton and are themselves imported where a kernel is first needed.
 """

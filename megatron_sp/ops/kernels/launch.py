@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.kernels import direct
+
 DEVICE = "cuda"
 """Type of the device that the kernels run on; under Triton's interpreter tests set it to the CPU."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +28,7 @@ WIDEST = 8192
 _in_use = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Launch:
     """One launch of a kernel.
 
@@ -55,7 +57,8 @@ class Launch:
 
 def _run(launch: Launch) -> None:
     # products and sums are not contracted: a sum of products is rounded as in the plain form, on every chip alike
-    launch.kernel[launch.grid](*launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=False)
+    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    direct.run(launch.kernel, launch.grid, launch.arguments, launch.constants, options)
 
 
 launcher: Callable[[Launch], None] = _run
