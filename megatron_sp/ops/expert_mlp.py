@@ -9,8 +9,9 @@ One expert after another: its rows are taken together, and its results added to 
 addition has rows of its own; experts come in order, so the sums have the same bits in every run, on a GPU, too.
 
 Where many small products would leave a GPU waiting for its launches, the products of all experts are one (``torch._grouped_mm``), forward
-and for the gradient of the rows; gradients of weights go expert by expert into the main_grad, where they are accumulated in fp32. Results
-are then added choice by choice. On a CPU one product after another is faster, and fp64 has no grouped product.
+and for the gradient of the rows. So are gradients of weights, by Triton (``ops/kernels/grouped.py``), else a product for each expert; they
+go into the main_grad, where they are accumulated in fp32. Results are then added choice by choice. On a CPU one product after another is
+faster, and fp64 has no grouped product.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_product
 from megatron_sp.ops.memory import empty, to_device
 
@@ -177,24 +179,28 @@ def runs_grouped(device: torch.device) -> bool:
     """
     try:
         a, b = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((24, 32), (3, 32, 16)))
-        found = _products(a, b, [16, 0, 8])
+        found = torch._grouped_mm(a, b, offs=_ends([16, 0, 8], device))
         return bool((found == 32.0).all())
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
 
 
-def _products(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    """Return where each expert's rows end, int32 [E], on the device."""
+    return to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
+
+
+def _products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the products of each expert's rows of ``a`` [n, in] with its matrix of ``b`` [E, in, out], one below the other: [n, out]."""
-    ends = to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), a.device)
     return torch._grouped_mm(a, b, offs=ends)
 
 
 def _grouped_forward(x: Tensor, choices: Choices, params: ExpertWeights, activation: Activation, out: Tensor) -> Tensor:
-    counts, weights = choices.counts, choices.weights[:, None]
-    wide = _products(x.index_select(0, choices.rows), params.w1.transpose(1, 2), counts)
+    counts, weights, ends = choices.counts, choices.weights[:, None], _ends(choices.counts, x.device)
+    wide = _products(x.index_select(0, choices.rows), params.w1.transpose(1, 2), ends)
     if params.b1 is not None:
         wide += _of_each(params.b1, counts)
-    y = _products(activation.forward(wide).mul_(weights), params.w2.transpose(1, 2), counts)
+    y = _products(activation.forward(wide).mul_(weights), params.w2.transpose(1, 2), ends)
     if params.b2 is not None:
         y.addcmul_(weights.to(y.dtype), _of_each(params.b2, counts))
     _add_by_choice(y, choices, out)
@@ -206,21 +212,20 @@ def _grouped_backward(
     grad_x: Tensor | None,
 ) -> Tensor:  # fmt: skip
     counts, weights, dtype = choices.counts, choices.weights[:, None], choices.weights.dtype
+    ends = _ends(counts, grad.device)
     g, inner = grad.index_select(0, choices.rows), activation.forward(wide)
-    grad_inner = _products(g, params.w2, counts)
+    grad_inner = _products(g, params.w2, ends)
     grad_weights = (grad_inner * inner).sum(1, dtype=dtype)
     if params.b2 is not None:
         grad_weights += (g * _of_each(params.b2, counts)).sum(1, dtype=dtype)
     inner.mul_(weights)
-    for expert, mine in choices.by_expert():
-        grads.add_fc2(expert, g[mine], inner[mine], weights[mine])
+    grads.add_fc2_of_all(choices, ends, g, inner)
     del g, inner  # as wide as all choices: what is not needed any more would be the peak of a step
     grad_wide = activation.backward_(grad_inner.mul_(weights), wide)
     del grad_inner
-    for expert, mine in choices.by_expert():
-        grads.add_fc1(expert, grad_wide[mine], x, choices.rows[mine])
+    grads.add_fc1_of_all(choices, ends, grad_wide, x)
     if grad_x is not None:
-        _add_by_choice(_products(grad_wide, params.w1, counts), choices, grad_x)
+        _add_by_choice(_products(grad_wide, params.w1, ends), choices, grad_x)
     return grad_weights
 
 
@@ -281,6 +286,22 @@ class ExpertGrads:
         if self._b2 is not None:
             self._b2.add(expert, _Sum(grad * weights))
 
+    def add_fc1_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Add to the gradients of fc1 of all experts; ``ends``: where their rows of grad [n, f] end, on the device."""
+        if self._w1 is not None:
+            self._w1.add_all(_Products(choices.counts, ends, grad, x, choices.rows))
+        if self._b1 is not None:
+            for expert, mine in choices.by_expert():
+                self._b1.add(expert, _Sum(grad[mine]))
+
+    def add_fc2_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, inner: Tensor) -> None:
+        """Add to the gradients of fc2 of all experts: rows of its output's gradient [n, h], its weighted input [n, f]."""
+        if self._w2 is not None:
+            self._w2.add_all(_Products(choices.counts, ends, grad, inner))
+        if self._b2 is not None:
+            for expert, mine in choices.by_expert():
+                self._b2.add(expert, _Sum(grad[mine] * choices.weights[mine, None]))
+
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients for autograd, in the order of the parameters; None for one that is not needed or is in the main_grad."""
         w1, b1, w2, b2 = (None if grad is None else grad.result() for grad in (self._w1, self._b1, self._w2, self._b2))
@@ -296,6 +317,38 @@ class _Product(NamedTuple):
 
     def put(self, view: Tensor, *, fresh: bool) -> None:
         put_product(view, self.grad, self.x if self.rows is None else self.x.index_select(0, self.rows), fresh=fresh)
+
+
+class _Products(NamedTuple):
+    """grad.T @ x of each expert: its rows of grad, which end at ``ends``, and those of x, or of x[rows]."""
+
+    counts: list[int]
+    ends: Tensor
+    grad: Tensor
+    x: Tensor
+    rows: Tensor | None = None
+
+    def put_as_one(self, view: Tensor, *, fresh: bool) -> bool:
+        """Put the gradients of all experts in the view [E, out, in] with one launch; return whether there is a kernel for it."""
+        if not is_fused(self.grad):
+            return False
+        from megatron_sp.ops.kernels import grouped
+
+        if not grouped.takes(view, self.grad, self.x):
+            return False
+        grouped.weight_grads(view, self.grad, self.x, self.ends, self.rows, fresh=fresh)
+        return True
+
+    def by_expert(self) -> Iterator[tuple[int, _Product]]:
+        """Yield (expert, its product) for each expert that has rows."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            mine = slice(start, start + count)
+            if count and self.rows is None:
+                yield expert, _Product(self.grad[mine], self.x[mine])
+            elif count and self.rows is not None:
+                yield expert, _Product(self.grad[mine], self.x, self.rows[mine])
+            start += count
 
 
 class _Sum(NamedTuple):
@@ -322,6 +375,14 @@ class _StackedGrad:
         part.put(self._view[expert], fresh=self._fresh[expert])
         self._fresh[expert] = False
 
+    def add_all(self, products: _Products) -> None:
+        """Add a part of the gradient of each expert that has rows."""
+        if len(set(self._fresh)) == 1 and products.put_as_one(self._view, fresh=self._fresh[0]):
+            self._fresh = [False] * len(self._fresh)
+            return
+        for expert, product in products.by_expert():
+            self.add(expert, product)
+
     def result(self) -> Tensor | None:
         """Complete the gradient; return it for autograd, or None if it is in the main_grad."""
         for expert, fresh in enumerate(self._fresh):
@@ -336,11 +397,15 @@ class _PutOffStackedGrad:
 
     main_grad: MainGrad
     param: Tensor
-    parts: list[tuple[int, _Product | _Sum]] = field(default_factory=list)
+    parts: list[tuple[int, _Product | _Sum] | _Products] = field(default_factory=list)
 
     def add(self, expert: int, part: _Product | _Sum) -> None:
         """As of ``_StackedGrad``."""
         self.parts.append((expert, part))
+
+    def add_all(self, products: _Products) -> None:
+        """As of ``_StackedGrad``."""
+        self.parts.append(products)
 
     def result(self) -> None:
         """Return None: the main_grad has it, or will have it."""
@@ -348,8 +413,8 @@ class _PutOffStackedGrad:
     def write(self) -> None:
         """Compute the gradient and store it."""
         made = _StackedGrad(self.main_grad, self.param)
-        for expert, part in self.parts:
-            made.add(expert, part)
+        for part in self.parts:
+            made.add_all(part) if isinstance(part, _Products) else made.add(*part)
         made.result()
 
 

@@ -40,12 +40,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer: flags, ranks, and its budget with Triton's kernels and without."""
+    """A layer: flags, ranks, its budget with Triton's kernels and without, and the choices of each of its experts, and rows."""
 
     flags: str
     world_size: int
     fused: Budget
     plain: Budget
+    counts: tuple[int, ...] = ()
 
 
 CASES = {
@@ -66,6 +67,10 @@ CASES = {
     ),
     "Llama 7B, 4K, MLP in 4 chunks": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --mlp-chunks 4", 1, Budget(52, 2.0), Budget(125, 5.1)
+    ),
+    "OLMoE, 64 experts, 4K": Case(
+        f"{_LLAMA} --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --ffn-hidden-size 1024 {_NO_DROPOUT}"
+        " --num-experts 64 --moe-router-topk 8", 1, Budget(145, 7.0), Budget(245, 9.9), (512, 4096),
     ),
 }  # fmt: skip
 
@@ -89,7 +94,7 @@ def _kind(file: str, op: str) -> str:
         return "collectives"
     if file.startswith(("optim/", "training/", "ops/adamw.py")):
         return "update"
-    if any(word in op for word in ("mm.", "bmm", "addmm")):
+    if any(word in op for word in ("mm.", "bmm", "addmm", "grouped_weight")):
         return "products"
     return "attention" if "_attention" in op else "rest"
 
@@ -97,7 +102,7 @@ def _kind(file: str, op: str) -> str:
 def layer(case: Case, *, fused: bool) -> Layer:
     """Count a layer."""
     flags = f"{case.flags} {_STEP} --fused-kernels {'auto' if fused else 'torch'}"
-    job = Job(flags, case.world_size, large=True)
+    job = Job(flags, case.world_size, large=True, counts=case.counts)
     result = Layer(Counter(), Counter(), Counter())
     for sign, layers in ((-1, 2), (1, 3)):
         outcome = run_rank(replace(job, flags=f"{flags} --num-layers {layers}"))

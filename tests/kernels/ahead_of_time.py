@@ -86,7 +86,7 @@ def _compile(case: str, launched: Any, capability: int) -> Compiled:
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(
             ASTSource(launched.kernel, signature, constants, hints), target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": launched.warps, "enable_fp_fusion": False},
+            options=launched.options,
         )  # fmt: skip
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     assert registers is not None, f"ptxas says nothing of registers: {log.getvalue()!r}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.kernels import activations, cross_entropy, dropout, norms, rotary
+from megatron_sp.ops.kernels import activations, cross_entropy, dropout, grouped, norms, rotary
 
 BF16 = torch.bfloat16
 
@@ -48,6 +48,13 @@ def _cross_entropy(vocabulary: int, rows: int) -> None:
     cross_entropy.gradient(logits, labels, stats, vocabulary, BF16)
 
 
+def _grouped(experts: int, width_out: int, width_in: int, dtype: torch.dtype = BF16) -> None:
+    out, ends = _meta(experts, width_out, width_in, dtype=torch.float32), _meta(experts, dtype=torch.int32)
+    grad, x, rows = _meta(65536, width_out, dtype=dtype), _meta(65536, width_in, dtype=dtype), _meta(65536, dtype=torch.int64)
+    grouped.weight_grads(out, grad, x, ends, fresh=True)
+    grouped.weight_grads(out, grad, x, ends, rows, fresh=False)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "RMSNorm, h 128": lambda: _norm(128, centered=False),
     "RMSNorm, h 2048": lambda: _norm(2048, centered=False),
@@ -72,4 +79,6 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary, a quarter of 96": lambda: _rotary(16, 16, 96, 12),
     "cross entropy, 128256": lambda: _cross_entropy(128256, 128256),
     "cross entropy, 50257": lambda: _cross_entropy(50257, 50304),
+    "experts, 64 of 2048 x 2048": lambda: _grouped(64, 2048, 2048),
+    "experts, 8 of 28672 x 4096, fp16": lambda: _grouped(8, 28672, 4096, torch.float16),
 }

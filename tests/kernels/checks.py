@@ -352,3 +352,55 @@ def whole_model(name: str, dtype_name: str, mlp_chunks: int, granularity: str | 
         assert not yes or {n.split("_")[0] for n in names} >= {"norm", "activation", "cross"}
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     require_close(*results, dtype, tolerance=4 * _TOLERANCE[dtype])
+
+
+def grouped_weight_gradients(
+    dtype_name: str, counts: Sequence[int], width_out: int, width_in: int, gathers: bool, fresh: bool, pad: int
+) -> None:  # fmt: skip
+    """Weight gradients of experts against products in fp64; ``pad``: rows of x and grad lie that much apart."""
+    from megatron_sp.ops.kernels import grouped
+
+    dtype, n, experts = DTYPES[dtype_name], sum(counts), len(counts)
+    grad = randn(n, width_out + pad, dtype=dtype)[:, :width_out]
+    rows = torch.randperm(2 * n, generator=torch.Generator().manual_seed(2), device="cpu")[:n].to(launch.DEVICE) if gathers else None
+    x = randn(2 * n if gathers else n, width_in + pad, seed=1, dtype=dtype)[:, :width_in]
+    out = torch.full((experts, width_out, width_in), float("nan"), device=launch.DEVICE) if fresh else randn(experts, width_out, width_in)
+    want = torch.zeros(experts, width_out, width_in, dtype=torch.float64, device=launch.DEVICE) if fresh else out.double()
+    ends, taken = torch.tensor(counts).cumsum(0).to(launch.DEVICE, torch.int32), x if rows is None else x[rows]
+    for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
+        mine = slice(end - count, end)
+        want[expert] += grad[mine].double().t() @ taken[mine].double()
+    before = out.clone()
+    grouped.weight_grads(out, grad, x, ends, rows, fresh=fresh)
+    assert all(torch.equal(out[e], before[e]) for e in range(experts) if not counts[e] and not fresh), "untouched without rows"
+    require_close([out.double()], [want], torch.float64, tolerance=2e-6)
+
+
+def grouped_weight_gradients_of_an_expert_alone() -> None:
+    """The bits of an expert's gradient are its rows': not those of the experts beside it, nor of where its rows lie."""
+    from megatron_sp.ops.kernels import grouped
+
+    counts, (width_out, width_in) = (70, 5, 0, 131), (40, 48)
+    grad, x = randn(206, width_out, dtype=torch.bfloat16), randn(206, width_in, seed=1, dtype=torch.bfloat16)
+    x[:70] = float("nan")  # of another expert
+    ends = torch.tensor(counts).cumsum(0).to(launch.DEVICE, torch.int32)
+    out = torch.empty(4, width_out, width_in, device=launch.DEVICE)
+    grouped.weight_grads(out, grad, x, ends, fresh=True)
+    alone = torch.empty(1, width_out, width_in, device=launch.DEVICE)
+    grouped.weight_grads(alone, grad[75:], x[75:], torch.tensor([131], dtype=torch.int32, device=launch.DEVICE), fresh=True)
+    assert torch.equal(out[3], alone[0]) and out[0].isnan().any() and out[1].isfinite().all() and not out[2].any()
+
+
+def experts_with_one_launch(dtype_name: str, bias: bool, again: bool) -> None:
+    """Gradients of all experts' weights in one launch for each weight are those of one product after another."""
+    from support import expert_rows
+
+    dtype, results = DTYPES[dtype_name], []
+    for yes in (True, False):
+        with using_triton(yes):
+            names = count_launches()
+            results.append(expert_rows.run(dtype, bias=bias, grouped=True, times=2 if again else 1))
+        assert names.count("grouped_weight_kernel") == (2 * (1 + again) if yes and dtype != torch.float32 else 0), names
+    first, second = (list(each.values()) for each in results)
+    assert not results[0]["w1"][2].any(), "an expert without rows has a gradient of zero"
+    require_close(first, second, dtype, tolerance=2 * _TOLERANCE[dtype])

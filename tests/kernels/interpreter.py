@@ -47,7 +47,8 @@ def main() -> None:
     """Answer calls until there are no more."""
     import numpy as np
     import torch
-    from triton.runtime.interpreter import InterpreterBuilder
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from kernels import checks
     from megatron_sp.ops.kernels import launch
@@ -55,6 +56,17 @@ def main() -> None:
     # by default a GPU's maximum is the operand that is not NaN; Triton's interpreter has NaN
     InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        """The product of what its operands are; the interpreter's takes bf16, which it has as integers, for these integers."""
+        a, b = (
+            TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            for x in (a, b)
+        )
+        return multiply(self, a, b, total, *options)
+
+    InterpreterBuilder.create_dot = create_dot
     np.seterr(all="ignore")  # it computes with numpy, which would say what a GPU does not
     torch.set_num_threads(1)
     launch.DEVICE = "cpu"

@@ -14,7 +14,11 @@ import pytest
 TESTS = Path(__file__).parents[1]
 # rows that are no multiple of 16 elements long, and heads whose halves are not
 NARROW = {"RMSNorm, h 5001", "RMSNorm, h 8200", "dropout, h 1023", "rotary, a quarter of 96"}
-QUICK = ("RMSNorm, h 4096", "RMSNorm, h 16384", "dropout, h 4096", "SwiGLU", "rotary, 32 heads of 128", "cross entropy, 128256")
+OF_PRODUCTS = {80: 99, 90: 227, 100: 227}  # KiB of shared memory that a program may have; Ampere's and Ada's small ones have 99
+QUICK = (
+    "RMSNorm, h 4096", "RMSNorm, h 16384", "dropout, h 4096", "SwiGLU", "rotary, 32 heads of 128", "experts, 64 of 2048 x 2048",
+    "cross entropy, 128256",
+)  # fmt: skip
 _PROGRAM = """
 import dataclasses, json, sys
 from kernels.ahead_of_time import compile_cases, CAPABILITIES
@@ -42,7 +46,8 @@ def require_good(found: list[dict[str, object]]) -> None:
         assert each["spilled_bytes"] == 0, each
         registers, warps, shared = each["registers"], each["warps"], each["shared_bytes"]
         assert isinstance(registers, int) and isinstance(warps, int) and isinstance(shared, int)
-        assert registers * warps * 32 <= 65536 and shared <= 48 * 1024, each
+        most = OF_PRODUCTS[each["capability"]] if each["case"].startswith("experts") else 48  # type: ignore[index]
+        assert registers * warps * 32 <= 65536 and shared <= most * 1024, each
         assert each["widest"] == 128 or each["case"] in NARROW, each
 
 

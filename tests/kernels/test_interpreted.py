@@ -89,6 +89,21 @@ CHECKS: list[tuple[Any, ...]] = [
     ),
     ("cross_entropy_of_extremes",),
     ("packing_of_long_strides",),
+    *(
+        ("grouped_weight_gradients", *case)
+        for case in [
+            # dtype, rows of each expert, width of the gradient and of x, rows are gathered, overwrites, padding
+            ("bf16", (64, 1, 0, 130), 40, 48, False, True, 0),
+            ("fp16", (3, 0, 65), 16, 300, True, False, 0),
+            ("bf16", (0, 0), 8, 8, False, True, 0),
+            ("bf16", (0, 64), 8, 8, True, False, 3),
+            ("fp16", (200,), 130, 257, False, False, 5),
+            ("fp16", (7, 9), 1100, 20, True, True, 0),
+            ("bf16", (17,), 1, 1, False, True, 1),
+        ]
+    ),
+    ("grouped_weight_gradients_of_an_expert_alone",),
+    *(("experts_with_one_launch", *case) for case in [("bf16", False, False), ("fp16", True, True), ("fp32", True, False)]),
     ("relu_cuts_infinite_gradients_off",),
     ("whole_model", "llama", "fp32", 1, None),
     ("whole_model", "gpt, dropout", "fp32", 1, None),

@@ -30,13 +30,14 @@ def made(dtype: torch.dtype, *, bias: bool, seed: int = 0, device: str = "cpu") 
     return draw(ROWS, H), draw(ROWS, H), choices, ExpertWeights(draw(E, 2 * F, H), biases[0], draw(E, H, F), biases[1])
 
 
-def run(dtype: torch.dtype, *, bias: bool, grouped: bool | None, device: str = "cpu") -> dict[str, Tensor]:
-    """Results and every gradient."""
+def run(dtype: torch.dtype, *, bias: bool, grouped: bool | None, device: str = "cpu", times: int = 1) -> dict[str, Tensor]:
+    """Results and every gradient; with ``times`` backward passes of the same rows added up."""
     x, grad, choices, params = made(dtype, bias=bias, device=device)
     activation = Activation("swiglu")
     out, grad_x = (torch.zeros(ROWS, H, dtype=sum_dtype(dtype), device=device) for _ in range(2))
     wide = experts_forward(x, choices, params, activation, out, grouped=grouped)
     grads = ExpertGrads(params, (True, bias, True, bias), None)
-    of_weights = experts_backward(grad, x, wide, choices, params, activation, grads, grad_x, grouped=grouped)
+    for _ in range(times):
+        of_weights = experts_backward(grad, x, wide.clone(), choices, params, activation, grads, grad_x, grouped=grouped)
     named: dict[str, Any] = dict(zip(("w1", "b1", "w2", "b2"), grads.results(), strict=True))
     return {"out": out, "x": grad_x, "weights": of_weights, **{name: g for name, g in named.items() if g is not None}}

@@ -10,6 +10,7 @@ TESTS = [
 NORMS, DROPOUT, ACTIVATIONS = "ops/kernels/norms.py", "ops/kernels/dropout.py", "ops/kernels/activations.py"
 ROTARY, CROSS, LAUNCH, DIRECT = "ops/kernels/rotary.py", "ops/kernels/cross_entropy.py", "ops/kernels/launch.py", "ops/kernels/direct.py"
 NORM, OPTIMIZER, STEP = "ops/norm.py", "optim/optimizer.py", "training/step.py"
+GROUPED, EXPERTS = "ops/kernels/grouped.py", "ops/expert_mlp.py"
 HEAD, LINEAR, PIECES = "parallel/lm_head.py", "parallel/linear.py", "parallel/chunked_mlp.py"
 
 MUTANTS = [
@@ -68,6 +69,17 @@ MUTANTS = [
     ("torch's RMSNorm: the residual's gradient is dropped", NORM, "            grad_x.add_(add)\n        return grad_x if need[0] else None, grad_weight if", "            pass\n        return grad_x if need[0] else None, grad_weight if"),
     ("torch's RMSNorm: rounds 1 + weight", NORM, "x.numel() > 0 and not rounds", "x.numel() > 0"),
     ("Triton for fp64, which it computes in fp32", LAUNCH, "DTYPES = (torch.float32,", "DTYPES = (torch.float64, torch.float32,"),
+    # weight gradients of experts
+    ("experts: rows of the expert behind count", GROUPED, "real = (step < count - done)[:, None]", "real = (step < count + BLOCK)[:, None]"),
+    ("experts: every expert begins with the first row", GROUPED, "mask=expert > 0, other=0).to(tl.int64)", "mask=expert < 0, other=0).to(tl.int64)"),
+    ("experts: only the first rows of an expert", GROUPED, "for done in range(0, count, BLOCK):", "for done in range(0, tl.minimum(count, BLOCK), BLOCK):"),
+    ("experts: x's rows do not move on", GROUPED, "            xs += BLOCK * x_stride\n", "            xs += 0\n"),
+    ("experts: the gradient's rows do not move on", GROUPED, "        grads += BLOCK * grad_stride\n", "        grads += 0\n"),
+    ("experts: rows are not gathered", GROUPED, "x = tl.load(X + row[:, None] * x_stride", "x = tl.load(xs + step[:, None] * x_stride"),
+    ("experts: what is there is overwritten", GROUPED, "        total += tl.load(place, mask=inside, other=0.0)\n", "        total += 0.0\n"),
+    ("experts: tiles of a swath in another's place", GROUPED, "height = tl.minimum(tiles_out - swath * SWATH, SWATH)", "height = SWATH"),
+    ("experts: the right half of a tile in the left one's place", GROUPED, "_put(right, to, out, half + TILE_IN // 2,", "_put(right, to, out, half,"),
+    ("experts: a second part overwrites the first", EXPERTS, "            self._fresh = [False] * len(self._fresh)\n            return\n", "            return\n"),
     # launches around the JIT
     ("launch: a kernel for aligned addresses gets others", DIRECT, "x.data_ptr() & 15 == 0)", "True)"),
     ("launch: a kernel for 1 gets other integers", DIRECT, "1 if x == 1 else 16 if", "16 if"),

@@ -39,6 +39,7 @@ class Launch:
         reads, writes: the tensors among them that it reads and writes; one changed in place is in both.
         constants: its compile-time arguments.
         warps: warps of a program.
+        stages: steps of a loop whose operands are on their way at a time; None: Triton's default.
     """
 
     kernel: Any
@@ -48,17 +49,23 @@ class Launch:
     writes: Sequence[Tensor]
     constants: dict[str, Any] = field(default_factory=dict)
     warps: int = 4
+    stages: int | None = None
 
     @property
     def name(self) -> str:
         """Name of the kernel."""
         return str(self.kernel.__name__)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of Triton's compiler."""
+        # products and sums are not contracted: a sum of products is rounded as in the plain form, on every chip alike
+        options = {"num_warps": self.warps, "enable_fp_fusion": False}
+        return options if self.stages is None else {**options, "num_stages": self.stages}
+
 
 def _run(launch: Launch) -> None:
-    # products and sums are not contracted: a sum of products is rounded as in the plain form, on every chip alike
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    direct.run(launch.kernel, launch.grid, launch.arguments, launch.constants, options)
+    direct.run(launch.kernel, launch.grid, launch.arguments, launch.constants, launch.options)
 
 
 launcher: Callable[[Launch], None] = _run
@@ -67,10 +74,10 @@ launcher: Callable[[Launch], None] = _run
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, reads: Sequence[Tensor], writes: Sequence[Tensor], warps: int = 4,
-    **constants: Any,
+    stages: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel; see ``Launch``."""
-    launcher(Launch(kernel, grid, arguments, reads, writes, constants, warps))
+    launcher(Launch(kernel, grid, arguments, reads, writes, constants, warps, stages))
 
 
 def use_triton(yes: bool) -> None:
