@@ -26,6 +26,7 @@ from megatron_sp.config.rules_batch import (
 from megatron_sp.config.rules_context import context_violations, delay_violations, settle_comm_type
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_experts import expert_violations, lifeless_router, settle_experts, shared_expert_violations
+from megatron_sp.config.rules_graphs import graph_violations
 from megatron_sp.config.rules_model import settle_gelu, settle_groups, variant_violations
 from megatron_sp.config.rules_pipeline import pipeline_violations, settle_stages
 from megatron_sp.config.schema import GROUPS, Config, ModelConfig, OptimizerConfig, raise_all
@@ -91,7 +92,7 @@ def violations(config: Config, world_size: int) -> list[str]:
         *(_about_model(config, world_size) if config.knows_model else ()), *_layout(config, world_size),
         *batch_violations(config, world_size), *curriculum_violations(config), *_length(config), *_learning_rate(config),
         *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
-        *_logging(config, world_size),
+        *_logging(config, world_size), *graph_violations(config),
     ]  # fmt: skip
 
 

@@ -361,3 +361,10 @@ class KernelConfig:
     )
     allow_oom: bool = flag(False, "start even if the run is predicted to need more memory than there is (else exit code 2)")
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels: a resume repeats a run to the last bit; slower")
+    cuda_graphs: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "capture steps in CUDA graphs, which launch without Python; auto: where they can be captured, give the bits of eager steps and are"
+        " faster; on: error where they cannot be captured",
+        alone="on",
+    )
+    cuda_graph_warmup_steps: int = flag(3, "eager steps of each shape of batch before it is captured", unit="steps", low=1, high=10**6)

@@ -68,6 +68,9 @@ REWRITTEN: dict[str, Rewrite] = {
     "wandb-run-name": Rewrite((("wandb-exp-name", None),), weak=True),
     "wandb-project-name": Rewrite((("wandb-project", None),), weak=True),
     "npu-deterministic": Rewrite((("deterministic-mode", "true"),)),
+    # Megatron-LM's switches ask for graphs where they can be, and so does auto
+    "enable-cuda-graph": Rewrite((("cuda-graphs", "auto"),), weak=True),
+    "external-cuda-graph": Rewrite((("cuda-graphs", "auto"),), weak=True),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
@@ -76,6 +79,10 @@ REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
     "data-parallel-sharding-strategy": {
         strategy: (Rewrite((("zero-stage", str(stage)),), weak=True),)
         for stage, strategy in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params"))
+    },
+    "cuda-graph-impl": {
+        "none": (Rewrite((("cuda-graphs", "off"),), weak=True),),
+        **dict.fromkeys(("local", "transformer_engine", "full_iteration"), (Rewrite((("cuda-graphs", "auto"),), weak=True),)),
     },
     "attention-head-type": {"multiquery": (Rewrite((("num-query-groups", "1"),)),)},  # BigCode's fork
     "glu-activation": {  # BigScience's fork, whose GELU is exact there; arguments.py knows its width
@@ -119,6 +126,7 @@ TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
 """Megatron-DeepSpeed's lengths in tokens, fields that ``arguments`` turns into samples or steps wherever it can."""
 
 _FUSED = "which kernels run is decided by what the machine has, and by --fused-kernels and --attention-backend"
+_GRAPHS = "--cuda-graphs captures whole micro-batches, forward and backward, and all graphs share one pool of memory"
 _LOGGED = "always written to metrics.jsonl, and to TensorBoard when that is on"
 _FORMAT = "checkpoints have one format here: sharded, verified, independent of the layout"
 _ENGINE = "there is one engine here"
@@ -161,18 +169,19 @@ _IGNORED_SWITCHES = {
         curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning""",
     _FUSED: """
         no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
-        cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
+        cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
         ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload use-te-activation-func use-transformer-engine-op-fuser
         abort-on-unmet-fused-kernel-constraints disable-te-fused-rope
         no-weight-gradient-accumulation-fusion
         masked-softmax-fusion scaled-masked-softmax-fusion no-scaled-masked-softmax-fusion bias-dropout-fusion persist-layer-norm
-        cuda-graph-retain-backward-graph cuda-graph-use-single-mempool use-te-rng-tracker
+        use-te-rng-tracker
         activation-func-fp8-input-store use-fused-weighted-squared-relu fused-residual-rmsnorm apply-rope-fusion
-        cuda-graph-share-io-buffers tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
+        tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
         tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag
         disable-tp-comm-split-rs use-fused-swiglu use-fused-rotary-pos-emb use-fused-moe-token-permute-and-unpermute
         use-fused-ring-attention-update use-fusion-attn-v2 gemm-gradient-accumulation-fusion use-ascend-mc2 use-ascend-coc jit-compile""",
+    _GRAPHS: "cuda-graph-retain-backward-graph cuda-graph-use-single-mempool cuda-graph-share-io-buffers",
     "the router is computed in fp32": "router-gating-in-fp32",
     _LAYOUT: "megatron-cp-in-bnsd kv-head-repeat-before-uly-alltoall use-ulysses-allgather-kv moe-tp-extend-ep",
     "the softmax and the loss are always computed in fp32": """
@@ -281,8 +290,9 @@ _IGNORED_SWITCHES = {
 }
 
 _IGNORED_VALUES = {
+    _GRAPHS: "cuda-graph-impl cuda-graph-scope cuda-graph-modules",
     _FUSED: """
-        transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps
+        transformer-impl cross-entropy-fusion-impl
         tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute
         use-fused-rmsnorm use-fast-softmax""",
     "a validation takes micro-batches of --micro-batch-size, on which its loss does not depend": "eval-micro-batch-size",
