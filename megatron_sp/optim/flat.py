@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +179,14 @@ class FlatLayout:
             slot.param.data = self._nothing
 
 
+class KeptGrads(NamedTuple):
+    """Buffers of a unit's gradients."""
+
+    grads: Tensor | None
+    views: list[Tensor]
+    shard: Tensor | None
+
+
 class FlatUnit:
     """Flat buffers of one unit.
 
@@ -313,6 +322,14 @@ class FlatUnit:
         """
         self._free_grads()
         self._grad_shard = None
+
+    def kept_grads(self) -> KeptGrads:
+        """Return the buffers of the gradients, for ``put_grads``: a captured graph writes into them in every step."""
+        return KeptGrads(self._grads, self._grad_views, self._grad_shard)
+
+    def put_grads(self, kept: KeptGrads) -> None:
+        """Take back buffers, with what has been written into them since."""
+        self._grads, self._grad_views, self._grad_shard = kept
 
     def _free_grads(self) -> None:
         self._grads, self._grad_views = None, []

@@ -211,13 +211,21 @@ class FlatGradients:
             self._reduced.discard(index)
             self._written.difference_update(id(slot.param) for slot in self.units[index].slots)
 
+    def settle(self) -> None:
+        """Wait for all reductions under way: a graph ends with nothing under way."""
+        for index in list(self._handles):
+            self._wait(index)
+
+    def abandon(self) -> None:
+        """Forget the reductions under way: their capture has failed, and they will never run."""
+        self._handles.clear()
+
     def finish_step(self) -> None:
         """Reduce what has not been reduced yet and wait for everything."""
         for index in range(len(self.units)):
             if self._stage(index) < 2 and index not in self._reduced:
                 self._reduce(index)
-        for index in list(self._handles):
-            self._wait(index)
+        self.settle()
 
     def poison(self) -> None:
         """Write NaN into the gradients, for fault injection."""

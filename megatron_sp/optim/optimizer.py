@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,14 +119,40 @@ class FlatOptimizer:
             grad_norm: norm of the unscaled gradients, an fp64 scalar on the device.
             skip: bool scalar on the device, true if the step is to be left out.
         """
-        divisor: Tensor | None = None  # the kernels write gradients that they divide back: not where nothing is divided
-        if self.config.clip_grad > 0 or grad_scale != 1.0:
-            divisor = torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))  # who looks for what is not finite finds it as it came
-        self._step((lr, lr if decoupled_lr is None else decoupled_lr), weight_decay, divisor, skip.float(), updated)
+        rates = (lr, lr if decoupled_lr is None else decoupled_lr)
+        divisor = self._divisor_unless(skip, grad_norm, grad_scale)
+        self._step(rates, weight_decay, divisor, skip.float(), updated)
 
-    def _divisor(self, grad_norm: Tensor, grad_scale: float) -> Tensor:
+    def step_by_numbers(
+        self, rates: Tensor, count: Tensor, weight_decay: float, grad_norm: Tensor, grad_scale: float | Tensor, skip: Tensor,
+        updated: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue what ``step_on_device`` queues, with numbers that may change under a captured graph; ``num_updates`` is the caller's.
+
+        Args:
+            rates: learning rates of most parameters and of the decoupled ones, [2], fp64 on the device.
+            count: number of the update, from 1, a scalar on the device.
+            weight_decay, grad_norm, skip, updated: as of ``step_on_device``.
+            grad_scale: a number if it never changes, else an fp64 scalar on the device.
+        """
+        dtype = torch.float64 if rates.device.type == "cpu" else torch.float32  # as torch's kernels read them
+        divisor = self._divisor_unless(skip, grad_norm, grad_scale)
+        shared = UpdateScalars(rates[0].to(dtype), count.float(), None, skip.float())
+        self._update_all((shared, replace(shared, lr=rates[1].to(dtype))), (math.nan, math.nan), weight_decay, divisor, updated)
+
+    def _divisor_unless(self, skip: Tensor, grad_norm: Tensor, grad_scale: float | Tensor) -> Tensor | None:
+        """Return ``_divisor``, or 1 for an update that is left out; None where nothing is ever divided.
+
+        The kernels write gradients that they divide back: who looks for what is not finite finds it as it came.
+        """
+        if self.config.clip_grad <= 0 and not isinstance(grad_scale, Tensor) and grad_scale == 1.0:
+            return None
+        return torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))
+
+    def _divisor(self, grad_norm: Tensor, grad_scale: float | Tensor) -> Tensor:
         """Return what the gradients are to be divided by, an fp64 scalar, from the norm without the scale."""
-        clip, scale = self.config.clip_grad, torch.full_like(grad_norm, grad_scale)
+        clip = self.config.clip_grad
+        scale = grad_scale if isinstance(grad_scale, Tensor) else torch.full_like(grad_norm, grad_scale)
         return scale if clip <= 0 else scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)
 
     def _step(
@@ -137,16 +163,23 @@ class FlatOptimizer:
         self.num_updates += 1
         if not self.units:
             return
+        device = self.units[0].master.device
+        if divisor is not None and not divisor.is_cuda and float(divisor) == 1.0:  # a GPU would have to be waited for
+            divisor = None
+        most, *others = (UpdateScalars.create(rate, self.num_updates, device, skip=skip) for rate in dict.fromkeys(rates))
+        self._update_all((most, *(others or [most])), rates, weight_decay, divisor, updated)
+
+    def _update_all(
+        self, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float, divisor: Tensor | None,
+        updated: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        """Update all units, by kernels that read ``scalars`` or by one that takes ``rates``."""
         master = self.units[0].master
         # torch's kernels have the divisor in fp32, too little for fp64
         by_kernel = self.kernel == "torch" and master.dtype == torch.float32
-        if divisor is not None and not divisor.is_cuda and float(divisor) == 1.0:  # a GPU would have to be waited for
-            divisor = None
-        in_kernel = divisor.to(master.device, torch.float32) if by_kernel and divisor is not None else None
-        most, *others = (
-            UpdateScalars.create(rate, self.num_updates, master.device, divisor=in_kernel, skip=skip) for rate in dict.fromkeys(rates)
-        )
-        scalars = (most, *(others or [most]))
+        if by_kernel and divisor is not None:
+            in_kernel = divisor.to(master.device, torch.float32)
+            scalars = [replace(each, divisor=in_kernel) for each in scalars]
         for index in range(len(self.units)):
             grads = self._grads(index)
             if not by_kernel and divisor is not None:

@@ -109,6 +109,11 @@ class WholeWeights:
             for handle in self._handles.pop(index):
                 handle.wait()
 
+    def abandon(self) -> None:
+        """Forget the gathers under way: their capture has failed, and they will never run."""
+        self._handles.clear()
+        self.forget()
+
     # stage 3
 
     def _need_fetched(self, index: int) -> None:

@@ -4,6 +4,7 @@ The core, in reading order:
     loop.py             a whole run: join the other ranks, build, then step, save, validate, stop
     run.py              the parts of a run, in the order in which they are built; what may fail where
     step.py             one optimizer step: micro-batches in, one update out
+    graphs.py           steps captured in CUDA graphs: when, whether, and their replays (--cuda-graphs)
     pipelined.py        its forward and backward passes where the model is cut into stages
     microbatches.py     global batch size and its ramp-up
     state.py            what a checkpoint holds, and how it is restored

@@ -28,6 +28,7 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training.console import Console
 from megatron_sp.training.finite import require_finite_loss, require_finite_weights, require_sound_end
+from megatron_sp.training.graphs import require_captured
 from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens, dump_bad_step
 from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.saves import Saves
@@ -56,6 +57,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             f"{task.name} cannot be cut into the {config.parallel.pipeline_model_parallel_size} stages of --pipeline-model-parallel-size:"
             " pretraining of GPT and BERT can; leave it out"
         )
+    require_captured(config, is_own=task.is_own)
     require_own_checkpoint(config)
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
     signals = StopSignals(launched=bool(launch.launcher), speaks=launch.rank == 0 or not sys.stderr.isatty())

@@ -59,6 +59,7 @@ from megatron_sp.training.balance_rows import row_dealer, warning_about_document
 from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
+from megatron_sp.training.graphs import CudaGraphs, StepGraphs, is_profiled, why_not_captured
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
@@ -303,6 +304,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
         for line in changes:
             console.line(f"  changed since: {line}")
     train_step = build_step(context, layout, parts, attention)
+    use_graphs(context, origin, layout, train_step, state.progress.step)
     done = find_evaluated(context, origin, state.progress.step)
     for line in _useless_offloads(config, context.groups.device.type):
         console.line(line)
@@ -533,7 +535,7 @@ def _layout_record(context: RunContext) -> dict[str, Any]:
 
 
 def _is_same_layout(stored: dict[str, Any], record: dict[str, Any]) -> bool:
-    known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention", "sizes")}
+    known = {key: value for key, value in stored.items() if key not in ("sp_overlap", "attention", "sizes", "cuda_graphs")}
     return {"cp": 1, "pp": 1, "ep": 1, **known} == record  # older checkpoints do not name these
 
 
@@ -658,6 +660,28 @@ def build_step(context: RunContext, layout: RunLayout, parts: StepParts, attenti
     options = StepOptions(config.batch.seed, drops, attention.kernel.name, task.torch_dropout, repeats_attention=bool(attention.repeated))
     recorder = None if layout.overlap_report is None else layout.overlap_report.recorder
     return TrainStep(parts, task.loss, context.groups, options, context.faults, recorder)
+
+
+def use_graphs(context: RunContext, origin: Origin | None, layout: RunLayout, step: TrainStep, begun: int) -> None:
+    """Let steps be captured where they can be (--cuda-graphs), by the choice of the checkpoint if its layout is the same."""
+    config, device, record = context.config, context.groups.device, layout.record
+    mode = config.kernels.cuda_graphs
+    if mode == "off" or config.batch.skip_train:
+        return
+    if device.type != "cuda":
+        return  # where nobody expects a graph
+    lacks = why_not_captured(config, device.type, is_own=context.task.is_own)
+    for obstacle in lacks:
+        context.console.line(f"captured steps: not used, {obstacle.reason}")
+    if lacks:
+        return
+    before = None if origin is None else origin.stored.get("layout")
+    kept = before.get("cuda_graphs") if isinstance(before, dict) and _is_same_layout(before, _layout_record(context)) else None
+    step.graphs = StepGraphs(
+        step, lambda: CudaGraphs(device), mode=mode, warmup=config.kernels.cuda_graph_warmup_steps,
+        is_eager=lambda number: is_profiled(config.logging, begun, number), tell=context.console.line,
+        kept=kept if isinstance(kept, bool) else None, decided=lambda used: record.update(cuda_graphs=used),
+    )  # fmt: skip
 
 
 def find_evaluated(context: RunContext, origin: Origin | None, step: int) -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,35 @@ class StepOptions:
     repeats_attention: bool = False
 
 
+class StepNumbers(NamedTuple):
+    """Numbers that differ between steps, in the order in which graphs have them on the device."""
+
+    step: float
+    scale: float
+    lr: float
+    decoupled_lr: float
+    update: float
+
+
+class Replayed(NamedTuple):
+    """Outcome of a step's passes as replays of captured graphs.
+
+    Attributes:
+        known: what ``TrainStep.passes`` returns.
+        update: replays the update, too; None: it was not captured.
+    """
+
+    known: Tensor
+    update: Callable[[], None] | None
+
+
+class StepReplays(Protocol):
+    """Interface of captured steps (``training/graphs.py``)."""
+
+    def replay(self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed | None:
+        """Replay the passes of a step (arguments as of ``TrainStep.passes``); None: it is to run eagerly. Collective."""
+
+
 class TrainStep:
     """A training step; ``run`` performs one.
 
@@ -161,6 +190,7 @@ class TrainStep:
 
     Attributes:
         before_update: called before the weights change; a copy of them on another stream synchronizes here.
+        graphs: captured steps; None: all run eagerly.
     """
 
     def __init__(
@@ -172,6 +202,9 @@ class TrainStep:
         self.pipeline = parts.pipeline
         self.loss, self.groups, self.options, self.faults, self.recorder = loss, groups, options, faults, recorder
         self.before_update: Callable[[], None] = lambda: None
+        self.graphs: StepReplays | None = None
+        self.routers: RouterStep | None = None
+        self._num_told = 0  # numbers of the routers at the end of what the host is to know
 
     def run(
         self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False,
@@ -192,44 +225,29 @@ class TrainStep:
             DataError: ranks that share sequences have read different ones.
         """
         require_same_sequences(micro_batches, self.groups)
-        self._seed(step)
+        self.seed(step)
         if self.recorder is not None:
             self.recorder.start_step()
-        totals, totals_handle = self._start_totals(micro_batches, stop, digests, places)
-        self.gradients.start_step()
-        losses = _Losses(len(self.loss.names), totals, totals_handle, self.scaler.scale)
-        make_routers = getattr(self.model, "router_step", None)
-        self.routers: RouterStep | None = None if make_routers is None else make_routers(losses.device)
-        if (routers := self.routers) is not None:
-            routers.weights = lambda: routers.weights_from(*losses.router_counts(), self.scaler.scale)
-        if self.pipeline is None:
-            self._forward_backward(micro_batches, step, losses)
-        else:
-            self._pipelined(self.pipeline, micro_batches, step, losses)
-        sums = losses.finish()
-        if self.recorder is not None:
-            self.recorder.enter("update")
-        # all tp ranks have the same sums: only the first of them contributes its own
-        sums = sums if self.groups.tp_rank == 0 else torch.zeros_like(sums)
-        if self.routers is not None:
-            sums = torch.cat([sums, self.routers.told()])
-        sums_handle = all_reduce_async(sums, self.groups.world)
-        if self.faults.poisons("grad", step):
-            self.gradients.poison()
-        self.gradients.finish_step()
-        norm, num_terms = self.optimizer.grad_norm() / self.scaler.scale, len(self.loss.names)
-        sums = sums_handle.wait()
-        of_routers = sums[num_terms:]
-        known = torch.cat([norm.to(sums.device).reshape(1), sums[:num_terms], totals, of_routers])
+        mine, num_terms = self._own_totals(micro_batches, stop, digests, places), len(self.loss.names)
+        replayed: Replayed | None = None
+        if self.graphs is not None:
+            numbers = StepNumbers(step, self.scaler.scale, lr, lr if decoupled_lr is None else decoupled_lr, self.optimizer.num_updates + 1)
+            replayed = self.graphs.replay(micro_batches, mine, numbers, weight_decay)
+        known = self.passes(micro_batches, mine, step) if replayed is None else replayed.known
+        of_routers = known[len(known) - self._num_told :]
         reading, is_queued = _Reading(known), self.optimizer.updates_on_device
         self.faults.at("optim.step", step)
         if is_queued:
-            skip = ~_are_finite(known, num_terms)
             self.before_update()
-            self.optimizer.step_on_device(
-                lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr
-            )
-            self._update_biases(of_routers, skip)
+            if replayed is not None and replayed.update is not None:
+                replayed.update()
+                self.optimizer.num_updates += 1
+            else:
+                skip = self.is_left_out(known)
+                self.optimizer.step_on_device(
+                    lr, weight_decay, known[0], self.scaler.scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr
+                )
+                self._update_biases(of_routers, skip)
         values = reading.wait()  # the only point of the step where the host waits for the device
         grad_norm = values[0]
         terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
@@ -249,21 +267,72 @@ class TrainStep:
             self.recorder.end_step()
         return result
 
-    def _seed(self, step: int) -> None:
+    def seed(self, step: int) -> None:
         """Seed torch's generator for dropout that draws from it (in kernels, in external models): a resumed run draws the same."""
         if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
             rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
             torch.manual_seed(_step_seed(self.options.seed, step, rank))
 
-    def _start_totals(
+    def passes(self, micro_batches: list[MicroBatch], mine: Tensor, step: int) -> Tensor:
+        """Run forward and backward of all micro-batches, and reduce gradients, losses and counts. Collective.
+
+        Args:
+            micro_batches: of this rank.
+            mine: its share of the totals, fp64; becomes their sums.
+            step: number of the step.
+        Returns:
+            What the host is to know of the step, fp64 on the device: the norm of the unscaled gradients, the sum of each loss term, the
+            totals, and what the routers tell.
+        """
+        handle = all_reduce_async(mine, self.groups.world)
+        self.gradients.start_step()
+        losses = Losses(len(self.loss.names), mine, handle, self.scaler.scale)
+        make_routers = getattr(self.model, "router_step", None)
+        self.routers = None if make_routers is None else make_routers(losses.device)
+        if (routers := self.routers) is not None:
+            routers.weights = lambda: routers.weights_from(*losses.router_counts(), self.scaler.scale)
+        if self.pipeline is None:
+            self._forward_backward(micro_batches, step, losses)
+        else:
+            self._pipelined(self.pipeline, micro_batches, step, losses)
+        if self.recorder is not None:
+            self.recorder.enter("update")
+        return self.reduced(losses, self.scaler.scale, poisoned=self.faults.poisons("grad", step))
+
+    def reduced(self, losses: Losses, scale: float | Tensor, *, poisoned: bool = False) -> Tensor:
+        """Reduce losses and gradients after the last backward pass, and return what ``passes`` does. Collective.
+
+        Args:
+            losses: of the step.
+            scale: factor of its loss.
+            poisoned: the gradients are to be NaN (fault injection).
+        """
+        sums = losses.finish()
+        # all tp ranks have the same sums: only the first of them contributes its own
+        sums, told = sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), None
+        if self.routers is not None:
+            told = self.routers.told()
+            sums = torch.cat([sums, told])
+        self._num_told = 0 if told is None else len(told)
+        handle = all_reduce_async(sums, self.groups.world)
+        if poisoned:
+            self.gradients.poison()
+        self.gradients.finish_step()
+        norm = self.optimizer.grad_norm() / scale
+        sums = handle.wait()
+        of_terms, of_routers = sums[: len(sums) - self._num_told], sums[len(sums) - self._num_told :]
+        return torch.cat([norm.to(sums.device).reshape(1), of_terms, losses.totals, of_routers])
+
+    def is_left_out(self, known: Tensor) -> Tensor:
+        """Return whether the update is to be left out, a bool scalar, given what ``passes`` returns."""
+        return ~_are_finite(known, len(self.loss.names))
+
+    def _own_totals(
         self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
-    ) -> tuple[Tensor, Handle]:  # fmt: skip
-        """Start summing [count of each term, ranks that want to stop, sequences, tokens, digest of each sample] over the ranks.
+    ) -> Tensor:  # fmt: skip
+        """Return this rank's share of [count of each term, ranks that want to stop, sequences, tokens, digest of each sample], fp64.
 
         All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
-
-        Returns:
-            The totals, fp64, and the handle to wait for before they are read.
         """
         by_micro_batch = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
         device = by_micro_batch[0].device
@@ -272,8 +341,7 @@ class TrainStep:
         sizes = [tuple(batch["tokens"].shape) for batch in micro_batches] if "tokens" in micro_batches[0] else []
         others = [float(stop), mine * sum(b for b, _ in sizes), mine * sum(b * s for b, s in sizes)]
         numbers = host_tensor(others, torch.float64, device)
-        totals = torch.cat([counts, numbers, self._in_batch_order(digests, places, device)])
-        return totals, all_reduce_async(totals, self.groups.world)
+        return torch.cat([counts, numbers, self._in_batch_order(digests, places, device)])
 
     def _in_batch_order(self, digests: Sequence[Tensor], places: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return float64 [samples of the global batch]: the digests of this rank's samples at their places, 0 elsewhere."""
@@ -297,7 +365,7 @@ class TrainStep:
         if self.routers is not None:
             self.model.update_expert_biases(self.routers.loads_in(told), skip)  # type: ignore[operator]
 
-    def _loss(self, batch: MicroBatch, context: ForwardContext, step: int, losses: _Losses) -> Tensor:
+    def _loss(self, batch: MicroBatch, context: ForwardContext, step: int, losses: Losses) -> Tensor:
         """Return what is to be differentiated for a micro-batch: the sum of its terms' shares, scaled."""
         terms = self.loss.sums(self.model, batch, context, self.events)
         if self.faults.poisons("loss", step):
@@ -305,7 +373,7 @@ class TrainStep:
         self.faults.at("step.forward", step)
         return losses.add(terms)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
+    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, losses: Losses) -> None:
         """Run forward and backward of every micro-batch."""
         key = _on_device(step, losses.device) if self.options.drops else step
         hidden, forward = self.loss.hidden, UnitWork(self.weights, None)
@@ -314,27 +382,38 @@ class TrainStep:
                 self.routers, self.model, self.weights, len(micro_batches),
                 lambda index: hidden(self.model, micro_batches[index], self._context(micro_batches[index], key), forward),
             )  # fmt: skip
-            self._seed(step)  # the passes that follow drop the same
+            self.seed(step)  # the passes that follow drop the same
         self.weights.start_step(len(micro_batches))
         for index, batch in enumerate(micro_batches):
-            if self.recorder is not None:
-                self.recorder.enter("forward")
-            context = self._context(batch, key)
-            loss = self._loss(batch, context, step, losses)
-            if self.routers is not None and len(micro_batches) == 1:
-                self.routers.settle()
-            if index == len(micro_batches) - 1:
-                self.gradients.last_micro_batch()
-            if self.recorder is not None:
-                self.recorder.enter("backward")
-            loss.backward()
-            del loss
-            if context.routers is not None:
-                context.routers.finish()
-            self.gradients.finish_micro_batch()
-            self.faults.at("step.backward", step)
+            self.micro_batch(batch, key, losses, step, is_last=index == len(micro_batches) - 1, is_only=len(micro_batches) == 1)
 
-    def _pipelined(self, pipeline: Pipeline, micro_batches: list[MicroBatch], step: int, losses: _Losses) -> None:
+    def micro_batch(
+        self, batch: MicroBatch, key: int | Tensor, losses: Losses, step: int, *, is_last: bool, is_only: bool = False
+    ) -> None:  # fmt: skip
+        """Run forward and backward of a micro-batch; the last one of a step reduces gradients.
+
+        Args:
+            key: number of the step as a key of dropout; may be a scalar on the device.
+            step: the same number, for injected faults.
+        """
+        if self.recorder is not None:
+            self.recorder.enter("forward")
+        context = self._context(batch, key)
+        loss = self._loss(batch, context, step, losses)
+        if self.routers is not None and is_only:
+            self.routers.settle()
+        if is_last:
+            self.gradients.last_micro_batch()
+        if self.recorder is not None:
+            self.recorder.enter("backward")
+        loss.backward()
+        del loss
+        if context.routers is not None:
+            context.routers.finish()
+        self.gradients.finish_micro_batch()
+        self.faults.at("step.backward", step)
+
+    def _pipelined(self, pipeline: Pipeline, micro_batches: list[MicroBatch], step: int, losses: Losses) -> None:
         """Run forward and backward of every micro-batch through this rank's stages. Collective over the pipeline."""
         key = _on_device(step, losses.device) if self.options.drops else step
         recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
@@ -348,7 +427,7 @@ class TrainStep:
                     loss=lambda index, context: hidden(self.model, micro_batches[index], context, UnitWork(self.weights, None)),
                     events=UnitWork(self.weights, None), weights=self.weights, gradients=None,
                 ).run()  # fmt: skip
-            self._seed(step)
+            self.seed(step)
         PipelinedPasses(
             pipeline, self.model, micro_batches, context_of=lambda index: self._context(micro_batches[index], key),
             hidden=hidden, loss=lambda index, context: self._loss(micro_batches[index], context, step, losses),
@@ -379,7 +458,7 @@ class TrainStep:
         )
 
 
-class _Losses:
+class Losses:
     """Sums of a step's loss terms on this rank, and the loss of each micro-batch.
 
     The totals travel during the first forward pass: only its backward needs the counts in them.
@@ -388,36 +467,40 @@ class _Losses:
         num_terms: loss terms of the task.
         totals: [count of each term, ...], fp64, on their way.
         handle: to wait for before they are read.
-        scale: factor of the loss.
+        scale: factor of the loss; a scalar on the device where it may change under a captured graph.
+
+    Attributes:
+        totals: as given.
     """
 
-    def __init__(self, num_terms: int, totals: Tensor, handle: Handle, scale: float) -> None:
-        self._totals, self._handle, self._num_terms, self._scale = totals, handle, num_terms, scale
+    def __init__(self, num_terms: int, totals: Tensor, handle: Handle, scale: float | Tensor) -> None:
+        self.totals, self._handle, self._num_terms, self._scale = totals, handle, num_terms, scale
         self._sums = torch.zeros(num_terms, dtype=torch.float64, device=totals.device)
         self._inverse_counts: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
         """Device of the sums."""
-        return self._totals.device
+        return self.totals.device
 
     def add(self, terms: list[Tensor]) -> Tensor:
         """Add a micro-batch's terms; return its loss, in which each term has its share of the step's, scaled."""
         inverse_counts = self._settle()
         self._sums += torch.stack([term.detach().double() for term in terms])
         shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
-        return sum(shares[1:], shares[0]) * self._scale
+        loss = sum(shares[1:], shares[0])
+        return loss * (self._scale.to(loss.dtype) if isinstance(self._scale, Tensor) else self._scale)
 
     def router_counts(self) -> tuple[Tensor, Tensor]:
         """Return the sequences and the tokens of the step, scalars."""
         self._settle()
-        return self._totals[self._num_terms + 1], self._totals[self._num_terms + 2]
+        return self.totals[self._num_terms + 1], self.totals[self._num_terms + 2]
 
     def _settle(self) -> Tensor:
         """Wait for the totals, once, and return one over each count."""
         if self._inverse_counts is None:
             self._handle.wait()
-            self._inverse_counts = _inverse_or_zero(self._totals[: self._num_terms])
+            self._inverse_counts = _inverse_or_zero(self.totals[: self._num_terms])
         return self._inverse_counts
 
     def finish(self) -> Tensor:

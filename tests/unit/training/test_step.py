@@ -20,7 +20,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training.sharding import build_sharded
-from megatron_sp.training.step import StepOptions, StepParts, StepResult, TrainStep, _Losses, evaluate_batches
+from megatron_sp.training.step import Losses, StepOptions, StepParts, StepResult, TrainStep, evaluate_batches
 from megatron_sp.utils.faults import FAULT_VARIABLE, FaultPlan
 
 ALONE = cast(
@@ -267,7 +267,7 @@ def test_totals_have_arrived_when_the_sums_are_read(has_head: bool) -> None:
     """A rank of a pipeline without the head adds up no losses, but the totals are read there, too."""
     totals = torch.zeros(2, dtype=torch.float64)
     arrive = lambda: totals.copy_(torch.tensor([4.0, 1.0]))
-    losses = _Losses(1, totals, Handle(None, totals, "totals", arrive), 1.0)
+    losses = Losses(1, totals, Handle(None, totals, "totals", arrive), 1.0)
     if has_head:
         assert losses.add([torch.tensor(6.0)]).item() == 1.5
     assert losses.finish().tolist() == [6.0 if has_head else 0.0]
