@@ -40,6 +40,10 @@ class Clocks:
         """Record an event: it is complete when the work queued on ``stream`` so far is."""
         self._events[event] = {**self._of(stream), **{k: max(v, self._of(stream).get(k, 0)) for k, v in self._streams[HOST].items()}}
 
+    def has_recorded(self, event: int) -> bool:
+        """True if the event was ever recorded."""
+        return event in self._events
+
     def wait(self, stream: int, event: int) -> None:
         """Make later work on ``stream`` (or the host) wait for an event; one that was never recorded is complete."""
         _merge(self._of(stream), self._events.get(event, {}))

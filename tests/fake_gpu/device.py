@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -30,11 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fake_gpu.captures import Pool, Recording, refused
 from fake_gpu.clocks import DEFAULT, HOST, Clocks
 from fake_gpu.memory import Memory, Range
 
 CUDA = torch.device("cuda", 0)
 _PACKAGE = f"{Path(__file__).parents[2] / 'megatron_sp'}{os.sep}"
+_SNIPPETS = str(Path(__file__).with_name("snippets.py"))
 _LAUNCHER = str(Path("ops") / "kernels" / "launch.py")  # a kernel's place is where it is called
 # operations on the device whose result's shape depends on values: the host waits for it
 _SYNCHRONIZE = {
@@ -78,6 +80,8 @@ def _frames() -> Iterator[tuple[str, FrameType]]:
             file = frame.f_code.co_filename.removeprefix(_PACKAGE)
             if file != _LAUNCHER:
                 yield file, frame
+        elif frame.f_code.co_filename == _SNIPPETS:
+            yield "snippets.py", frame
         frame = frame.f_back
 
 
@@ -127,6 +131,7 @@ class Device(TorchDispatchMode):
         self._threads = threading.local()
         self.square_from = 0  # rows and columns from which on a tensor is noted as a square; 0: none is
         self.squares: Counter[str] = Counter()  # by operator, shape and place
+        self._capture: Recording | None = None
         self.is_watching = True  # off at the end of a run, when everything is freed in any order
 
     # streams and events
@@ -155,12 +160,22 @@ class Device(TorchDispatchMode):
     def record(self, event: int, stream: int | None = None) -> None:
         """Record an event on a stream, by default the current one."""
         self.follow_engine()
-        self.clocks.record(event, self.stream if stream is None else stream)
+        self._record(event, self.stream if stream is None else stream)
 
     def wait(self, event: int, stream: int | None = None) -> None:
         """Make a stream, by default the current one, wait for an event."""
         self.follow_engine()
-        self.clocks.wait(self.stream if stream is None else stream, event)
+        self._wait(self.stream if stream is None else stream, event)
+
+    def _record(self, event: int, stream: int) -> None:
+        if (recording := self.recording) is not None and recording.has(stream):
+            recording.record(event, stream)
+        else:
+            self.clocks.record(event, stream)
+
+    def _wait(self, stream: int, event: int) -> None:
+        if (recording := self.recording) is None or not recording.wait(stream, event, place()):
+            self.clocks.wait(stream, event)
 
     def follow_engine(self) -> None:
         """Take note of what autograd's engine has recorded and waited for since the last call."""
@@ -168,13 +183,13 @@ class Device(TorchDispatchMode):
             for i in range(count):
                 kind, event, stream = chr(self._entries[3 * i]), -self._entries[3 * i + 1], self._entries[3 * i + 2]
                 if kind == "r":
-                    self.clocks.record(event, stream)
+                    self._record(event, stream)
                 elif kind == "w":
-                    self.clocks.wait(stream, event)
+                    self._wait(stream, event)
                 elif kind == "s":
                     self.host_waits("autograd's engine", stream)
                 else:
-                    self.clocks.wait(HOST, event)
+                    self._wait(HOST, event)
 
     def enter_thread(self) -> None:
         """Take note that the current thread is beside the program's own: what it waits for, the program has not waited for."""
@@ -189,6 +204,7 @@ class Device(TorchDispatchMode):
         """The host waits for a stream, by default the current one; counted with its place in the package."""
         if self.is_beside:
             return
+        self.require_no_capture(f"a wait of the host ({why})")
         self.tally.host_waits[why, place(1)] += 1
         self.clocks.host_waits_for(self.stream if stream is None else stream)
 
@@ -203,11 +219,65 @@ class Device(TorchDispatchMode):
         self.sites[site] = self.sites.get(site, 0) + 1
         return site == self.dropped
 
+    # graphs
+    # -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> Recording | None:
+        """The capture that the current thread is part of."""
+        return None if self.is_beside else self._capture
+
+    def require_no_capture(self, what: str) -> None:
+        """Refuse what the host must not do in a capture.
+
+        Raises:
+            CaptureError: there is one.
+        """
+        if self.recording is not None:
+            raise refused(what, place())
+
+    def capture_begins(self, pool: Pool) -> None:
+        """Begin to capture the current stream."""
+        self.follow_engine()
+        assert self._capture is None, "one capture at a time"
+        self._capture = Recording(
+            self.stream, pool, place(1), lambda stream: self.names.get(stream, f"stream {stream}"), self.clocks.has_recorded
+        )
+
+    def capture_ends(self) -> Recording:
+        """End the capture, and return what it has."""
+        try:
+            self.follow_engine()
+        finally:
+            recording, self._capture = self._capture, None
+        assert recording is not None, "no capture has begun"
+        recording.finish()
+        return recording
+
+    def replay(self, recording: Recording) -> None:
+        """Launch a graph on the current stream."""
+        self.require_no_capture("a replay")
+        self.follow_engine()
+        on = lambda stream: self.stream if stream == recording.stream else stream
+        self.tally.launches["a graph"] += 1
+        with self._lock:
+            self.memory.overwrite(recording, self.stream)
+            for kind, what, stream in recording.entries:
+                if kind == "record":
+                    self.clocks.record(what, on(stream))
+                elif kind == "wait":
+                    self.clocks.wait(on(stream), what)
+                elif kind == "use":
+                    self.memory.replay(replace(what, stream=on(what.stream)))
+                else:
+                    what()
+
     # memory
     # ---------------------------------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Declare a host tensor's storage as pinned, and return the tensor."""
+        self.require_no_capture("an allocation of pinned memory")
         storage = tensor.untyped_storage()
         if storage._cdata not in self._pinned:
             self._pinned.add(storage._cdata)
@@ -226,7 +296,7 @@ class Device(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         if self.is_watching:
             self.follow_engine()
-            self.memory.free(key)
+            self.memory.free(key, place(), self.recording)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Take note that a storage of the device is about to be resized: to 0 it is freed, from 0 it is allocated."""
@@ -234,14 +304,14 @@ class Device(TorchDispatchMode):
         if num_bytes == 0:
             self._freed(key)
         elif not self.memory.knows(key):
-            self.memory.allocate(key, num_bytes, self.stream, place())
+            self.memory.allocate(key, num_bytes, self.stream, place(), recording=self.recording)
             weakref.finalize(storage, self._freed, key).atexit = False
 
     def _storage_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if not self.memory.knows(key):
-            self.memory.allocate(key, storage.nbytes(), self.stream, place())
+            self.memory.allocate(key, storage.nbytes(), self.stream, place(), recording=self.recording)
             weakref.finalize(storage, self._freed, key).atexit = False
         return key
 
@@ -258,7 +328,8 @@ class Device(TorchDispatchMode):
         if self.is_watching:
             self.follow_engine()
             with self._lock:
-                self.memory.access(stream, [self.range_of(t) for t in reads], [self.range_of(t) for t in writes], op, place())
+                ranges = [[self.range_of(t) for t in tensors] for tensors in (reads, writes)]
+                self.memory.access(stream, *ranges, op, place(), None if stream == HOST else self.recording)
 
     def count(self, op: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Count a kernel and the bytes that it moves; what is written in place is read, too, unless it is overwritten."""

@@ -98,6 +98,41 @@ JOBS = {
     ),
 }  # fmt: skip
 
+GRAPHS = "--train-iters 4 --cuda-graphs on --cuda-graph-warmup-steps 1"
+CAPTURED = {
+    "bf16": Job(f"--bf16 {GRAPHS}"), "fp16": Job(f"--fp16 {GRAPHS}"), "fp32": Job(GRAPHS), "llama": Job(f"{LLAMA} {GRAPHS}"),
+    "SGD": Job(f"--bf16 --optimizer sgd {GRAPHS}"), "an only micro-batch": Job(f"--bf16 {GRAPHS}", micro_batches=1),
+    "four micro-batches": Job(f"--bf16 {GRAPHS}", micro_batches=4), "a skipped step": Job(f"--fp16 {GRAPHS}", skips_first=True),
+    "tp": Job(f"--bf16 {TP} {GRAPHS}", 2), "tp_seq, dp": Job(f"--bf16 {TP_SEQ} {GRAPHS}", 4),
+    "sp, no overlap": Job(f"--bf16 {SP} {GRAPHS}", 2), "sp, split": Job(f"--bf16 --sequence-parallel-size 4 {SPLIT} {GRAPHS}", 4),
+    "sp, chunked": Job(f"--bf16 {SP} {CHUNKED} {GRAPHS}", 2),
+    "sp, uneven": Job(f"--bf16 --sequence-parallel-size 3 {CHUNKED} --num-query-groups 2 {GRAPHS}", 3),
+    "tp_seq, sp, dp, stage 1": Job(f"--bf16 {TP_SEQ} {SP} {CHUNKED} --zero-stage 1 {GRAPHS}", 8),
+    "dp": Job(f"--bf16 {GRAPHS}", 4), "stage 1": Job(f"--bf16 --zero-stage 1 {GRAPHS}", 4, micro_batches=3),
+    "stage 2": Job(f"--bf16 --zero-stage 2 {GRAPHS}", 4, micro_batches=3),
+    "stage 3": Job(f"--bf16 --zero-stage 3 {GRAPHS}", 4, micro_batches=3),
+    "stage 3, untied, full recomputation": Job(
+        f"--bf16 --zero-stage 3 --untie-embeddings-and-output-weights --attention-dropout 0 {FULL} {GRAPHS}", 4
+    ),
+    "stage 3, fetch by all_reduce": Job(f"--bf16 --zero-stage 3 --zero3-fetch all_reduce {GRAPHS}", 4),
+    "stage 2, bf16 reduction": Job(f"--bf16 --zero-stage 2 --grad-reduce-in-bf16 {GRAPHS}", 4),
+    "full recomputation": Job(f"--bf16 --attention-dropout 0 {FULL} {GRAPHS}"),
+    "MLP in chunks": Job(f"--bf16 --mlp-chunks 4 {TP_SEQ} {GRAPHS}", 2),
+    "window": Job(f"--bf16 --attention-dropout 0 --window-size 8 {GRAPHS}"),
+    "weights delayed, sp, tp": Job(f"--bf16 {SP} {TP} {CHUNKED} --delay-wgrad {GRAPHS}", 4),
+    "cp": Job(f"--bf16 {CP} {NO_DROPOUT} {GRAPHS}", 2),
+    "cp, sp, chunked, stage 3": Job(f"{LLAMA} {CP} {SP} {CHUNKED} --zero-stage 3 {FULL} {GRAPHS}", 4),
+    "cp, all at once, kept": Job(f"--bf16 --context-parallel-size 4 --cp-stages-ahead all --cp-keep-kv {NO_DROPOUT} {GRAPHS}", 4),
+    "cp, heads made again, tp_seq": Job(f"--bf16 {CP} {TP_SEQ} {SP} {CHUNKED} --recompute-qkv {GRAPHS}", 8),
+    "BERT, tp, unfused": Job(f"--bf16 --attention-backend unfused {TP} {GRAPHS}", 2, "bert"),
+    "saves and validations": Job(f"--bf16 {GRAPHS} --save run --save-interval 1 --eval-iters 1 --eval-interval 1"),
+    "stage 3, validations": Job(f"--bf16 --zero-stage 3 {GRAPHS} --eval-iters 1 --eval-interval 1", 2),
+    "overlap report": Job(f"--bf16 {SP} {CHUNKED} {GRAPHS} --report-overlap 2 --train-iters 5", 2),
+    "profile": Job(f"--bf16 {GRAPHS} --train-iters 6 --profile --profile-step-start 3 --profile-step-end 4"),
+    "auto": Job(f"--bf16 --zero-stage 1 {SP} {CHUNKED} {GRAPHS} --cuda-graphs auto", 4, micro_batches=3),
+    "auto, stage 3, fp16": Job(f"--fp16 --zero-stage 3 {GRAPHS} --cuda-graphs auto", 2),
+}  # fmt: skip
+
 _TINY_BERT = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-file vocab.txt"
 _CLASSIFIER = "--global-batch-size 8 --micro-batch-size 2 --train-iters 2 --lr 0.01 --bf16"
 _DIFFERS = "exit code 5"  # sums of what one rank contributes are wrong where all ranks are alike, so the loss is

@@ -121,6 +121,15 @@ def require_sound(outcome: dict[str, Any], error: str = "") -> None:
     assert not outcome["problems"], "\n".join(outcome["problems"])
 
 
+def waits(step: dict[str, Any]) -> dict[str, int]:
+    """Where the host waited in a step, or after all, and how often; places without their lines."""
+    counted: dict[str, int] = {}
+    for where, count in step["host_waits"].items():
+        name = where.partition(":")[0]
+        counted[name] = counted.get(name, 0) + count
+    return counted
+
+
 def require_agreement(outcomes: Sequence[dict[str, Any]]) -> None:
     """Fail if the ranks of a job would wait for each other for ever."""
     calls = [[_call(call) for call in outcome["calls"]] for outcome in outcomes]

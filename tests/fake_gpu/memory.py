@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fake_gpu.allocator import Entry
+from fake_gpu.captures import Recording, Use, as_use
 from fake_gpu.clocks import Clocks
 
 _ROUND = 512  # the allocator's smallest block
@@ -26,7 +27,7 @@ class Problem:
     """A mistake that a run on a real device may or may not show.
 
     Attributes:
-        kind: "race" or "freed".
+        kind: "race", "freed", or "stale": memory of graphs that holds nothing.
         what: the later work, or what was freed, with its stream and place in the code.
         other: the earlier work.
     """
@@ -40,7 +41,9 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class _Access:
+class Access:
+    """Work that touches bytes ``start`` to ``end`` of a block."""
+
     start: int
     end: int
     stream: int
@@ -51,15 +54,18 @@ class _Access:
 
 
 @dataclass
-class _Block:
+class Block:
     """A storage: on the device, or pinned host memory."""
 
     num_bytes: int
     stream: int
     where: str
     pinned: bool
-    accesses: list[_Access] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
+    freed_at: str = ""  # place, once it is freed
+    made_in: Recording | None = None  # the capture that has allocated it
+    stale: str = ""  # why it holds nothing: what a capture allocates is written by replays
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Memory:
 
     def __init__(self, clocks: Clocks, name_of: Callable[[int], str]) -> None:
         self._clocks, self._name_of = clocks, name_of
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, Block] = {}
         self.problems: dict[Problem, int] = {}
         self.history: list[Entry] = []  # of the device's storages
         self.num_accesses = 0
@@ -93,28 +99,52 @@ class Memory:
         """True if the storage has been allocated and not freed."""
         return key in self._blocks
 
-    def allocate(self, key: int, num_bytes: int, stream: int, where: str, *, pinned: bool = False) -> None:
-        """Take note of a new storage; ``pinned``: of the host."""
+    def allocate(
+        self, key: int, num_bytes: int, stream: int, where: str, *, pinned: bool = False, recording: Recording | None = None
+    ) -> None:  # fmt: skip
+        """Take note of a new storage; ``pinned``: of the host; ``recording``: the capture under way."""
         assert key not in self._blocks, "a storage is allocated once"
-        block = self._blocks[key] = _Block(num_bytes, stream, where, pinned)
+        block = self._blocks[key] = Block(num_bytes, stream, where, pinned)
         if not pinned:
-            number = self._clocks.start(stream)
-            block.accesses.append(_Access(0, num_bytes, stream, number, writes=True, op="earlier work", where=where))
+            of_block, clocks = block.accesses, self._clocks
+            if recording is not None:
+                block.made_in, block.stale = recording, "was allocated by a capture, which no replay has followed"
+                recording.pool.blocks.append((recording.number, block))
+                of_block, clocks = recording.accesses_of(block), recording.clocks
+            of_block.append(Access(0, num_bytes, stream, clocks.start(stream), writes=True, op="earlier work", where=where))
             if num_bytes:
                 self.history.append(Entry(key, num_bytes, stream, where))
             self.num_bytes += _rounded(num_bytes)
             self.peak = max(self.peak, self.num_bytes)
 
-    def free(self, key: int) -> None:
-        """Take note that a storage has been freed; host memory is kept until copies that use it are complete, as torch does."""
+    def free(self, key: int, where: str = "", recording: Recording | None = None) -> None:
+        """Take note that a storage has been freed; host memory is kept until copies that use it are complete, as torch does.
+
+        Args:
+            where: place in the package.
+            recording: the capture under way.
+        """
         block = self._blocks.pop(key, None)
-        if block is None or block.pinned:
+        if block is None:
+            return
+        block.freed_at = where or "some place"
+        if block.pinned:
             return
         if block.num_bytes:
             self.history.append(Entry(key, 0, block.stream, where=""))
         self.num_bytes -= _rounded(block.num_bytes)
-        for access in block.accesses:
-            if access.stream in block.recorded or self._clocks.is_before(access.stream, access.number, block.stream):
+        if recording is not None and id(block) in recording.accesses:
+            if block.made_in is None or block.made_in.pool is not recording.pool:
+                self._report(
+                    "freed", f"memory allocated at {block.where}", f"it is freed at {where} in a capture that uses it ({recording.where})"
+                )
+            self._require_complete(block, recording.accesses_of(block), recording.clocks)
+        self._require_complete(block, block.accesses, self._clocks)
+
+    def _require_complete(self, block: Block, accesses: list[Access], clocks: Clocks) -> None:
+        """Report accesses that may still be under way when the stream of a freed block goes on."""
+        for access in accesses:
+            if access.stream in block.recorded or clocks.is_before(access.stream, access.number, block.stream):
                 continue
             self._report(
                 "freed", f"memory of stream {self._name_of(block.stream)}, allocated at {block.where}",
@@ -131,20 +161,60 @@ class Memory:
         """Take note that the allocator knows that ``stream`` uses the storage."""
         self._blocks[key].recorded.add(stream)
 
-    def access(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], op: str, where: str) -> None:
-        """Run ``op`` on a stream (``clocks.HOST``: by the host), which reads and writes bytes."""
-        number = self._clocks.start(stream)
-        for ranges, is_write in ((reads, False), (writes, True)):
-            for touched in ranges:
-                if touched.end > touched.start:
-                    self._touch(touched, _Access(touched.start, touched.end, stream, number, is_write, op, where))
+    def access(
+        self, stream: int, reads: Sequence[Range], writes: Sequence[Range], op: str, where: str, recording: Recording | None = None
+    ) -> None:  # fmt: skip
+        """Run ``op`` on a stream (``clocks.HOST``: by the host), which reads and writes bytes; ``recording``: the capture under way."""
+        use = as_use(stream, reads, writes, self._blocks.__getitem__, op, where)
+        if recording is None:
+            self._run(use, self._clocks.start(stream))
+            return
+        number = recording.use(use)
+        for touched, is_write in _touched(use):
+            block, start, end = touched
+            accesses = recording.accesses_of(block)
+            accesses[:] = self._after(block, accesses, recording.clocks, Access(start, end, stream, number, is_write, op, where))
 
-    def _touch(self, touched: Range, new: _Access) -> None:
+    def replay(self, use: Use) -> None:
+        """Run the work of a graph again."""
+        number = self._clocks.start(use.stream)
+        for block in {id(block): block for (block, _, _), _ in _touched(use)}.values():
+            if block.freed_at and block.made_in is None:
+                self._report(
+                    "freed",
+                    f"a replay of {use.op} at {use.where} uses memory allocated at {block.where}",
+                    f"it was freed at {block.freed_at}",
+                )
+        for block, _, _ in use.writes:
+            block.stale = ""
+        self._run(use, number)
+
+    def overwrite(self, recording: Recording, stream: int) -> None:
+        """Take note that a replay may write whatever later captures of its pool have allocated."""
+        for number, block in recording.pool.blocks:
+            if number > recording.number and not block.freed_at and block.num_bytes:
+                access = Access(0, block.num_bytes, stream, self._clocks.start(stream), True, "a replay", recording.where)
+                block.accesses = self._after(block, block.accesses, self._clocks, access)
+                block.stale = f"may have been overwritten by a replay of the graph of {recording.where}, captured earlier"
+
+    def _run(self, use: Use, number: int) -> None:
+        for (block, start, end), is_write in _touched(use):
+            if block.made_in is not None and block.freed_at:
+                continue  # inside of a graph; its capture has been checked
+            if block.stale and not is_write:
+                self._report(
+                    "stale", f"{use.op} on {self._name_of(use.stream)} at {use.where} reads what", f"{block.stale} ({block.where})"
+                )
+            new = Access(start, end, use.stream, number, is_write, use.op, use.where)
+            block.accesses = self._after(block, block.accesses, self._clocks, new)
+
+    def _after(self, block: Block, accesses: list[Access], clocks: Clocks, new: Access) -> list[Access]:
+        """Check an access against those before it, and return those that later ones are to be checked against."""
         self.num_accesses += 1
-        block, kept = self._blocks[touched.key], []
-        for old in block.accesses:
+        kept = []
+        for old in accesses:
             meets = old.start < new.end and new.start < old.end
-            ordered = old.stream == new.stream or self._clocks.is_before(old.stream, old.number, new.stream)
+            ordered = old.stream == new.stream or clocks.is_before(old.stream, old.number, new.stream)
             if meets and (old.writes or new.writes) and not ordered:
                 verb = "writes" if new.writes else "reads"
                 self._report(
@@ -158,11 +228,15 @@ class Memory:
             if not covered:
                 kept.append(old)
         kept.append(new)
-        block.accesses = kept
+        return kept
 
     def _report(self, kind: str, what: str, other: str) -> None:
         problem = Problem(kind, what, other)
         self.problems[problem] = self.problems.get(problem, 0) + 1
+
+
+def _touched(use: Use) -> list[tuple[tuple[Block, int, int], bool]]:
+    return [*((touched, False) for touched in use.reads), *((touched, True) for touched in use.writes)]
 
 
 def _rounded(num_bytes: int) -> int:

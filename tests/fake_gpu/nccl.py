@@ -14,6 +14,7 @@ replaced by ones that check, order and write down (ProcessGroupNCCL.cpp):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fake_gpu.calls import Call
+from fake_gpu.captures import Recording
 from fake_gpu.device import Device, is_on_device, place
 
 
@@ -40,6 +42,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """True: nothing takes time here. Of a message it may take for ever, so that what waits for it waits for the other rank."""
+        self._device.require_no_capture("a question to an event of NCCL's")
         return not self._is_message
 
 
@@ -94,6 +97,7 @@ class Nccl:
                     f"{name}: messages from {pair[1]} to {pair[0]} share a stream with those the other way, and wait for them"
                 )
         if key not in self._streams:
+            device.require_no_capture(f"a new communicator, of ranks {list(ranks)}")
             self._streams[key] = device.new_stream(f"NCCL's stream of ranks {list(ranks)}")
             self._ranks[key] = ranks
             self.communicators.append(ranks)
@@ -104,13 +108,25 @@ class Nccl:
         device.use(stream, reads, writes, name)
         device.count(name, reads, writes)
         device.record(done, stream)
-        after = tuple((other, device.clocks.seen(stream, self._streams[name])) for name, other in self._ranks.items() if other != ranks)
-        self.calls.append(Call(ranks, name, tuple(sizes), tuple(received), str(tensors[0].dtype), place(2), after))
+        self._note(device.recording, Call(ranks, name, tuple(sizes), tuple(received), str(tensors[0].dtype), place(2)), stream)
         work = Work(device, done, tensors, is_message=pair is not None)
         if async_op:
             return work
         device.wait(done)
         return None
+
+    def _note(self, recording: Recording | None, call: Call, stream: int) -> None:
+        """Write a call down, now or in each replay of a capture."""
+
+        def called() -> None:
+            seen = self._device.clocks.seen
+            after = tuple((other, seen(stream, self._streams[name])) for name, other in self._ranks.items() if other != call.ranks)
+            self.calls.append(replace(call, after=after))
+
+        if recording is None:
+            called()
+        else:
+            recording.entries.append(("call", called, None))
 
 
 def install(device: Device, received: Sequence[Sequence[int]] = (), gathered: Sequence[Sequence[Sequence[int]]] = ()) -> Nccl:

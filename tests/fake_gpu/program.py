@@ -114,7 +114,7 @@ def run(case: Case) -> Outcome:
 
     os.environ.update(WORLD_SIZE=str(case.world_size), RANK=str(case.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="1")  # nobody is called
-    if case.program != "pretrain":
+    if case.program not in ("pretrain", "snippet"):
         programs.prepare()
     outcome = Outcome()
     device = Device(LIBRARY, _values_of(case, outcome))
@@ -226,11 +226,11 @@ def _count_time() -> None:
     """Let what is timed at the start take the same time on every rank, so that all choose alike: ranks run one after another here."""
     from types import SimpleNamespace
 
-    from megatron_sp.training import attention, probe
+    from megatron_sp.training import attention, graphs, probe
 
     ticks = itertools.count()
     clock = lambda: float(next(ticks)) * 1e-3
-    for module in (probe, attention):
+    for module in (probe, attention, graphs):
         module.time = SimpleNamespace(perf_counter=clock, monotonic=clock)  # type: ignore[attr-defined]
 
 

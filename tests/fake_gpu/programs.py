@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from fake_gpu import snippets
+
 if TYPE_CHECKING:
     from megatron_sp.models.gpt import GPTModel
     from megatron_sp.utils.launch import Launch
@@ -94,7 +96,9 @@ def _serve(options: object, launch: Launch) -> None:
     slots.stop()
 
 
-PROGRAMS: dict[str, Callable[[list[str]], int]] = {"generate": generate, "evaluate": evaluate, "finetune": finetune, "serve": serve}
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {
+    "generate": generate, "evaluate": evaluate, "finetune": finetune, "serve": serve, "snippet": snippets.run,
+}  # fmt: skip
 
 
 def prepare() -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fake_gpu.captures import Pool, Recording
 from fake_gpu.clocks import HOST
 from fake_gpu.device import CUDA, Device, is_on_device, place
 
@@ -45,6 +46,7 @@ def install(device: Device) -> None:
             is_dropped = device.drops("event.synchronize")
             if device.is_beside:
                 return
+            device.require_no_capture("a wait of the host (event.synchronize)")
             device.tally.host_waits["event.synchronize", place(1)] += 1
             if not is_dropped:
                 device.wait(self.number, HOST)
@@ -53,6 +55,7 @@ def install(device: Device) -> None:
             return 1.0
 
         def query(self) -> bool:
+            device.require_no_capture("a question to an event")
             return True
 
     class Stream:
@@ -83,7 +86,49 @@ def install(device: Device) -> None:
             device.host_waits("stream.synchronize", self.stream_id)
 
         def query(self) -> bool:
+            device.require_no_capture("a question to a stream")
             return True
+
+    class CUDAGraph:
+        """A captured graph."""
+
+        def __init__(self) -> None:
+            self._recording: Recording | None = None
+
+        def register_generator_state(self, _generator: object) -> None:
+            pass
+
+        def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
+            if capture_error_mode != "thread_local":
+                raise RuntimeError(f"a capture that is {capture_error_mode} fails by what other threads do: NCCL's ask events at any time")
+            device.capture_begins(pool)
+
+        def capture_end(self) -> None:
+            self._recording = device.capture_ends()
+
+        def replay(self) -> None:
+            assert self._recording is not None, "Called CUDAGraph::replay without a preceding successful capture."
+            device.replay(self._recording)
+
+    @contextlib.contextmanager
+    def graph(cuda_graph: CUDAGraph, pool: Pool, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
+        synchronize()
+        with use(stream):
+            cuda_graph.capture_begin(pool, capture_error_mode)
+            try:
+                yield
+            finally:
+                cuda_graph.capture_end()
+
+    def seeds(_: object = None) -> None:
+        device.require_no_capture("a new seed of a generator")
+
+    def state_of(_: object = None) -> Tensor:
+        device.require_no_capture("a look at the state of a generator")
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_state(_state: Tensor, _device: object = None) -> None:
+        device.require_no_capture("a new state of a generator")
 
     @contextlib.contextmanager
     def use(stream: Stream | None) -> Iterator[None]:
@@ -97,6 +142,7 @@ def install(device: Device) -> None:
 
     def synchronize(*_: Any) -> None:
         device.passes()
+        device.require_no_capture("a wait of the host (synchronize)")
         device.tally.host_waits["synchronize", place(1)] += 1
         device.follow_engine()
         device.clocks.host_waits_for_all()
@@ -108,8 +154,9 @@ def install(device: Device) -> None:
         "set_device": lambda _: None, "get_device_capability": lambda _=None: CAPABILITY, "get_device_name": lambda _=None: NAME,
         "get_device_properties": lambda _=None: SimpleNamespace(name=NAME, uuid="fake"),
         "mem_get_info": lambda _=None: (MEMORY, MEMORY), "memory_allocated": lambda _=None: device.memory.num_bytes,
-        "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
-        "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda _state, _device=None: None,
+        "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": seeds, "manual_seed_all": seeds,
+        "get_rng_state": state_of, "set_rng_state": set_state, "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": Pool,
+        "default_generators": [None] * 8,
         "is_bf16_supported": lambda *_: True, "empty_cache": lambda: None,
     }  # fmt: skip
     for name, stand_in in stand_ins.items():

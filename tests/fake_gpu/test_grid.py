@@ -6,12 +6,10 @@ there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fake_gpu.grid import DOCUMENTS, EXPERTS, JOBS, PP, PROGRAMS
-from fake_gpu.jobs import require_agreement, require_sound, run_rank
+from fake_gpu.jobs import require_agreement, require_sound, run_rank, waits
 
 IN_EVERY_RUN = (
     "tp_seq, sp, dp, stage 1", "stage 2, bf16 reduction", "documents, sp", "activations on the host, sp, stage 3",
@@ -27,15 +25,6 @@ COMPARED = [
     for name, job in (JOBS | PROGRAMS).items()
     if job.world_size > 1
 ]
-
-
-def waits(step: dict[str, Any]) -> dict[str, int]:
-    """Where the host waited in a step, or after all, and how often; places without their lines."""
-    counted: dict[str, int] = {}
-    for where, count in step["host_waits"].items():
-        name = where.partition(":")[0]
-        counted[name] = counted.get(name, 0) + count
-    return counted
 
 
 @pytest.mark.parametrize("name", GRID)
