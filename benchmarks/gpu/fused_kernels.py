@@ -33,7 +33,7 @@ def adamw_cases(elements: int, device: Any, kernels: list[str]) -> Iterator[tupl
 
     tensors = [torch.rand(elements, device=device) for _ in range(4)]
     step = AdamStep(count=10, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    calls = {name: lambda name=name: adamw_(*tensors, step, name) for name in kernels}  # type: ignore[misc]
+    calls = {name: lambda name=name: adamw_(*([t] for t in tensors), step, name) for name in kernels}  # type: ignore[misc]
     yield f"AdamW, {elements / 2**20:.4g}M elements", 28.0 * elements, calls
 
 

@@ -15,6 +15,7 @@ apex/optimizers/fused_adam.py and apex/multi_tensor_apply (order of arguments, c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -73,12 +74,13 @@ class UpdateScalars:
 
 @torch.no_grad()
 def adamw_(
-    params: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep, kernel: Literal["torch", "apex"] = "torch",
-    scalars: UpdateScalars | None = None,
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor], step: AdamStep,
+    kernel: Literal["torch", "apex"] = "torch", scalars: UpdateScalars | None = None,
 ) -> None:  # fmt: skip
-    """Update ``params`` and both moments in place; all four are contiguous and of one shape, [n], n > 0.
+    """Update ``params`` and both moments in place, several tensors in one call.
 
     Args:
+        params, grads, exp_avg, exp_avg_sq: of one length; the i-th of all four are contiguous and of one shape, [n], n > 0.
         kernel: ``apex`` needs all four in fp32 on a GPU (``fused_kernels.choose_fused_kernels`` sees to it).
         scalars: used instead of the step's rate and count; gradients that they scale are written back. For torch's
             kernel only. None: the step's.
@@ -87,20 +89,23 @@ def adamw_(
         assert scalars is None, "apex takes numbers of the host"
         _apex_adamw_(params, grads, exp_avg, exp_avg_sq, step)
         return
-    scalars = scalars or UpdateScalars.create(step.lr, step.count, params.device)
+    scalars = scalars or UpdateScalars.create(step.lr, step.count, params[0].device)
     torch.ops.aten._fused_adamw_.tensor_lr(
-        [params], [grads], [exp_avg], [exp_avg_sq], [], [scalars.count], lr=scalars.lr, beta1=step.beta1, beta2=step.beta2,
+        params, grads, exp_avg, exp_avg_sq, [], [scalars.count] * len(params), lr=scalars.lr, beta1=step.beta1, beta2=step.beta2,
         weight_decay=step.weight_decay, eps=step.eps, amsgrad=False, maximize=False, grad_scale=scalars.divisor, found_inf=scalars.skip,
     )  # fmt: skip
 
 
-def _apex_adamw_(params: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: AdamStep) -> None:
+def _apex_adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor], step: AdamStep
+) -> None:  # fmt: skip
     tensors = (grads, params, exp_avg, exp_avg_sq)
-    dtypes = {t.dtype for t in tensors}
+    dtypes = {t.dtype for of_kind in tensors for t in of_kind}
     assert dtypes == {torch.float32}, f"apex reads all tensors in the type of the first: {dtypes}"
+    lists = [[piece for tensor in of_kind for piece in tensor.split(_LARGEST)] for of_kind in tensors]
     availability.load("amp_C").multi_tensor_adam(
-        _CHUNK, _no_op_flag(params.device), [list(t.split(_LARGEST)) for t in tensors], step.lr, step.beta1, step.beta2, step.eps,
-        step.count, _DECOUPLED, True, step.weight_decay,
+        _CHUNK, _no_op_flag(params[0].device), lists, step.lr, step.beta1, step.beta2, step.eps, step.count, _DECOUPLED, True,
+        step.weight_decay,
     )  # fmt: skip
 
 

@@ -245,7 +245,7 @@ def _adamw_example(use: KernelUse) -> float:
     results = []
     for name in names:
         params, grads, exp_avg, exp_avg_sq = (_wave(70, use=use, dtype=torch.float32, phase=i) for i in range(4))
-        adamw_(params, grads, exp_avg, exp_avg_sq.square_(), step, name)
+        adamw_([params], [grads], [exp_avg], [exp_avg_sq.square_()], step, name)
         results.append([params, exp_avg, exp_avg_sq])
     return _difference(*results)
 

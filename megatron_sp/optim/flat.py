@@ -15,7 +15,7 @@ Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -355,6 +355,13 @@ class FlatUnit:
         """Copy the model's parameters to the master weights (after loading a checkpoint without master weights)."""
         if self.master is not self.local_params:
             self.master.copy_(self.local_params)
+
+
+def refresh_params(units: Sequence[FlatUnit]) -> None:
+    """Do what ``FlatUnit.refresh_params`` does for several units, in one launch."""
+    rounded = [unit for unit in units if unit.is_16_bit]
+    if rounded:
+        torch._foreach_copy_([unit.local_params for unit in rounded], [unit.master for unit in rounded])
 
 
 def within(elements: range, shard: range) -> range:

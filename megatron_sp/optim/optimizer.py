@@ -22,8 +22,10 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.ops.adamw import AdamStep, UpdateScalars, adamw_
-from megatron_sp.optim.flat import FlatUnit, squared_norm, within
+from megatron_sp.optim.flat import FlatUnit, refresh_params, squared_norm, within
 from megatron_sp.optim.offload import HostCopies
+
+_BATCH_BYTES = 1 << 28
 
 
 @dataclass
@@ -71,6 +73,8 @@ class FlatOptimizer:
         self.holders = everybody if is_sharded else whole or tp
         self.counted_units = [unit for i, unit in enumerate(units) if is_sharded or i not in counted_elsewhere]
         self._runs = [_runs(unit, decoupled if config.decoupled_lr is not None else ()) for unit in units]
+        # one at a time where the host updates, so that its copies go on meanwhile
+        self._batches = _batches(units, 0 if host is not None else _BATCH_BYTES)
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -180,55 +184,77 @@ class FlatOptimizer:
         if by_kernel and divisor is not None:
             in_kernel = divisor.to(master.device, torch.float32)
             scalars = [replace(each, divisor=in_kernel) for each in scalars]
-        for index in range(len(self.units)):
-            grads = self._grads(index)
+        for batch in self._batches:
+            grads = [self._grads(index) for index in batch]
             if not by_kernel and divisor is not None:
-                grads.div_(divisor)
-            self._update(index, grads, scalars, rates, weight_decay, updated)
+                for each in grads:
+                    each.div_(divisor)
+            self._update(batch, grads, scalars, rates, weight_decay, updated)
 
     def take_back(self) -> None:
         """Take note that the update queued last was left out."""
         self.num_updates -= 1
 
     def _update(
-        self, index: int, grads: Tensor, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float,
-        updated: Callable[[int], None] | None,
+        self, batch: Sequence[int], grads: Sequence[Tensor], scalars: Sequence[UpdateScalars], rates: tuple[float, float],
+        weight_decay: float, updated: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        """Update a unit's range of the master weights, and the parameters after it."""
-        unit, state = self.units[index], self.states[index]
-        for run in self._runs[index]:
-            part = within(run.elements, unit.shard)
-            if part:
-                own, decay = int(run.is_decoupled), weight_decay if run.is_decayed else 0.0
-                self._update_part(unit, state, grads, slice(part.start, part.stop), scalars[own], rates[own], decay)
+        """Update units' ranges of the master weights, those that are updated alike in one call, and the parameters after them."""
+        alike: dict[tuple[bool, bool, torch.dtype], _Operands] = {}
+        for index, shard in zip(batch, grads, strict=True):
+            unit, state = self.units[index], self.states[index]
+            for run in self._runs[index]:
+                part = within(run.elements, unit.shard)
+                if part:
+                    kind = run.is_decoupled, run.is_decayed, unit.master.dtype
+                    alike.setdefault(kind, _Operands([], [], [], [])).add(unit, shard, state, slice(part.start, part.stop))
+        for (is_decoupled, is_decayed, _), operands in alike.items():
+            own = int(is_decoupled)
+            self._update_alike(operands, scalars[own], rates[own], weight_decay if is_decayed else 0.0)
         if self.host is None:
-            unit.refresh_params()
-        else:
-            self.host.send(index)
-        if updated is not None:
-            updated(index)
+            refresh_params([self.units[index] for index in batch])
+        for index in batch:
+            if self.host is not None:
+                self.host.send(index)
+            if updated is not None:
+                updated(index)
 
     def _grads(self, index: int) -> Tensor:
         """Return this rank's range of a unit's gradients, on the device of the master weights."""
         return self.units[index].grad_shard if self.host is None else self.host.grads(index)
 
-    def _update_part(
-        self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, scalars: UpdateScalars, lr: float, weight_decay: float
-    ) -> None:
-        config, params, grads, exp_avg = self.config, unit.master[part], shard[part], state.exp_avg[part]
-        if state.exp_avg_sq is not None:
+    def _update_alike(self, operands: _Operands, scalars: UpdateScalars, lr: float, weight_decay: float) -> None:
+        config = self.config
+        if config.optimizer == "adam":
             numbers = AdamStep(
                 count=self.num_updates, lr=lr, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps,
                 weight_decay=weight_decay,
             )  # fmt: skip
-            adamw_(params, grads, exp_avg, state.exp_avg_sq[part], numbers, self.kernel, scalars if self.kernel == "torch" else None)
+            adamw_(*operands, numbers, self.kernel, scalars if self.kernel == "torch" else None)
             return
         with torch.no_grad():
             torch.ops.aten._fused_sgd_.tensor_lr(
-                [params], [grads], [exp_avg] if config.sgd_momentum else [], weight_decay=weight_decay, momentum=config.sgd_momentum,
-                lr=scalars.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=scalars.divisor,
-                found_inf=scalars.skip,
+                operands.params, operands.grads, operands.exp_avg if config.sgd_momentum else [], weight_decay=weight_decay,
+                momentum=config.sgd_momentum, lr=scalars.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+                grad_scale=scalars.divisor, found_inf=scalars.skip,
             )  # fmt: skip
+
+
+class _Operands(NamedTuple):
+    """Parts of units that are updated in one call."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+
+    def add(self, unit: FlatUnit, grads: Tensor, state: UnitState, part: slice) -> None:
+        """Add a part of a unit."""
+        self.params.append(unit.master[part])
+        self.grads.append(grads[part])
+        self.exp_avg.append(state.exp_avg[part])
+        if state.exp_avg_sq is not None:
+            self.exp_avg_sq.append(state.exp_avg_sq[part])
 
 
 class _Run(NamedTuple):
@@ -237,6 +263,22 @@ class _Run(NamedTuple):
     elements: range
     is_decayed: bool
     is_decoupled: bool
+
+
+def _batches(units: Sequence[FlatUnit], least: int) -> list[list[int]]:
+    """Return the units, by index and in order, in batches of at least so many bytes of master weights, but for the last one.
+
+    A launch for each unit costs the host more than a small model's update; one for all would have the gather of the first unit
+    wait for the update of the last.
+    """
+    batches, size = list[list[int]](), least
+    for index, unit in enumerate(units):
+        if size >= least:
+            batches.append([])
+            size = 0
+        batches[-1].append(index)
+        size += unit.master.nbytes
+    return batches
 
 
 def _runs(unit: FlatUnit, decoupled: Collection[str]) -> list[_Run]:

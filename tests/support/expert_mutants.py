@@ -53,7 +53,7 @@ MUTANTS = [
     ("experts: one without tokens keeps what was there", MLP, "                self._view[expert].zero_()\n", "                pass\n"),
     ("experts: each chunk overwrites the gradient", MLP, "        self._fresh[expert] = False\n", ""),
     ("experts: one expert is fresh if another was written", MLP, "self._fresh = [fresh] * len(param)", "self._fresh = [True] * len(param)"),
-    ("put off: parts of the first chunk alone", MLP, "        for expert, part in self.parts:\n", "        for expert, part in self.parts[:1]:\n"),
+    ("put off: parts of the first chunk alone", MLP, "        for part in self.parts:\n", "        for part in self.parts[:1]:\n"),
     # the products of all experts as one
     ("as one: the output is not weighted", MLP, "_products(activation.forward(wide).mul_(weights), ", "_products(activation.forward(wide), "),
     ("as one: the bias of fc1 is lost", MLP, "        wide += _of_each(params.b1, counts)\n", "        pass\n"),

@@ -113,10 +113,10 @@ def adamw(context: Context) -> None:
             require(name, device, torch.float32, adamw=True)
             small = [torch.rand(1000, device=device) for _ in range(4)]
             want = _adamw_by_hand([t.double() for t in small], step)
-            adamw_(*small, step, name)
+            adamw_(*([t] for t in small), step, name)
             error = error_of([small[0], small[2], small[3]], list(want))
             state = [torch.rand(count, device=device) for _ in range(4)]
-            ms = watch.ms({name: lambda: adamw_(*state, step, name)})[name].median
+            ms = watch.ms({name: lambda: adamw_(*([t] for t in state), step, name)})[name].median
             return {
                 "verdict": "ok" if error < 1e-5 else "wrong",
                 "error": error,

@@ -210,9 +210,9 @@ def test_ranges_have_the_bits_of_the_whole(apex: None) -> None:
     numbers = adamw_module.AdamStep(count=3, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     whole = [randn(300, seed=i).float() for i in range(3)] + [randn(300, seed=4).float().square()]
     parts = [t.clone() for t in whole]
-    adamw_module.adamw_(whole[0], whole[1], whole[2], whole[3], numbers, "apex")
+    adamw_module.adamw_(*([t] for t in whole), numbers, "apex")
     for start in range(0, 300, 64):
-        adamw_module.adamw_(*(t[start : start + 64] for t in parts), numbers, "apex")
+        adamw_module.adamw_(*([t[start : start + 64]] for t in parts), numbers, "apex")
     assert all(torch.equal(w, p) for w, p in zip(whole, parts, strict=True))
 
 
