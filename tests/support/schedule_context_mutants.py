@@ -1,12 +1,16 @@
-"""Mutants of context parallelism in schedules: masks, shares of positions, losses and gradients (``mutants.py --suite schedules``)."""
+"""Mutants of context parallelism in schedules (masks, shares of positions, losses and gradients) and of folders of transformers' models.
+
+mutants.py --suite schedules
+"""
 
 from __future__ import annotations
 
-TESTS = ["tests/unit/schedule/test_context_masks.py", "tests/dist/test_schedule_context.py"]
+TESTS = ["tests/unit/schedule/test_context_masks.py", "tests/dist/test_schedule_context.py", "tests/dist/test_train_folders.py"]
 
 CONTEXT, CUT, ULYSSES, APPLY = (
     "schedule/apply/context.py", "schedule/core/sequences.py", "schedule/apply/ulysses.py", "schedule/apply/apply.py",
 )  # fmt: skip
+TASK, WEIGHTS, MODEL_OF = "tasks/external_task.py", "tasks/external_weights.py", "tasks/external_model.py"
 
 MUTANTS = [
     ("scores are scaled as the kernel does it", CONTEXT, "            q = q * (scaling * d**0.5)  # the kernels divide by sqrt(d)\n", "            pass\n"),
@@ -37,4 +41,14 @@ MUTANTS = [
     ("jumps in positions are documents", ULYSSES, "        if cut.padded != cut.length or said or self.context is not None:\n", "        if cut.padded != cut.length or said:\n"),
     ("dropout is alike over cp", APPLY, 'for each in ("cp", "sp") if axis == "sp" else (axis,):', "for each in (axis,):"),
     ("options of both lines are taken", APPLY, "    if inner is not None and twice:\n", "    if False:\n"),
+    # folders of transformers' models
+    ("folders: buffers are cast with the parameters", TASK, "    if dtype == torch.float64:\n        one_expert_at_a_time(model)\n    return model", "    for buffer in model.buffers():\n        buffer.data = buffer.data.to(dtype)\n    return model"),
+    ("folders: what a class keeps in fp32 is cast", TASK, "torch.float32 if wide else dtype", "dtype"),
+    ("folders: experts at once in fp64", TASK, "        one_expert_at_a_time(model)\n", "        pass\n"),
+    ("folders: no plan is read", TASK, "    write(s, layout.tp.seq)\n", "    if layout.tp.size > 1:\n        write(s, layout.tp.seq)\n"),
+    ("folders: a balance loss is left out", TASK, "        if balances:\n", "        if False:\n"),
+    ("folders: rates are not set", WEIGHTS, "                setattr(holder, name, rate)\n", "                pass\n"),
+    ("folders: unknown rates are taken", WEIGHTS, "        if value and name not in known:\n", "        if False:\n"),
+    ("folders: another model is taken", MODEL_OF, "        if rows:\n", "        if False:\n"),
+    ("folders: saved buffers are left out", MODEL_OF, "if id(t) in own}", "if False}"),
 ]  # fmt: skip
