@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.kernels.launch import is_fused
+
 
 class MainGrad(Protocol):
     """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``).
@@ -144,7 +146,11 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
     if reserved is None:
         return grad_out.sum(0, dtype=wide).to(bias.dtype)
     view, fresh = reserved
-    if fresh and view.dtype == (wide or grad_out.dtype):
+    if is_fused(grad_out) and view.is_contiguous():
+        from megatron_sp.ops.kernels import biases
+
+        biases.put_column_sums(grad_out, (view, fresh))
+    elif fresh and view.dtype == (wide or grad_out.dtype):
         torch.sum(grad_out, 0, dtype=wide, out=view)
     else:
         total = grad_out.sum(0, dtype=wide)

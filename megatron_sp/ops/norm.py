@@ -77,12 +77,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, *stats = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        grad_x, grad_weight, grad_bias = norm_backward(grad, x, weight, bias, tuple(stats), ctx.spec, need)
-        if grad_weight is not None:
-            grad_weight = put_grad(ctx.main_grad, ctx.params[0], grad_weight)
-        if grad_bias is not None:
-            grad_bias = put_grad(ctx.main_grad, ctx.params[1], grad_bias)
-        return grad_x, grad_weight, grad_bias, None, None
+        found = norm_backward_to(ctx.main_grad, ctx.params, grad, x, (weight, bias), tuple(stats), ctx.spec, need)
+        return *found, None, None
 
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -143,6 +139,29 @@ def norm_backward(
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, (stats[0], stats[1]), spec, need, add)
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
+
+
+def norm_backward_to(
+    main_grad: MainGrad | None, params: tuple[Tensor, Tensor | None], grad: Tensor, x: Tensor, values: tuple[Tensor, Tensor | None],
+    stats: tuple[Tensor, ...], spec: NormSpec, need: tuple[bool, bool, bool], add: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Do what ``norm_backward`` does, and put the gradients of weight and bias in the main_grad; return those that it does not hold.
+
+    Args:
+        main_grad: receives the gradients.
+        params: weight and bias as the main_grad knows them.
+        values: weight and bias.
+        grad, x, stats, spec, need, add: as of ``norm_backward``.
+    """
+    if main_grad is not None and not main_grad.defers and is_fused(x) and not (spec.kernel == "apex" and _is_for_apex(x)):
+        from megatron_sp.ops.kernels import norms
+
+        of_weight, of_bias = (main_grad.reserve(p) if n and p is not None else None for p, n in zip(params, need[1:], strict=True))
+        grad_x, *sums = norms.backward(grad, x, values[0], stats[0], need, add, zero_centered=spec.zero_centered, into=(of_weight, of_bias))
+    else:
+        grad_x, *sums = norm_backward(grad, x, *values, stats, spec, need, add)
+    weight, bias = (None if g is None or p is None else put_grad(main_grad, p, g) for g, p in zip(sums, params, strict=True))
+    return grad_x, weight, bias
 
 
 def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -29,13 +29,13 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import Choices, ExpertGrads, ExpertWeights, experts_backward, experts_forward, sum_dtype
-from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad, put_weight_grad_now
+from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad, put_weight_grad_now
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
-from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.linear import multiply, norm_gradients, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.router_pass import FirstPass, RouterPass
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
@@ -372,7 +372,7 @@ class _Backward:
         found: dict[str, Tensor | None] = dict.fromkeys(("w1", "b1", "w2", "b2"))
         entered_grad, entered = tp.enter_async(self.grad), tp.enter_async(normed)
         if need.shared_b2:
-            found["b2"] = put_grad(main_grad, params.shared_b2, column_sum(rows_of(self.grad)))
+            found["b2"] = put_column_sum(main_grad, params.shared_b2, rows_of(self.grad))
         grad = entered_grad.wait()
         grad2, activation = rows_of(grad), self.plan.activation
         if need.shared_w2:
@@ -383,7 +383,7 @@ class _Backward:
         reduced = tp.leave_async(part)
         del part
         if need.shared_b1:
-            found["b1"] = put_grad(main_grad, params.shared_b1, column_sum(rows_of(grad_wide)))
+            found["b1"] = put_column_sum(main_grad, params.shared_b1, rows_of(grad_wide))
         a = entered.wait()
         if need.shared_w1:
             found["w1"] = put_weight_grad(main_grad, params.shared_w1, rows_of(grad_wide), rows_of(a))

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_grad, put_weight_grad
+from megatron_sp.ops.kernels.launch import is_fused
+from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty, is_small_result
-from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward_to, norm_forward
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 Params = tuple[Tensor | None, ...]
@@ -262,7 +263,12 @@ def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
     """Compute out = a @ weight.T + bias + residual on [tokens, ...] matrices; the GEMM accumulates onto one of the two addends."""
-    if residual is not None:
+    if residual is not None and bias is not None and is_fused(out):
+        from megatron_sp.ops.kernels import biases
+
+        biases.add_bias(residual, bias, out)  # instead of a copy of the residual before the product, and a pass for the bias behind it
+        torch.addmm(out, a, weight.t(), out=out)
+    elif residual is not None:
         torch.addmm(residual, a, weight.t(), out=out)
         if bias is not None:
             out.add_(bias)
@@ -302,10 +308,8 @@ def norm_gradients(
     Returns:
         Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
     """
-    grad_x, *sums = norm_backward(grad, x, norm.weight, norm.bias, stats, norm.spec, need, passed)
     params = norm.weight, norm.bias
-    weight, bias = (None if g is None or p is None else put_grad(main_grad, p, g) for g, p in zip(sums, params, strict=True))
-    return grad_x, weight, bias
+    return norm_backward_to(main_grad, params, grad, x, params, stats, norm.spec, need, passed)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.kernels import activations, cross_entropy, dropout, grouped, norms, rotary
+from megatron_sp.ops.kernels import activations, biases, cross_entropy, dropout, grouped, norms, rotary
 
 BF16 = torch.bfloat16
 
@@ -55,6 +55,12 @@ def _grouped(experts: int, width_out: int, width_in: int, dtype: torch.dtype = B
     grouped.weight_grads(out, grad, x, ends, rows, fresh=False)
 
 
+def _bias(width: int) -> None:
+    x, bias, to = _meta(16384, width), _meta(width), _meta(width, dtype=torch.float32)
+    biases.add_bias(x, bias, x)
+    biases.put_column_sums(x, (to, False))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "RMSNorm, h 128": lambda: _norm(128, centered=False),
     "RMSNorm, h 2048": lambda: _norm(2048, centered=False),
@@ -79,6 +85,8 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary, a quarter of 96": lambda: _rotary(16, 16, 96, 12),
     "cross entropy, 128256": lambda: _cross_entropy(128256, 128256),
     "cross entropy, 50257": lambda: _cross_entropy(50257, 50304),
+    "bias, h 2048": lambda: _bias(2048),
+    "bias, h 1023": lambda: _bias(1023),
     "experts, 64 of 2048 x 2048": lambda: _grouped(64, 2048, 2048),
     "experts, 8 of 28672 x 4096, fp16": lambda: _grouped(8, 28672, 4096, torch.float16),
 }

@@ -19,11 +19,13 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import split_qkv
 from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.dropout import DropoutKeys, dropped, hash_dropout, keep_mask
-from megatron_sp.ops.kernels import activations, dropout, launch, norms, rotary
+from megatron_sp.ops.kernels import activations, biases, dropout, launch, norms, rotary
 from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
-from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward
+from megatron_sp.ops.main_grad import put_column_sum
+from megatron_sp.ops.norm import NormSpec, norm_backward, norm_backward_to, norm_forward
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
 from megatron_sp.parallel import lm_head
+from megatron_sp.parallel.linear import multiply
 from megatron_sp.parallel.lm_head import lm_head_loss
 from megatron_sp.parallel.tensor_parallel import NO_TP
 
@@ -99,11 +101,12 @@ def norm_terms(x: Tensor, grad: Tensor, weight: Tensor, spec: NormSpec) -> float
 
 def norm_of_few_programs(kind: str, rows: int, width: int) -> None:
     """Each program has several rows, or tiles of rows."""
-    most, norms._MOST_PROGRAMS = norms._MOST_PROGRAMS, 3
+    most = norms._MOST_PROGRAMS, norms._MOST_WIDE_PROGRAMS
+    norms._MOST_PROGRAMS = norms._MOST_WIDE_PROGRAMS = 3
     try:
         norm(kind, "fp32", rows, width, False, True, "xwb")
     finally:
-        norms._MOST_PROGRAMS = most
+        norms._MOST_PROGRAMS, norms._MOST_WIDE_PROGRAMS = most
 
 
 def norm_of_strided(dtype_name: str) -> None:
@@ -404,3 +407,72 @@ def experts_with_one_launch(dtype_name: str, bias: bool, again: bool) -> None:
     first, second = (list(each.values()) for each in results)
     assert not results[0]["w1"][2].any(), "an expert without rows has a gradient of zero"
     require_close(first, second, dtype, tolerance=2 * _TOLERANCE[dtype])
+
+
+def column_sums(dtype_name: str, to_name: str, rows: int, width: int, fresh: bool, pad: int) -> None:
+    """Sums over rows, written or added, against fp64; ``pad``: rows lie that much apart."""
+    x = randn(rows, width + pad, dtype=DTYPES[dtype_name])[:, :width]
+    to = torch.full((width,), float("nan"), device=launch.DEVICE) if fresh else randn(width, seed=1)
+    to = to.to(DTYPES[to_name])
+    want = x.double().sum(0) + (0 if fresh else to.double())
+    biases.put_column_sums(x, (to, fresh))
+    require_close([to], [want.to(to.dtype)], to.dtype)
+
+
+def bias_gradient(rows: int, fresh: bool, holds: bool) -> None:
+    """Of an operation: into the buffer, without a copy, where there is one."""
+    grad, bias, view = randn(rows, 40, dtype=torch.bfloat16), torch.zeros(40, dtype=torch.bfloat16), randn(40, seed=1)
+    want = grad.double().sum(0) + (0 if fresh or not holds else view.double())
+
+    class Buffer:
+        defers = False
+
+        def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
+            assert param is bias
+            return (view, fresh) if holds else None
+
+    with using_triton():
+        names = count_launches()
+        found = put_column_sum(Buffer(), bias, grad)  # type: ignore[arg-type]
+    assert (found is None) == holds and names == ([] if not holds else ["column_parts_kernel"] * (rows > 256) + ["finish_kernel"])
+    require_close([view if found is None else found], [want.to(torch.float32 if holds else torch.bfloat16)], torch.bfloat16)
+
+
+def norm_into_buffers(kind: str, rows: int, width: int, fresh: tuple[bool, bool], holds: tuple[bool, bool]) -> None:
+    """Gradients of a norm's parameters go to the buffers that there are, written or added."""
+    spec = NormSpec(kind, 1e-5)  # type: ignore[arg-type]
+    x, grad = randn(rows, width) + 1, randn(rows, width, seed=1)
+    weight, bias = randn(width, seed=2), randn(width, seed=3) if kind == "LayerNorm" else None
+    need, results = (True, True, bias is not None), []
+    for yes in (True, False):
+        views = [randn(width, seed=4 + i) for i in range(2)]
+        buffers = {id(p): (view, new) for p, view, new, has in zip((weight, bias), views, fresh, holds, strict=True) if has}
+
+        class Buffer:
+            defers = False
+
+            def reserve(self, param: Tensor, buffers: Any = buffers) -> tuple[Tensor, bool] | None:
+                return buffers.get(id(param))  # type: ignore[no-any-return]
+
+        with using_triton(yes):
+            names = count_launches()
+            _, stats = norm_forward(x, weight, bias, spec)
+            found = norm_backward_to(Buffer(), (weight, bias), grad, x, (weight, bias), stats, spec, need)  # type: ignore[arg-type]
+        assert len(names) == 3 * yes
+        results.append([*found, *views])
+    require_close(*results, torch.float32)
+
+
+def bias_and_residual(dtype_name: str, rows: int, width: int) -> None:
+    """A product, a bias and a residual: rounded about as often as without the kernel, which runs once."""
+    dtype, names = DTYPES[dtype_name], count_launches()
+    a, weight, bias, residual = (
+        randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(rows, 8), (width, 8), (width,), (rows, width)])
+    )
+    out = torch.empty(rows, width, dtype=dtype)
+    before = residual.clone()
+    with using_triton():
+        multiply(a, weight, bias, residual, out=out)
+    want = a.double() @ weight.double().t() + bias.double() + residual.double()
+    assert names == ["add_bias_kernel"] and torch.equal(residual, before)
+    require_close([out], [want.to(dtype)], dtype)

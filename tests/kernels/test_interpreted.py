@@ -29,12 +29,29 @@ NORMS = [
     ("LayerNorm", "fp32", 3, 48, False, False, "wb"),
     ("LayerNorm", "fp32", 300, 512, False, True, "xwb"),
     ("LayerNorm", "fp32", 3, 8200, False, True, "x"),
+    ("LayerNorm", "fp32", 3, 8200, True, True, "w"),
+    ("LayerNorm", "fp32", 5, 2, False, True, "xwb"),
+    ("RMSNorm", "fp32", 5, 1, False, True, "xw"),
+    ("LayerNorm", "fp16", 5, 2049, False, True, "xwb"),
+    ("RMSNorm", "bf16", 300, 48, False, True, "xw"),
 ]
 CHECKS: list[tuple[Any, ...]] = [
     *(("norm", *case) for case in NORMS),
     ("norm_of_few_programs", "RMSNorm", 14, 9001),
+    ("norm_of_few_programs", "RMSNorm", 25, 8208),
     ("norm_of_few_programs", "LayerNorm", 7, 8200),
     ("norm_of_few_programs", "LayerNorm", 70, 96),
+    *(
+        ("norm_into_buffers", *case)
+        for case in [
+            ("LayerNorm", 40, 48, (True, False), (True, True)),
+            ("LayerNorm", 300, 33, (False, True), (True, True)),
+            ("LayerNorm", 7, 33, (False, True), (True, False)),
+            ("LayerNorm", 7, 33, (False, False), (False, True)),
+            ("RMSNorm", 7, 96, (False, True), (True, False)),
+            ("RMSNorm", 7, 96, (True, True), (False, False)),
+        ]
+    ),
     ("norm_of_strided", "fp32"),
     ("norm_of_strided", "fp16"),
     ("norm_repeats",),
@@ -89,6 +106,20 @@ CHECKS: list[tuple[Any, ...]] = [
     ),
     ("cross_entropy_of_extremes",),
     ("packing_of_long_strides",),
+    *(
+        ("column_sums", *case)
+        for case in [
+            # dtype, dtype of the sums, rows, width, overwrites, padding
+            ("fp32", "fp32", 300, 300, True, 0),
+            ("bf16", "fp32", 1000, 40, False, 3),
+            ("fp16", "fp32", 256, 1, True, 0),
+            ("bf16", "bf16", 257, 65, True, 1),
+            ("fp16", "fp16", 1, 70, False, 0),
+            ("fp32", "fp32", 1300, 8, False, 0),
+        ]
+    ),
+    *(("bias_gradient", *case) for case in [(300, True, True), (20, False, True), (300, False, False)]),
+    *(("bias_and_residual", *case) for case in [("fp32", 7, 40), ("bf16", 33, 1300), ("fp16", 1, 3), ("fp16", 70, 64)]),
     *(
         ("grouped_weight_gradients", *case)
         for case in [

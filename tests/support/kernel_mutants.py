@@ -10,6 +10,7 @@ TESTS = [
 NORMS, DROPOUT, ACTIVATIONS = "ops/kernels/norms.py", "ops/kernels/dropout.py", "ops/kernels/activations.py"
 ROTARY, CROSS, LAUNCH, DIRECT = "ops/kernels/rotary.py", "ops/kernels/cross_entropy.py", "ops/kernels/launch.py", "ops/kernels/direct.py"
 NORM, OPTIMIZER, STEP = "ops/norm.py", "optim/optimizer.py", "training/step.py"
+BIASES, MAIN_GRAD = "ops/kernels/biases.py", "ops/main_grad.py"
 GROUPED, EXPERTS = "ops/kernels/grouped.py", "ops/expert_mlp.py"
 HEAD, LINEAR, PIECES = "parallel/lm_head.py", "parallel/linear.py", "parallel/chunked_mlp.py"
 
@@ -20,9 +21,9 @@ MUTANTS = [
     ("norm: eps left out", NORMS, "tl.sqrt(square + eps)", "tl.sqrt(square)"),
     ("norm: no bias", NORMS, "    if HAS_BIAS:\n", "    if False:\n"),
     ("norm: 1 + weight is the weight", NORMS, "        scale += 1.0\n", "        scale += 0.0\n"),
-    ("norm: only the first tile of a program", NORMS, "for tile in range(program, tl.cdiv(rows, ROWS), programs):", "for tile in range(program, tl.minimum(tl.cdiv(rows, ROWS), programs), programs):"),
+    ("norm: only the first tile of a program", NORMS, "in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=AHEAD):", "in range(program, tl.minimum(tl.cdiv(rows, ROWS), programs), programs):"),
     ("norm backward: the residual's gradient is dropped", NORMS, "                back += tl.load(ADD + start + column, mask=mask, other=0.0).to(tl.float32)\n", "                back += 0.0\n"),
-    ("wide norm backward: the residual's gradient is dropped", NORMS, "                    back += tl.load(ADD + start + here, mask=real, other=0.0).to(tl.float32)\n", "                    back += 0.0\n"),
+    ("wide norm backward: the residual's gradient is dropped", NORMS, "                    back += tl.load(ADD + start + here, mask=mask, other=0.0).to(tl.float32)\n", "                    back += 0.0\n"),
     ("norm backward: the mean's share is dropped", NORMS, "                back -= tl.sum(grad, 1)[:, None] / width\n", "                back -= 0.0\n"),
     ("wide norm backward: the mean's share is dropped", NORMS, "                    back -= of_mean\n", "                    back -= 0.0\n"),
     ("norm backward: the square's share is dropped", NORMS, "back = grad - normed * (tl.sum(grad * normed, 1)[:, None] / width)", "back = grad"),
@@ -30,7 +31,9 @@ MUTANTS = [
     ("norm backward: both sums in one place", NORMS, "tl.store(SUMS + (programs + program) * width + column,", "tl.store(SUMS + program * width + column,"),
     ("wide norm backward: sums of other rows are overwritten", NORMS, "tl.where(is_first, x, known + x)", "x"),
     ("wide norm backward: the first row adds to memory without contents", NORMS, "tl.where(is_first, x, known + x)", "known + x"),
-    ("norm backward: one program's sums are left out", NORMS, "sums.sum(1).unbind()", "sums[:, 1:].sum(1).unbind()"),
+    ("wide norm backward: only the first rows of a program", NORMS, "for tile in range(program, tl.cdiv(rows, ROWS), programs):\n        row = tile * ROWS + tl.arange(0, ROWS)[:, None]\n        inside = row < rows\n        start = row *", "for tile in range(program, tl.minimum(tl.cdiv(rows, ROWS), programs), programs):\n        row = tile * ROWS + tl.arange(0, ROWS)[:, None]\n        inside = row < rows\n        start = row *"),
+    ("norm backward: one program's sums are left out", NORMS, "finish(sums[wanted[0] :], targets)", "finish(sums[wanted[0] :, 1:], targets)"),
+    ("norm backward: the bias has the weight's sum", NORMS, "finish(sums[wanted[0] :], targets)", "finish(sums, targets)"),
     ("norm backward: strided gradients are read as they lie", NORMS, "grad, x, add = grad.contiguous(), x.contiguous(), ", "grad, x, add = grad, x.contiguous(), "),
     ("norm: strided input is read as it lies", NORMS, "    x = x.contiguous()\n    width", "    width"),
     # dropout
@@ -69,6 +72,15 @@ MUTANTS = [
     ("torch's RMSNorm: the residual's gradient is dropped", NORM, "            grad_x.add_(add)\n        return grad_x if need[0] else None, grad_weight if", "            pass\n        return grad_x if need[0] else None, grad_weight if"),
     ("torch's RMSNorm: rounds 1 + weight", NORM, "x.numel() > 0 and not rounds", "x.numel() > 0"),
     ("Triton for fp64, which it computes in fp32", LAUNCH, "DTYPES = (torch.float32,", "DTYPES = (torch.float64, torch.float32,"),
+    # biases
+    ("sums: rows of the next part count twice", BIASES, "mask = (row < end) & (column < width)", "mask = (row < rows) & (column < width)"),
+    ("sums: only the first step of a part", BIASES, "for start in range(first, end, ROWS):", "for start in range(first, tl.minimum(first + ROWS, end), ROWS):"),
+    ("sums: only the first parts", BIASES, "for start in range(0, parts, ROWS):", "for start in range(0, tl.minimum(parts, ROWS), ROWS):"),
+    ("sums: both sums of the first parts", BIASES, "(which * parts + row).to(tl.int64)", "row.to(tl.int64)"),
+    ("sums: what is there is overwritten", BIASES, "        found += tl.load(TO + column, mask=column < width, other=0.0).to(tl.float32)\n", "        found += 0.0\n"),
+    ("sums: rows lie close together", BIASES, "(x, parts, rows, width, x.stride(0), per_part)", "(x, parts, rows, width, width, per_part)"),
+    ("bias: no residual", BIASES, "y = tl.load(X + place, mask=mask, other=0.0).to(tl.float32) + bias", "y = 0.0 * tl.load(X + place, mask=mask, other=0.0).to(tl.float32) + bias"),
+    ("bias gradient: always overwrites", MAIN_GRAD, "biases.put_column_sums(grad_out, (view, fresh))", "biases.put_column_sums(grad_out, (view, True))"),
     # weight gradients of experts
     ("experts: rows of the expert behind count", GROUPED, "real = (step < count - done)[:, None]", "real = (step < count + BLOCK)[:, None]"),
     ("experts: every expert begins with the first row", GROUPED, "mask=expert > 0, other=0).to(tl.int64)", "mask=expert < 0, other=0).to(tl.int64)"),

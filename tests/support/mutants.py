@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant("attention by hand: those of values are rotated, too", MODEL, "if rotary is not None and part != \"v\":", "if rotary is not None:"),
     Mutant("attention by hand: keys are not rotated", MODEL, "                rotate_heads(recv_buffers[\"k\"], *rotary, d)\n", "                pass\n"),
     Mutant("attention by hand: tensors of the chunk before", ULYSSES, "self.tensors = tuple(islice(saved, self._count))", "self.tensors = tuple(saved)[-self._count :]"),
-    Mutant("biases: the second gradient overwrites the first", "ops/main_grad.py", "    if fresh and view.dtype == (wide or grad_out.dtype):", "    if view.dtype == (wide or grad_out.dtype):"),
+    Mutant("biases: the second gradient overwrites the first", "ops/main_grad.py", "    elif fresh and view.dtype == (wide or grad_out.dtype):", "    elif view.dtype == (wide or grad_out.dtype):"),
     Mutant("attention: core gradients of the last chunk only", ULYSSES, "of_core = [add(total, g) for total", "of_core = [g for total"),
     Mutant("attention: padding of the context is what was in memory", ULYSSES, "        whole[self.plan.seq_length :].zero_()\n", ""),
     Mutant("attention: padding is attended to", ULYSSES, "buffer.view(self.padded_length, self.batch, -1)[:s]", "buffer.view(self.padded_length, self.batch, -1)[-s:]"),

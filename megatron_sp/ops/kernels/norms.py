@@ -6,6 +6,12 @@
 
 Compare Triton's tutorial on layer norm and Liger (arXiv:2410.10989). Here the residual's gradient is added in the same
 pass, and sums over rows stay in fp32. Their order depends on shapes alone: there are no atomics.
+
+Backward is bound by memory, and rows depend on sums along them: with a row at a time nothing would be on its way while
+its sums are made. So a program goes through many rows, and the next ones are copied to shared memory meanwhile:
+
+    before:    load | sums, result, store |                load | sums, result, store
+    now:       load | load, sums, result, store | load, sums, result, store
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,11 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_sp.ops.kernels.biases import Target, finish
 from megatron_sp.ops.kernels.launch import WIDEST, ceil_div, launch, power_of_2, warps_of
 
 _TILE = 1024  # elements at a time, of several rows where rows are short
-_WIDE_BLOCK = 4096  # elements of a wide row at a time in backward
-_MOST_PROGRAMS = 256  # of backward: each has its own sums over rows
+_BACK_TILE = 2048  # the same in backward: an access of 128 bits for each thread and tensor
+_MOST_PROGRAMS = 264  # of backward: two for each multiprocessor of an H100, each with its own sums over rows
+_MOST_AHEAD, _SHARED_BYTES = 3, 96 * 1024  # tiles on their way, and their memory: Ada and Ampere's small chips have 99 KiB
+_WIDE_BLOCK, _WIDE_ROWS = 2048, 4  # of wide rows in backward
+_MOST_WIDE_PROGRAMS = 132  # one for each multiprocessor: their rows, 34 MB where 16,384 elements wide, stay in the cache of 50 MB
+_WIDEST_NARROW = 4096  # elements of a row that are in registers in backward where accesses are narrow
 
 
 @triton.jit
@@ -89,7 +100,7 @@ def _scale(WEIGHT, column, real, ZERO_CENTERED: tl.constexpr):
 def norm_backward_kernel(
     GRAD, X, WEIGHT, STATS, ADD, GRAD_X, SUMS, rows, width, programs,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr,
-    WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr,
+    WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A row is one block; program p takes the rows of tiles p, p + programs, ..."""
     program = tl.program_id(0)
@@ -98,7 +109,7 @@ def norm_backward_kernel(
     scale = _scale(WEIGHT, column, real, ZERO_CENTERED)
     of_scale = tl.zeros((ROWS, BLOCK), tl.float32)
     of_shift = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=AHEAD):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < rows
         mask = inside & real
@@ -131,48 +142,50 @@ def norm_backward_kernel(
 @triton.jit
 def wide_norm_backward_kernel(
     GRAD, X, WEIGHT, STATS, ADD, GRAD_X, SUMS, rows, width, programs,
-    BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr, WANTS_X: tl.constexpr,
-    NUM_SUMS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr,
+    WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of several blocks, one row at a time; the sums over rows, which do not fit into registers, are in memory."""
+    """Rows of several blocks, a few at a time: they are read again from the cache, and change the sums, which are in memory, once."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    for row in range(program, rows, programs):
+    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < rows
         start = row * width.to(tl.int64)
-        rstd = tl.load(STATS + row)
-        mean = 0.0
+        rstd = tl.load(STATS + row, mask=inside, other=0.0)
+        mean = tl.zeros((ROWS, 1), tl.float32)
         if CENTERED:
-            mean = tl.load(STATS + rows + row)
-        along = tl.zeros((BLOCK,), tl.float32)  # sums of g * n, and of g
-        across = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, width, BLOCK):
-            here = first + column
-            real = here < width
-            grad = tl.load(GRAD + start + here, mask=real, other=0.0).to(tl.float32)
-            normed = (tl.load(X + start + here, mask=real, other=0.0).to(tl.float32) - mean) * rstd
-            if NUM_SUMS > 0:
-                _add_to(SUMS + program.to(tl.int64) * width + here, grad * normed, real, row == program)
-            if NUM_SUMS > 1:
-                _add_to(SUMS + (programs + program).to(tl.int64) * width + here, grad, real, row == program)
-            grad = grad * _scale(WEIGHT, here, real, ZERO_CENTERED)
-            along += grad * normed
-            across += grad
+            mean = tl.load(STATS + rows + row, mask=inside, other=0.0)
+        along = tl.zeros((ROWS, BLOCK), tl.float32)  # sums of g * n, and of g
+        across = tl.zeros((ROWS, BLOCK), tl.float32)
         if WANTS_X:
-            of_normed = tl.sum(along, 0) / width
-            of_mean = tl.sum(across, 0) / width
             for first in range(0, width, BLOCK):
-                here = first + column
-                real = here < width
-                grad = tl.load(GRAD + start + here, mask=real, other=0.0).to(tl.float32) * _scale(WEIGHT, here, real, ZERO_CENTERED)
-                normed = (tl.load(X + start + here, mask=real, other=0.0).to(tl.float32) - mean) * rstd
+                here = (first + column)[None, :]
+                mask = inside & (here < width)
+                grad = tl.load(GRAD + start + here, mask=mask, other=0.0).to(tl.float32) * _scale(WEIGHT, here, here < width, ZERO_CENTERED)
+                along += grad * ((tl.load(X + start + here, mask=mask, other=0.0).to(tl.float32) - mean) * rstd)
+                across += grad
+        of_normed = tl.sum(along, 1)[:, None] / width
+        of_mean = tl.sum(across, 1)[:, None] / width
+        for first in range(0, width, BLOCK):
+            here = (first + column)[None, :]
+            mask = inside & (here < width)
+            grad = tl.load(GRAD + start + here, mask=mask, other=0.0).to(tl.float32)
+            normed = (tl.load(X + start + here, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
+            if NUM_SUMS > 0:
+                _add_to(SUMS + program.to(tl.int64) * width + here, tl.sum(grad * normed, 0)[None, :], here < width, tile == program)
+            if NUM_SUMS > 1:
+                _add_to(SUMS + (programs + program).to(tl.int64) * width + here, tl.sum(grad, 0)[None, :], here < width, tile == program)
+            if WANTS_X:
+                grad = grad * _scale(WEIGHT, here, here < width, ZERO_CENTERED)
                 back = grad - normed * of_normed
                 if CENTERED:
                     back -= of_mean
                 back *= rstd
                 if HAS_ADD:
-                    back += tl.load(ADD + start + here, mask=real, other=0.0).to(tl.float32)
-                tl.store(GRAD_X + start + here, back.to(GRAD_X.dtype.element_ty), mask=real)
-        tl.debug_barrier()  # the next row adds to sums that other threads may have written
+                    back += tl.load(ADD + start + here, mask=mask, other=0.0).to(tl.float32)
+                tl.store(GRAD_X + start + here, back.to(GRAD_X.dtype.element_ty), mask=mask)
+        tl.debug_barrier()  # the next rows add to sums that other threads may have written
 
 
 @triton.jit
@@ -207,9 +220,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, cente
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *, zero_centered: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, in its dtype, weight and bias, in fp32; None where ``need`` says so.
+    grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *, zero_centered: bool,
+    into: tuple[Target | None, Target | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of x, in its dtype, weight and bias, in fp32; None where ``need`` says so, or it is put ``into`` its place.
 
     Args:
         grad: gradient of the result, [..., h].
@@ -217,32 +231,50 @@ def backward(
         stats: of ``forward``.
         need: flags of x, weight and bias.
         add: another gradient of x, of its shape.
+        into: where the gradients of weight and bias go.
     """
     grad, x, add = grad.contiguous(), x.contiguous(), None if add is None else add.contiguous()
     centered, width = stats.shape[0] == 2, x.shape[-1]
     rows = x.numel() // width
     num_sums = 2 if need[2] else 1 if need[1] else 0
-    block, tile = _tile(width)
-    programs = min(ceil_div(rows, tile), _MOST_PROGRAMS)
+    is_wide = width > (WIDEST if width % 16 == 0 else _WIDEST_NARROW)  # narrow accesses take more registers
+    block, tile = (_WIDE_BLOCK, _WIDE_ROWS) if is_wide else (power_of_2(width), max(1, _BACK_TILE // power_of_2(width)))
+    programs = min(ceil_div(rows, tile), _MOST_WIDE_PROGRAMS if is_wide else _MOST_PROGRAMS)
     grad_x = torch.empty_like(x) if need[0] else None
     sums = torch.empty(num_sums, programs, width, dtype=torch.float32, device=x.device)
-    is_wide = width > (WIDEST if width % 16 == 0 else _WIDE_BLOCK)  # narrow accesses take more registers
-    block = min(block, _WIDE_BLOCK) if is_wide else block
-    tiles = {} if is_wide else {"ROWS": tile}
+    ahead = {} if is_wide else {"AHEAD": _ahead(width, block * tile, x.element_size())}
     launch(
         wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),
         (grad, x, weight, stats, x if add is None else add, x if grad_x is None else grad_x, sums, rows, width, programs),
         reads=[grad, x, weight, stats] if add is None else [grad, x, weight, stats, add],
-        writes=[t for t in (grad_x, sums) if t is not None and t.numel()], warps=warps_of(block * tile),
-        BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None, WANTS_X=need[0], NUM_SUMS=num_sums, **tiles,
+        writes=[t for t in (grad_x, sums) if t is not None and t.numel()], warps=8 if block * tile <= 4096 else 16,
+        ROWS=tile, BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None, WANTS_X=need[0],
+        NUM_SUMS=num_sums, **ahead,
     )  # fmt: skip
-    if num_sums == 0:
-        return grad_x, None, None
-    of_weight, *of_bias = sums.sum(1).unbind()
-    return grad_x, of_weight if need[1] else None, of_bias[0] if need[2] else None
+    wanted = [which for which in range(2) if need[1 + which]]
+    found: list[Tensor | None] = [None, None]
+    targets: list[Target] = []
+    for which in wanted:
+        target = into[which]
+        if target is None:
+            target = torch.empty(width, dtype=torch.float32, device=x.device), True
+            found[which] = target[0]
+        targets.append(target)
+    if wanted:
+        finish(sums[wanted[0] :], targets)
+    return grad_x, found[0], found[1]
+
+
+def _ahead(width: int, elements: int, num_bytes: int) -> int:
+    """Return how many tiles, less one, are on their way while one is computed.
+
+    A tile is of the gradient, of x, and of the other gradient. Rows that are no multiple of 16 elements long cannot be
+    copied to shared memory in wide pieces.
+    """
+    return min(_MOST_AHEAD, 1 + _SHARED_BYTES // (3 * elements * num_bytes)) if width % 16 == 0 else 1
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Return (columns, rows) that a program works on at a time."""
+    """Return (columns, rows) that a program of the forward pass works on at a time."""
     block = min(power_of_2(width), WIDEST)
     return block, max(1, _TILE // block)
