@@ -83,8 +83,8 @@ class ExternalModel(nn.Module):
         self.blocks = find_blocks(model)
         if not self.blocks:
             raise ConfigError(
-                f"{type(model).__name__} has no list of two or more blocks (of one class, or transformers' layers), which would be the"
-                " units of training"
+                f"{type(model).__name__} has no list of two or more blocks (modules of one class, or transformers' layers), the units of"
+                " training"
             )
         self._units = units_of(model, self.blocks)
         self._hooks = UnitHooks(model, self.blocks, len(self._units))

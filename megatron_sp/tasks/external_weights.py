@@ -22,7 +22,7 @@ _DROPOUT = {
     ),
     "hidden_dropout": (
         "hidden_dropout", "hidden_dropout_prob", "dropout", "dropout_prob", "dropout_rate", "resid_pdrop", "resid_dropout",
-        "residual_dropout", "embd_pdrop", "emb_pdrop", "embedding_dropout",
+        "residual_dropout", "embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout",
     ),
 }  # fmt: skip
 """Flag -> what transformers' configurations call it: on attention's weights; on embeddings, and on what a block adds."""
@@ -30,6 +30,8 @@ _INNER_DROPOUT = ("activation_dropout", "mlp_dropout", "ffn_dropout", "ff_dropou
 """Inside of the MLP: off with --hidden-dropout 0, else the model's own."""
 _OTHER_HEADS = ("classifier", "classif", "summary", "pooler", "qa_")
 """In names of what only heads for other tasks have."""
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5", "flax_model*.msgpack")
+"""Files of weights in other formats."""
 
 
 def load_transformers() -> Any:
@@ -55,7 +57,13 @@ class ModelFolder:
         self._rates: dict[str, float] | None = None
 
     def prepare(self, config: Config) -> None:
-        """Settle shape and dropout rates in ``config``. Raises ConfigError: config.json cannot be read, or a flag does not fit it."""
+        """Settle shape and dropout rates in ``config``.
+
+        Raises:
+            ConfigError: config.json cannot be read, or a flag does not fit it; or there are weights, none of which is
+                safetensors: training would begin with random ones.
+        """
+        self._require_safe_weights()
         shape = self._shape()
         self._settle_attention(shape, config)
         raise_all([*_take_shape(shape, config, self.folder), *_problems_of_dropout(shape, config, self.folder)])
@@ -99,6 +107,16 @@ class ModelFolder:
                 " leave the flag out, or give unfused"
             )
         config.kernels.attention_backend = "unfused"
+
+    def _require_safe_weights(self) -> None:
+        if any(Path(self.folder).glob("*.safetensors")):
+            return
+        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(self.folder).glob(pattern))
+        if others:
+            raise ConfigError(
+                f"--model {self.folder}: its weights ({', '.join(others[:3])}) are not safetensors, and no other file is opened, for it"
+                " may run code: write the model anew with transformers' save_pretrained, or take the file away to begin with random weights"
+            )
 
     def _shape(self) -> Any:
         return configuration_of(self.folder)

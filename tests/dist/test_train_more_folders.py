@@ -154,6 +154,17 @@ def test_a_model_that_looks_into_its_mask_is_refused_under_context_parallelism(t
     assert "Traceback" not in outcome.expect(2, "a mask of the model is looked into by the model itself", "give these ranks to sp").text
 
 
+def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path: Path) -> None:
+    """Such a folder was trained from random weights, without a word."""
+    model = make(tmp_path, "GPT2")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"its weights \(pytorch_model.bin\) are not safetensors.*save_pretrained"):
+        built(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert built(tmp_path).blocks, "random weights, for there are none"
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a word for a number": ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     "layers that nobody knows": ({"layer_types": ["a", "b"]}, "layer_types"),
