@@ -1,7 +1,4 @@
-"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it.
-
-Nothing here imports torch, except for files that do not name their shape as most do.
-"""
+"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ _OF_TRAINING = ("model_family", "seq_length", "attention_dropout", "hidden_dropo
 """Fields of ``ModelConfig`` that a folder does not decide."""
 
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+"""Fields without which no run begins."""
 
 
 def shape_of(folder: str) -> dict[str, int]:
@@ -59,22 +57,6 @@ def _entry(configuration: Any, name: str) -> Any:
         return getattr(configuration, name, None)
     except Exception:
         return None
-
-
-def whole_shape_of(folder: str) -> dict[str, int]:
-    """Return the shape of a folder's model; transformers is asked, and imported, only for what its file does not name as most do.
-
-    A model without attention gets one head, for whoever divides by heads; ``ExternalModel`` knows that there is none.
-
-    Raises:
-        ConfigError: the file is missing or invalid.
-    """
-    shape = shape_of(folder)
-    if all(name in shape for name in _REQUIRED):
-        return shape
-    from megatron_sp.tasks.external_weights import configuration_of
-
-    return {"num_attention_heads": 1} | shape_in(configuration_of(folder)) | shape
 
 
 def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterator[str]:

@@ -131,6 +131,19 @@ def configuration_of(folder: str) -> Any:
         raise ConfigError(f"--model {folder}: config.json is none of transformers' models: {_in_a_line(error)}") from None
 
 
+def whole_shape_of(folder: str) -> dict[str, int]:
+    """Return the shape of a folder's model, asking transformers for what its file does not name as most do.
+
+    A model without attention gets a head for each channel, so that no rule speaks of heads before the model itself is
+    looked at; ``ExternalModel`` knows that there are none.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
+    found = shape_in(configuration_of(folder)) | shape_of(folder)
+    return {"num_attention_heads": found["hidden_size"]} | found if "hidden_size" in found else found
+
+
 def _in_a_line(error: Exception) -> str:
     """Return what an error says; of one that names a wrong entry, the lines below that, which say what is wrong with it, too."""
     said = " ".join(str(error).split())

@@ -16,9 +16,8 @@ from megatron_sp.commands import cli  # noqa: E402
 from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
 from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
 from megatron_sp.tasks.external_model import ExternalModel  # noqa: E402
-from megatron_sp.tasks.external_shape import whole_shape_of  # noqa: E402
 from megatron_sp.tasks.external_task import external_task  # noqa: E402
-from megatron_sp.tasks.external_weights import ModelFolder  # noqa: E402
+from megatron_sp.tasks.external_weights import ModelFolder, whole_shape_of  # noqa: E402
 from megatron_sp.utils.errors import ConfigError  # noqa: E402
 
 TOKENS = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -123,6 +122,15 @@ def test_a_shape_is_found_whatever_its_entries_are_called(family: str, tmp_path:
         parse_external([*words, "--num-layers", "7"], description="", family="gpt")
 
 
+def test_a_model_without_attention_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """And not for a number of heads that it does not have."""
+    make(tmp_path / "model", "Mamba")
+    for axis in ("sp", "cp"):
+        flags = ("--model", tmp_path / "model", "--num-attention-heads", 32, "--train-iters", 1, f"--{axis}-size", 2)
+        said = ("MambaForCausalLM does not look its attention up", f"give the ranks of {axis} to tp or dp")
+        train(tmp_path, *flags, ranks=2, data=("--mock-data",), program=by_command).expect(2, *said)
+
+
 def test_dropout_of_a_class_that_declares_whole_numbers(tmp_path: Path) -> None:
     make(tmp_path, "Mpt", resid_pdrop=0.1, emb_pdrop=0.2)
     off: Any = built(tmp_path, "--hidden-dropout 0 --attention-dropout 0").model
@@ -156,9 +164,8 @@ def test_a_model_that_looks_into_its_mask_is_refused_under_context_parallelism(t
 
 def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path: Path) -> None:
     """Such a folder was trained from random weights, without a word."""
-    model = make(tmp_path, "GPT2")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    make(tmp_path, "GPT2")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"its weights \(pytorch_model.bin\) are not safetensors.*save_pretrained"):
         built(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()

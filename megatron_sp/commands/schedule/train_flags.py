@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import raise_all
-from megatron_sp.tasks.external_shape import contradictions, whole_shape_of
+from megatron_sp.tasks.external_shape import REQUIRED, contradictions, shape_of
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.launch import is_first_rank
 
@@ -37,7 +37,7 @@ def parse_external(
     prog = prog or os.path.basename(sys.argv[0])
     try:
         words, folder = take_folder(list(sys.argv[1:] if argv is None else argv))
-        shape = {} if folder is None else whole_shape_of(folder)
+        shape = {} if folder is None else _shape(folder)
     except ReportedError as error:
         raise SystemExit(_told(error)) from None
     more = f"{description} Besides the flags below: --model FOLDER, a local config.json, and weights if they are there."
@@ -49,6 +49,16 @@ def parse_external(
         except ReportedError as error:
             raise SystemExit(_told(error)) from None
     return config, folder
+
+
+def _shape(folder: str) -> dict[str, int]:
+    """Return the shape of a folder's model; transformers is imported only if the file does not name it as most do."""
+    shape = shape_of(folder)
+    if all(field in shape for field in REQUIRED):
+        return shape
+    from megatron_sp.tasks.external_weights import whole_shape_of
+
+    return whole_shape_of(folder)
 
 
 def _told(error: ReportedError) -> int:
