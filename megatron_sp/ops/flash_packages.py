@@ -3,7 +3,7 @@
     kernel    package         compute capability    dropout    no window       result
     flash2    flash-attn      8.0 and later         yes        (-1, -1)        out
     flash3    flash_attn_3    9.0                   no         (-1, -1)        out; early versions (out, log of sums)
-    flash4    flash-attn-4    9.0, 10.x             no         (None, None)    (out, log of sums)
+    flash4    flash-attn-4    9.0, 10.x to 12.x     no         (None, None)    (out, log of sums)
 
 All take q [b, s, heads, d] and k, v [b, s, groups, d] with any strides but the last, align the causal mask at the last
 query and the last key, count a window as keys before and after a query's own, and sum gradients with atomics unless
@@ -23,7 +23,7 @@ versions 3 and 4 (hopper/softmax.h, flash_attn/cute/softmax.py). Backward uses o
 asks where out and lse come from.
 
 Source: Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
-flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of torch/nn/attention/_fa4.py.
+flash_attn/cute/interface.py (4.0.0b36); the capabilities of version 4 are those of its backward pass there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FlashPackage:
 PACKAGES: dict[FlashName, FlashPackage] = {
     "flash2": FlashPackage("FlashAttention 2", "flash_attn", (8, 9, 10, 11, 12), True),
     "flash3": FlashPackage("FlashAttention 3", "flash_attn_interface", (9,), False),
-    "flash4": FlashPackage("FlashAttention 4", "flash_attn.cute", (9, 10), False),
+    "flash4": FlashPackage("FlashAttention 4", "flash_attn.cute", (9, 10, 11, 12), False),
 }
 MOST_HEAD_DIM = 256
 

@@ -376,7 +376,8 @@ def grouped_weight_gradients(
     before = out.clone()
     grouped.weight_grads(out, grad, x, ends, rows, fresh=fresh)
     assert all(torch.equal(out[e], before[e]) for e in range(experts) if not counts[e] and not fresh), "untouched without rows"
-    require_close([out.double()], [want], torch.float64, tolerance=2e-6)
+    # tensor cores round sums of products less exactly than fp32 does
+    require_close([out.double()], [want], torch.float64, tolerance=2e-6 if launch.DEVICE == "cpu" else 1e-4)
 
 
 def grouped_weight_gradients_of_an_expert_alone() -> None:
@@ -399,10 +400,12 @@ def experts_with_one_launch(dtype_name: str, bias: bool, again: bool) -> None:
     from support import expert_rows
 
     dtype, results = DTYPES[dtype_name], []
+    if launch.DEVICE != "cpu" and dtype != torch.bfloat16:
+        return  # torch's grouped product on a GPU, which makes the other products, is for bf16
     for yes in (True, False):
         with using_triton(yes):
             names = count_launches()
-            results.append(expert_rows.run(dtype, bias=bias, grouped=True, times=2 if again else 1))
+            results.append(expert_rows.run(dtype, bias=bias, grouped=True, device=launch.DEVICE, times=2 if again else 1))
         assert names.count("grouped_weight_kernel") == (2 * (1 + again) if yes and dtype != torch.float32 else 0), names
     first, second = (list(each.values()) for each in results)
     assert not results[0]["w1"][2].any(), "an expert without rows has a gradient of zero"

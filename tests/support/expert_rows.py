@@ -18,13 +18,13 @@ def made(dtype: torch.dtype, *, bias: bool, seed: int = 0, device: str = "cpu") 
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(device, dtype)
+        return torch.randn(*shape, generator=g, device="cpu").to(device, dtype)
 
-    numbers = torch.stack([torch.tensor([0, 1, 3, 4])[torch.randperm(4, generator=g)[:K]] for _ in range(ROWS)])
+    numbers = torch.stack([torch.tensor([0, 1, 3, 4], device="cpu")[torch.randperm(4, generator=g, device="cpu")[:K]] for _ in range(ROWS)])
     numbers[::4, 1] = E  # choices of other ranks' experts
     places = numbers.flatten().sort(stable=True).indices[: int((numbers < E).sum())]
     counts = torch.bincount(numbers.flatten(), minlength=E + 1)[:E].tolist()
-    weights = torch.rand(len(places), generator=g)
+    weights = torch.rand(len(places), generator=g, device="cpu")
     choices = Choices((places // K).to(device), places.to(device), counts, weights.to(device), K)
     biases = (draw(E, 2 * F), draw(E, H)) if bias else (None, None)
     return draw(ROWS, H), draw(ROWS, H), choices, ExpertWeights(draw(E, 2 * F, H), biases[0], draw(E, H, F), biases[1])

@@ -59,6 +59,7 @@ def test_deterministic_mode_reaches_the_package(install_flash: Install, name: Fl
 CAN = [
     # capability, use, what is left of auto
     ((9, 0), {}, ("flash4", "flash3", "flash2", "sdpa")), ((10, 0), {}, ("flash4", "flash2", "sdpa")), ((8, 0), {}, ("flash2", "sdpa")),
+    ((12, 0), {}, ("flash4", "flash2", "sdpa")),
     ((7, 5), {}, ("sdpa",)), ((9, 0), {"dropout": 0.1}, ("flash2", "sdpa")), ((9, 0), {"dtype": torch.float32}, ("sdpa",)),
     ((9, 0), {"head_dim": 264}, ("sdpa",)), ((9, 0), {"head_dim": 12}, ("flash2", "sdpa")),
     ((9, 0), {"documents": True}, ("flash4", "flash3", "flash2", "sdpa")), ((9, 0), {"window": 9}, ("flash4", "flash3", "flash2", "sdpa")),
