@@ -56,14 +56,14 @@ CASES = {
     ),
     "Llama 1B, 64K, sp 8": Case(f"{_LLAMA} {_1B} {_SP8} {_NO_DROPOUT}", 8, Budget(68, 2.5), Budget(122, 5.8)),
     "GPT 7B, 4K": Case(f"{_GPT} {_7B} {_NO_DROPOUT}", 1, Budget(24, 2.25), Budget(70, 2.75)),
-    "GPT 7B, 4K, dropout 0.1": Case(f"{_GPT} {_7B} --hidden-dropout 0.1", 1, Budget(32, 2.45), Budget(190, 6.8)),
+    "GPT 7B, 4K, dropout 0.1": Case(f"{_GPT} {_7B} --hidden-dropout 0.1", 1, Budget(28, 2.45), Budget(190, 6.8)),
     "Llama 7B, 4K, tp 2 with sequence parallelism": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel", 2,
-        Budget(24, 1.0), Budget(60, 2.6),
+        Budget(16, 1.0), Budget(60, 2.6),
     ),
     "Llama 7B, 4K, full recomputation": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --recompute-granularity full --recompute-method uniform"
-        " --recompute-num-layers 1", 1, Budget(32, 2.6), Budget(80, 6.8),
+        " --recompute-num-layers 1", 1, Budget(24, 2.6), Budget(80, 6.8),
     ),
     "Llama 7B, 4K, MLP in 4 chunks": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --mlp-chunks 4", 1, Budget(52, 2.0), Budget(125, 5.1)
