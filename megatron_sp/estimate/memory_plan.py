@@ -47,12 +47,14 @@ class MemoryPlan:
         host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also
             of a save's copy.
         optimizer_host: bytes of master weights, optimizer state and copies in a GPU's host memory (--offload-optimizer).
+        is_captured: steps are captured in graphs (--cuda-graphs), whose memory nothing else uses.
     """
 
     stays: tuple[Line, ...]
     moments: tuple[Moment, ...]
     host: int = 0
     optimizer_host: int = 0
+    is_captured: bool = False
 
     @property
     def resident(self) -> int:
@@ -69,6 +71,11 @@ class MemoryPlan:
         """Largest memory of a rank at any moment."""
         return self.resident + self.worst.num_bytes
 
+    @property
+    def graphs(self) -> int:
+        """Bytes of the pool of captured steps, which are part of the peak: all that a step allocates."""
+        return self.worst.num_bytes if self.is_captured else 0
+
     def peak_of(self, phase: str) -> int:
         """Return the peak within a phase: forward, backward or update."""
         return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
@@ -80,12 +87,15 @@ class MemoryPlan:
         for title, lines in rows:
             made.append(f"{title}: {sum(line.num_bytes for line in lines) / _MIB:.2f} MiB")
             made += [f"  {line.num_bytes / _MIB:10.2f}  {line.name}" for line in lines if line.num_bytes]
+        if self.graphs:
+            made.append(f"in the pool of captured steps, which nothing else uses: {self.graphs / _MIB:.2f} MiB of it")
         return "\n".join([*made, f"peak: {self.peak / _MIB:.2f} MiB"])
 
     def as_dict(self) -> dict[str, Any]:
         """Plan for ``--dry-run json``."""
         return {
             "resident": self.resident, "peak": self.peak, "host": self.host, "optimizer_host": self.optimizer_host,
+            "graphs": self.graphs,
             "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
             "stays": {line.name: line.num_bytes for line in self.stays},
             "worst": {"phase": self.worst.phase, "name": self.worst.name, **{line.name: line.num_bytes for line in self.worst.lines}},

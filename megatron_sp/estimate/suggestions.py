@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_sp.config.rules import normalize, violations
+from megatron_sp.config.rules_graphs import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
@@ -31,7 +32,7 @@ def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     plan = memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer)
     copy_of_saves = copy_bytes(config, world_size)
     if device == "cuda":
-        return replace(plan, host=plan.host + copy_of_saves)
+        return replace(plan, host=plan.host + copy_of_saves, is_captured=config.kernels.cuda_graphs != "off" and not obstacles(config))
     return replace(plan, stays=(*plan.stays, Line("copy for saving in the background", copy_of_saves)))
 
 

@@ -110,6 +110,8 @@ class RunPlan:
             beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
             activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
             lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
+        if memory.graphs:
+            lines.append(f"  of it in the pool of captured steps, which nothing else uses (--cuda-graphs): {format_bytes(memory.graphs)}")
         if memory.optimizer_host:
             lines.append(f"the optimizer in host memory: {format_bytes(memory.optimizer_host)} of each rank")
         if self.copy_of_saves:

@@ -61,6 +61,9 @@ class Graph(Protocol):
 class GraphMaker(Protocol):
     """Captures graphs whose memory is one pool."""
 
+    num_bytes: int
+    """Bytes of the pool."""
+
     def capture(self, record: Callable[[], None]) -> Graph:
         """Call ``record`` once and keep what it launches, which does not run."""
 
@@ -74,6 +77,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._device, self.num_bytes = device, 0
         self._generator = torch.cuda.default_generators[device.index or 0]
 
     def capture(self, record: Callable[[], None]) -> Graph:
@@ -82,7 +86,9 @@ class CudaGraphs:
         graph.register_generator_state(self._generator)  # a replay draws by the seed of its step (``TrainStep.seed``)
         # other threads (NCCL's, of a save, of the loader) may do what a capture must not
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self._device)
             record()
+            self.num_bytes += torch.cuda.memory_reserved(self._device) - before
         return graph
 
 
@@ -107,12 +113,15 @@ class CapturedStep:
         micro_batches: of the shape.
         mine: this rank's share of the totals (``TrainStep.passes``).
         weight_decay: part of the captured update.
+
+    Attributes:
+        maker: as given.
     Raises:
         RuntimeError: something cannot be captured; nothing has run.
     """
 
     def __init__(self, step: TrainStep, maker: GraphMaker, micro_batches: Sequence[MicroBatch], mine: Tensor, weight_decay: float) -> None:
-        self._step, self._weight_decay = step, weight_decay
+        self._step, self._weight_decay, self.maker = step, weight_decay, maker
         device = mine.device
         self._inputs = {name: torch.empty_like(t, device=device).copy_(t) for name, t in micro_batches[0].items()}
         self._numbers = torch.zeros(len(StepNumbers._fields), dtype=torch.float64, device=device)
@@ -263,6 +272,11 @@ class StepGraphs:
         self._has_told = False
         if self._choice is not None:
             decided(self._choice)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool of the graphs that are in use; 0: there are none."""
+        return 0 if self._captured is None else self._captured.maker.num_bytes
 
     def replay(self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed | None:
         """See ``StepReplays``.

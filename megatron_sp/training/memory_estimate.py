@@ -149,23 +149,28 @@ class MemoryEstimate:
             to_come = self._before + self.memory.peak - kept_for_saves - resident_bytes()
         return host // self._local_world_size - max(0, to_come)
 
-    def record(self, measured: int, step_s: float) -> dict[str, Any]:
-        """Return the record for ``metrics.jsonl``, in bytes and seconds."""
+    def record(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> dict[str, Any]:
+        """Return the record for ``metrics.jsonl``, in bytes and seconds; arguments as of ``line``."""
         before = self._before if self._kind == "cpu" else 0
+        of_gpu = {"reserved_bytes": reserved, "graphs_bytes": graphs} if self._kind == "cuda" else {}
         return {
+            **of_gpu,
             "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before, "step_s": step_s,
             "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide, "collectives": self.traffic.number,
         }  # fmt: skip
 
-    def line(self, measured: int, step_s: float) -> str:
+    def line(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> str:
         """Return a log line that compares the prediction with the measurement.
 
         Args:
             measured: peak bytes allocated on the GPU; on a CPU, peak resident bytes.
             step_s: seconds of a step.
+            reserved: peak bytes that torch has taken of the GPU.
+            graphs: of those, bytes of the pool of captured steps.
         """
         if self._kind == "cuda":
-            found = f"measured {format_bytes(measured)} allocated"
+            of_graphs = f", {format_bytes(graphs)} of them for captured steps" if graphs else ""
+            found = f"measured {format_bytes(measured)} allocated and {format_bytes(reserved)} reserved{of_graphs}"
         else:
             before = f", {format_bytes(self._before)} of it before the model was built" if self._before else ""
             found = f"measured {format_bytes(measured)} resident (the whole process{before})"

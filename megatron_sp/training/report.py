@@ -52,6 +52,9 @@ class StepReporter:
         train_iters: number of steps of the whole run.
         memory: the prediction that is compared with measurements after some steps.
         flops: (causal, full) FLOPs of a token in sequences of a configuration's length, of a model that is not our own.
+
+    Attributes:
+        graphs_bytes: returns the bytes of the pool of captured steps.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class StepReporter:
         flops: Callable[[ModelConfig], tuple[float, float]] | None = None,
     ) -> None:  # fmt: skip
         self._flops = flops
+        self.graphs_bytes: Callable[[], int] = lambda: 0
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._memory, self._lengths = train_iters, memory, list[float]()
         self._causal, self._full = 0.0, 0.0  # FLOPs since the last line
@@ -118,9 +122,11 @@ class StepReporter:
     def _compare(self, step: int) -> None:
         """Report prediction and measurement, once."""
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
-        self._console.line(self._memory.line(measured, length))
+        reserved = torch.cuda.max_memory_reserved(self._groups.device) if self._groups.device.type == "cuda" else 0
+        found = (measured, length, reserved, self.graphs_bytes())
+        self._console.line(self._memory.line(*found))
         if self._memory.is_own:
-            self._metrics.write("prediction", step=step, **self._memory.record(measured, length))
+            self._metrics.write("prediction", step=step, **self._memory.record(*found))
 
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int

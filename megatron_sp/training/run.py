@@ -304,7 +304,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
         for line in changes:
             console.line(f"  changed since: {line}")
     train_step = build_step(context, layout, parts, attention)
-    use_graphs(context, origin, layout, train_step, state.progress.step)
+    graphs = use_graphs(context, origin, layout, train_step, state.progress.step)
     done = find_evaluated(context, origin, state.progress.step)
     for line in _useless_offloads(config, context.groups.device.type):
         console.line(line)
@@ -312,6 +312,8 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     reporter = StepReporter(
         config, context.groups, console, metrics, plan.train_iters, memory_estimate, getattr(parts.model, "flops_per_token", None)
     )
+    if graphs is not None:
+        reporter.graphs_bytes = lambda: graphs.num_bytes
     run = Run(
         context=context, origin=origin, checkpointer=checkpointer, plan=plan, data=data, layout=layout, memory_estimate=memory_estimate,
         parts=parts, state=state, attention=attention, fused=fused, train_step=train_step, evaluated=done,
@@ -662,26 +664,31 @@ def build_step(context: RunContext, layout: RunLayout, parts: StepParts, attenti
     return TrainStep(parts, task.loss, context.groups, options, context.faults, recorder)
 
 
-def use_graphs(context: RunContext, origin: Origin | None, layout: RunLayout, step: TrainStep, begun: int) -> None:
-    """Let steps be captured where they can be (--cuda-graphs), by the choice of the checkpoint if its layout is the same."""
+def use_graphs(
+    context: RunContext, origin: Origin | None, layout: RunLayout, step: TrainStep, begun: int
+) -> StepGraphs | None:  # fmt: skip
+    """Let steps be captured where they can be (--cuda-graphs), by the choice of the checkpoint if its layout is the same.
+
+    Returns:
+        What captures them; None where they cannot be.
+    """
     config, device, record = context.config, context.groups.device, layout.record
     mode = config.kernels.cuda_graphs
-    if mode == "off" or config.batch.skip_train:
-        return
-    if device.type != "cuda":
-        return  # where nobody expects a graph
+    if mode == "off" or config.batch.skip_train or device.type != "cuda":  # on a CPU nobody expects a graph
+        return None
     lacks = why_not_captured(config, device.type, is_own=context.task.is_own)
     for obstacle in lacks:
         context.console.line(f"captured steps: not used, {obstacle.reason}")
     if lacks:
-        return
+        return None
     before = None if origin is None else origin.stored.get("layout")
     kept = before.get("cuda_graphs") if isinstance(before, dict) and _is_same_layout(before, _layout_record(context)) else None
-    step.graphs = StepGraphs(
+    step.graphs = graphs = StepGraphs(
         step, lambda: CudaGraphs(device), mode=mode, warmup=config.kernels.cuda_graph_warmup_steps,
         is_eager=lambda number: is_profiled(config.logging, begun, number), tell=context.console.line,
         kept=kept if isinstance(kept, bool) else None, decided=lambda used: record.update(cuda_graphs=used),
     )  # fmt: skip
+    return graphs
 
 
 def find_evaluated(context: RunContext, origin: Origin | None, step: int) -> list[str]:

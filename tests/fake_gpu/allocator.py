@@ -5,7 +5,8 @@ or, from 10 MiB on, from segments of their own size, rounded up to 2 MiB. The sm
 taken, and split unless the rest is too small; free neighbours are merged. Each stream has pools of its own. With
 expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``) a pool is one segment, which grows at its end.
 
-Nothing is given back to the device, as if there were always enough.
+Nothing is given back to the device, as if there were always enough, but before a graph is captured: then torch empties its cache, and the
+graph's memory is a pool of its own (here: that of its stream).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import NamedTuple
 _MIB = 2**20
 ROUND, SMALL = 512, _MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND_LARGE = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
+
+
+EMPTIED = 0  # as the key of an entry: the cache is emptied, but for the pools of the entry's stream
 
 
 class Entry(NamedTuple):
@@ -68,7 +72,9 @@ class Allocator:
     def run(self, entries: Iterable[Entry]) -> Allocator:
         """Allocate and free; returns this allocator."""
         for entry in entries:
-            if entry.num_bytes:
+            if entry.key == EMPTIED:
+                self.empty(entry.stream)
+            elif entry.num_bytes:
                 self.allocate(entry.key, entry.num_bytes, entry.stream)
             else:
                 self.free(entry.key)
@@ -94,6 +100,24 @@ class Allocator:
                 self._remove(pool, other)
                 self._merge(pool, block, other)
         self._add(pool, block)
+
+    def empty(self, but: int) -> None:
+        """Give free segments back to the device, of expandable ones their free ends; those of stream ``but`` are a graph's."""
+        for (stream, _), pool in self._pools.items():
+            for _, _, block in list(pool.free) if stream != but else ():
+                if block.behind is not None or (block.before is not None and not self._expandable):
+                    continue
+                self._remove(pool, block)
+                kept = block.size % (_SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT) if self._expandable else 0  # of a page in use
+                self.reserved -= block.size - kept
+                if kept:
+                    block.size = kept
+                    self._add(pool, block)
+                    continue
+                if block.before is not None:
+                    block.before.behind = None
+                if pool.end is block:
+                    pool.end = block.before
 
     def _more(self, pool: _Pool, size: int) -> _Block:
         """Return a new free block, of a new segment or at the end of an expandable one."""
@@ -161,6 +185,7 @@ def held_at_peak(entries: Sequence[Entry]) -> dict[str, int]:
     """Return the bytes that are allocated when most are, by place, the largest first."""
     held: dict[int, Entry] = {}
     total = peak = at = 0
+    entries = [entry for entry in entries if entry.key != EMPTIED]
     for index, entry in enumerate(entries):
         total += entry.num_bytes or -held.pop(entry.key).num_bytes
         if entry.num_bytes:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fake_gpu.allocator import EMPTIED, Entry
 from fake_gpu.captures import Pool, Recording
 from fake_gpu.clocks import HOST
 from fake_gpu.device import CUDA, Device, is_on_device, place
@@ -113,6 +114,7 @@ def install(device: Device) -> None:
     @contextlib.contextmanager
     def graph(cuda_graph: CUDAGraph, pool: Pool, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
         synchronize()
+        device.memory.history.append(Entry(EMPTIED, 0, stream.stream_id, where=""))
         with use(stream):
             cuda_graph.capture_begin(pool, capture_error_mode)
             try:
@@ -154,6 +156,8 @@ def install(device: Device) -> None:
         "set_device": lambda _: None, "get_device_capability": lambda _=None: CAPABILITY, "get_device_name": lambda _=None: NAME,
         "get_device_properties": lambda _=None: SimpleNamespace(name=NAME, uuid="fake"),
         "mem_get_info": lambda _=None: (MEMORY, MEMORY), "memory_allocated": lambda _=None: device.memory.num_bytes,
+        "memory_reserved": lambda _=None: device.memory.num_bytes,
+        "max_memory_reserved": lambda _=None: device.memory.peak,
         "max_memory_allocated": lambda _=None: device.memory.peak, "manual_seed": seeds, "manual_seed_all": seeds,
         "get_rng_state": state_of, "set_rng_state": set_state, "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": Pool,
         "default_generators": [None] * 8,

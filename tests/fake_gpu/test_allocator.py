@@ -12,7 +12,7 @@ from math import ceil, comb
 
 import pytest
 
-from fake_gpu.allocator import Allocator, Entry, held_at_peak
+from fake_gpu.allocator import EMPTIED, Allocator, Entry, held_at_peak
 from fake_gpu.jobs import Job, require_sound, run_rank
 from fake_gpu.stand_ins import CAPABILITY
 from megatron_sp.estimate.workspaces import workspaces
@@ -68,6 +68,11 @@ CASES = {
     "MLP, GPT": large(f"{GPT} --seq-length 32768 {MLP}", 8, 8),
 }  # fmt: skip
 OLMOE = f"{ONE} --seq-length 4096 --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024"
+CAPTURED = "--train-iters 3 --cuda-graphs on --cuda-graph-warmup-steps 1"
+CASES |= {  # what a capture allocates is what an eager step does
+    "7B, captured": large(f"{SEVEN} {CAPTURED}", 1, 2), "7B, stage 2, captured": large(f"{SEVEN} --zero-stage 2 {CAPTURED}", 8, 16),
+    "64K, stage 3, full, captured": large(f"{CHUNKED} --zero-stage 3 {FULL} {CAPTURED}", 8),
+}  # fmt: skip
 MIXTRAL = (
     f"{TRAINING} {LLAMA} --num-layers 2 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --seq-length 4096"
     " --num-experts 8 --moe-router-topk 2"
@@ -173,3 +178,12 @@ def test_expandable_segments(entries: list[tuple[int, int]], mapped: int) -> Non
 def test_what_is_held_at_the_peak() -> None:
     entries = [Entry(1, 100, 0, "a"), Entry(2, 50, 0, "b"), Entry(1, 0, 0, ""), Entry(3, 70, 0, "a"), Entry(2, 0, 0, "")]
     assert held_at_peak(entries) == {"a": 100, "b": 50}
+
+
+@pytest.mark.parametrize(("expandable", "left"), [(False, 12), (True, 20)])
+def test_an_emptied_cache(expandable: bool, left: int) -> None:
+    """Before a capture: what is in use stays, and so does the memory of graphs."""
+    entries = [Entry(1, 12 * MIB, 0, ""), Entry(2, 30 * MIB, 0, ""), Entry(2, 0, 0, ""), Entry(3, 12 * MIB, 7, ""), Entry(3, 0, 7, "")]
+    of_graph = 20 if expandable else 12
+    assert Allocator(expandable=expandable).run([*entries, Entry(EMPTIED, 0, 7, "")]).reserved == (left + of_graph) * MIB
+    assert Allocator(expandable=expandable).run([*entries, Entry(EMPTIED, 0, 9, "")]).reserved == left * MIB

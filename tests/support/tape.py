@@ -80,7 +80,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 class Tapes:
     """Maker of tapes (implements ``graphs.GraphMaker``)."""
 
-    num_captured = 0
+    num_captured = num_bytes = 0
 
     def capture(self, record: Callable[[], None]) -> Tape:
         tape = Tape()
