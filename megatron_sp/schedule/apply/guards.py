@@ -33,8 +33,13 @@ def require_whole(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module) -> None:
-    """Mark a model as split, and refuse to copy it."""
+    """Mark a model as split, and refuse to copy it.
+
+    Modules without anything of their own are left out: an activation may be one for all models of a process.
+    """
     for module in model.modules():
+        if not any((module._parameters, module._buffers, module._modules, module._forward_pre_hooks, module._forward_hooks)):
+            continue
         module.__dict__[_SPLIT] = True
         module.__dict__["__deepcopy__"] = partial(_refuse, f"{type(module).__name__} has been split, and cannot be copied: {_COPY}")
 

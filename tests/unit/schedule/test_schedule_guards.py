@@ -80,6 +80,15 @@ class Buffered(Model):
         self.register_buffer("angles", torch.arange(3.0), persistent=False)
 
 
+def test_an_activation_of_all_models_is_nobodys() -> None:
+    """transformers has one instance of some; with the first split model the next ones could not be split or copied."""
+    one, two = Model(), Model()
+    one.act = two.act = nn.GELU()
+    split(one)
+    copy.deepcopy(two)
+    split(two)
+
+
 def test_a_model_that_was_split_without_its_weights_is_filled() -> None:
     """load_full() was nothing but a copy into the meta device."""
     whole = Buffered()
