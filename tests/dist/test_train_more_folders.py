@@ -35,6 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "Mpt": TOKENS | {"n_layers": 2, "d_model": 32, "n_heads": 4, "max_seq_len": 64}, "Mamba": NO_HEADS,
+    "XLM": {
+        "vocab_size": 60, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64, "bos_index": 1, "eos_index": 2,
+        "pad_index": 0, "pad_token_id": 0, "mask_token_id": 3, "bos_token_id": 1, "causal": True,
+    },
     "Jamba": NEW | {
         "num_hidden_layers": 4, "num_experts": 4, "attn_layer_offset": 1, "attn_layer_period": 2, "mamba_d_state": 8, "mamba_dt_rank": 2,
         "use_mamba_kernels": False,
@@ -47,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.05},
     },
 }  # fmt: skip
-HEADS = {"GPT2": "GPT2LMHeadModel", "CTRL": "CTRLLMHeadModel"}
+HEADS = {"GPT2": "GPT2LMHeadModel", "CTRL": "CTRLLMHeadModel", "XLM": "XLMWithLMHeadModel"}
 
 
 def make(folder: Path, family: str, **more: Any) -> Any:
@@ -82,6 +86,7 @@ CASES = [
     pytest.param("GPT2", ("sp", "cp"), id="a padding token, and no mask"),
     pytest.param("GPTJ", ("sp", "cp"), id="a table of angles by position"),
     pytest.param("Jamba", ("zero 3",), id="layers of several classes"),
+    pytest.param("XLM", ("zero 3",), id="results of blocks that are written into"),
     pytest.param("CTRL", ("sp", "cp"), id="a buffer that forward replaces", marks=pytest.mark.long),
     pytest.param("Dory", ("sp", "zero 3"), id="layers that run twice", marks=pytest.mark.long),
     pytest.param("Mpt", ("zero 3",), id="alibi", marks=pytest.mark.long), pytest.param("Mamba", ("zero 3",), id="no attention"),

@@ -6,8 +6,8 @@ pass reads unit 0, the blocks in their order, and unit 0 again; its backward goe
 model keeps some parameters in another dtype (fp32 of the routers of transformers' mixtures), these are the last unit,
 which is whole between its uses.
 
-A block's hooks are two identities in the autograd graph, after its output and before its input: backward passes
-the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
+A block has two places in the autograd graph, a hook of its output's gradient and an identity before its input: backward
+passes the first when the block's parameters are about to be read, and the second when all its gradients are complete. A view
 of a parameter that autograd saves for backward (a transpose, say) would point into a buffer that belongs to another
 block by then; it is saved as a place in its unit.
 """
@@ -132,9 +132,10 @@ class UnitHooks:
             for index in self._ends:
                 self.events.before_use(index)
 
-    def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
+    def _end(self, _: nn.Module, args: Any, result: Any) -> None:
         """Report unit 0 when backward begins, with what is after the blocks."""
-        return None if self.events is None else _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(0)))
+        if self.events is not None:
+            _at_gradient(result, lambda: self._needed(0))
 
     def _before(self, index: int) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -147,14 +148,14 @@ class UnitHooks:
         return hook
 
     def _behind(self, index: int, *, last: bool) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: Any, result: Any) -> Any:
+        def hook(_: nn.Module, args: Any, result: Any) -> None:
             if self.events is None:
-                return None
+                return
             if self._keeping:
                 self._keeping.pop().__exit__(None, None, None)
             if last and result is not None:
                 self.events.before_use(0)
-            return _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(index)))
+            _at_gradient(result, lambda: self._needed(index))
 
         return hook
 
@@ -247,15 +248,11 @@ def _first_changed(
     return None
 
 
-def _all_changed(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _at_gradient(result: Any, told: Callable[[], None]) -> None:
+    """Call a function when the gradient of a result arrives; the tensors stay what they are, for a model may write into them."""
     if isinstance(result, Tensor):
-        return change(result) if _has_gradient(result) else result
-    if isinstance(result, tuple):
-        made = [_all_changed(value, change) for value in result]
-        return tuple(made) if type(result) is tuple else type(result)(*made)
-    if isinstance(result, list):
-        return [_all_changed(value, change) for value in result]
-    if isinstance(result, dict):
-        for key in list(result):
-            result[key] = _all_changed(result[key], change)
-    return result
+        if _has_gradient(result):
+            result.register_hook(lambda grad: told())
+    elif isinstance(result, (tuple, list, dict)):
+        for value in result.values() if isinstance(result, dict) else result:
+            _at_gradient(value, told)
