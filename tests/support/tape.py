@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _NOTHING = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
@@ -40,6 +40,8 @@ class Tape(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known]
         self._own |= {t.untyped_storage()._cdata: t.untyped_storage() for t in fresh}
+        # a parameter may be bound to other memory afterwards; a graph keeps addresses
+        args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
         self._calls.append((func, args, kwargs, fresh))
         return out
 

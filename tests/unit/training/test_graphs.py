@@ -14,13 +14,15 @@ from support.tiny import BASE, Batch, make_batch
 from torch import Tensor
 
 from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
+from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config, KernelConfig, LoggingConfig, OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import graphs
-from megatron_sp.training.graphs import StepGraphs, Trial, decide, digest, is_profiled, kinds, shape_of
+from megatron_sp.training.graphs import StepGraphs, Trial, decide, digest, is_profiled, kinds, require_captured, shape_of
+from megatron_sp.training.run import use_graphs
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, StepResult, TrainStep, evaluate_batches
 from megatron_sp.utils.errors import ConfigError
@@ -32,6 +34,12 @@ ALONE = cast(
         control=None,
     ),
 )  # fmt: skip
+
+
+SOUND = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"
+    " --attention-dropout 0"
+)
 
 
 def make_step(dtype: torch.dtype = torch.float64, dropout: float = 0.0, kernel: Any = "reference", **optimizer: Any) -> TrainStep:
@@ -324,3 +332,58 @@ def test_profiled_steps_run_eagerly(begun: int, profiled: list[int]) -> None:
     logging = LoggingConfig(profile=True, profile_step_start=10, profile_step_end=12)
     assert [step for step in range(1, 30) if is_profiled(logging, begun, step)] == profiled
     assert not is_profiled(LoggingConfig(), 0, 11)
+
+
+# where a run begins
+
+
+def run_with(record: dict[str, Any], *flags: str, stored: dict[str, Any] | None = None, device: str = "cuda") -> tuple[Any, list[str]]:
+    """Begin a run; return its captured steps, and what it says. ``stored``: layout of the checkpoint that it resumes."""
+    told: list[str] = []
+    groups = SimpleNamespace(
+        device=torch.device(device), world_size=1, dp_size=1, pp=SINGLE_RANK, cp=SINGLE_RANK, sp=SINGLE_RANK, tp=SINGLE_RANK
+    )
+    config = config_from_args([*SOUND.split(), *flags])
+    context = SimpleNamespace(
+        config=config, groups=groups, console=SimpleNamespace(line=told.append), task=SimpleNamespace(is_own=True)
+    )  # fmt: skip
+    origin = None if stored is None else SimpleNamespace(stored={"layout": stored})
+    step = make_step()
+    use_graphs(cast("Any", context), cast("Any", origin), cast("Any", SimpleNamespace(record=record)), step, 0)
+    return step.graphs, told
+
+
+LAYOUT = {"world_size": 1, "pp": 1, "dp": 1, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "ep": 1}
+
+
+def test_a_run_begins_with_what_its_flags_say() -> None:
+    assert run_with({}, "--cuda-graphs", "off") == (None, []) == run_with({}, device="cpu"), "nobody expects a graph on a CPU"
+    record: dict[str, Any] = {}
+    captured, told = run_with(record)
+    assert captured is not None and told == [] and record == {}, "nothing is decided yet"
+    assert run_with(record, "--cuda-graphs", "on")[1] == [] and record == {"cuda_graphs": True}
+    captured, told = run_with({}, "--offload-optimizer", "--check-collectives")
+    assert captured is None and [line.split(" (")[0] for line in told] == [
+        "captured steps: not used, --offload-optimizer copies to memory of the host, which is handed out anew in every step",
+        "captured steps: not used, --check-collectives compares ranks on the host before each collective",
+    ]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resume_finds_the_choice_in_a_checkpoint_of_its_layout(kept: bool) -> None:
+    record: dict[str, Any] = {}
+    run_with(record, stored={**LAYOUT, "cuda_graphs": kept, "attention": "sdpa"})
+    assert record == {"cuda_graphs": kept}
+    for other in ({**LAYOUT, "dp": 2, "cuda_graphs": kept}, LAYOUT, {**LAYOUT, "cuda_graphs": "yes"}):
+        record.clear()
+        run_with(record, stored=other)
+        assert record == {}, "another layout, or a checkpoint without a choice"
+
+
+def test_on_is_refused_before_anything_is_started() -> None:
+    config = config_from_args([*SOUND.split(), "--cuda-graphs", "on"])
+    with pytest.raises(ConfigError) as caught:
+        require_captured(config, is_own=False)
+    assert "torch sees no GPU" in str(caught.value) and "a model from elsewhere" in str(caught.value)
+    config.kernels.cuda_graphs = "auto"
+    require_captured(config, is_own=False)
