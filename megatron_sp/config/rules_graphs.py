@@ -1,4 +1,4 @@
-"""What a CUDA graph of a training step cannot have (--cuda-graphs), told from the flags alone.
+"""Rules of captured steps (--cuda-graphs): what a CUDA graph cannot have, told from the flags alone.
 
 A graph launches the same kernels with the same addresses every time, and the host takes no part. So what reads the device's
 numbers on the host, chooses by numbers of a batch, or copies to and from memory of the host, cannot be in it.

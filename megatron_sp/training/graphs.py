@@ -93,7 +93,7 @@ class CudaGraphs:
 
 
 class Kind(NamedTuple):
-    """What a micro-batch is in its step."""
+    """Place of a micro-batch in its step, on which depends what the host does."""
 
     is_first: bool
     is_last: bool
@@ -219,7 +219,7 @@ def shape_of(micro_batches: Sequence[MicroBatch], mine: Tensor) -> tuple[Any, ..
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of capturing a step on one rank.
+    """Outcome of capturing a step on one rank.
 
     Attributes:
         problem: why replays cannot be used; empty if they can.

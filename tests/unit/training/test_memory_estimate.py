@@ -133,6 +133,23 @@ def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone.line(GIB, 1.0).endswith("a step: 1 s, nothing sent")
 
 
+def test_the_memory_of_captured_steps() -> None:
+    """All that a step allocates: part of the peak, in a pool of its own."""
+
+    def foreseen(*flags: str) -> MemoryEstimate:
+        return MemoryEstimate(config("--attention-dropout", "0", *flags), {"mode": "none", "chunks": 2}, 4, 2, torch.device("cuda"))
+
+    plan = foreseen().memory
+    assert plan.graphs == plan.worst.num_bytes == plan.peak - plan.resident == plan.as_dict()["graphs"]
+    assert "in the pool of captured steps, which nothing else uses: " in plan.text()
+    assert foreseen("--cuda-graphs", "off").memory.graphs == foreseen("--offload-optimizer").memory.graphs == foresee().memory.graphs == 0
+    line = foreseen().line(GIB, 0.25, 3 * GIB, 2 * GIB)
+    assert "measured 1.0 GiB allocated and 3.0 GiB reserved, 2.0 GiB of them for captured steps; a step" in line
+    assert "measured 1.0 GiB allocated and 3.0 GiB reserved; a step" in foreseen().line(GIB, 0.25, 3 * GIB)
+    record = foreseen().record(GIB, 0.25, 3 * GIB, 2 * GIB)
+    assert (record["reserved_bytes"], record["graphs_bytes"]) == (3 * GIB, 2 * GIB)
+
+
 def test_the_overlap_that_was_chosen_counts() -> None:
     flags = ("--sequence-parallel-size", "2", "--sp-overlap-comm")
     assert foresee(*flags, mode="chunked").traffic.can_hide > foresee(*flags, mode="none").traffic.can_hide
