@@ -156,11 +156,17 @@ def norm_backward_to(
     if main_grad is not None and not main_grad.defers and is_fused(x) and not (spec.kernel == "apex" and _is_for_apex(x)):
         from megatron_sp.ops.kernels import norms
 
-        of_weight, of_bias = (main_grad.reserve(p) if n and p is not None else None for p, n in zip(params, need[1:], strict=True))
-        grad_x, *sums = norms.backward(grad, x, values[0], stats[0], need, add, zero_centered=spec.zero_centered, into=(of_weight, of_bias))
+        into = (
+            main_grad.reserve(params[0]) if need[1] else None,
+            main_grad.reserve(params[1]) if need[2] and params[1] is not None else None,
+        )
+        grad_x, weight, bias = norms.backward(grad, x, values[0], stats[0], need, add, zero_centered=spec.zero_centered, into=into)
     else:
-        grad_x, *sums = norm_backward(grad, x, *values, stats, spec, need, add)
-    weight, bias = (None if g is None or p is None else put_grad(main_grad, p, g) for g, p in zip(sums, params, strict=True))
+        grad_x, weight, bias = norm_backward(grad, x, *values, stats, spec, need, add)
+    if weight is not None:
+        weight = put_grad(main_grad, params[0], weight)
+    if bias is not None and params[1] is not None:
+        bias = put_grad(main_grad, params[1], bias)
     return grad_x, weight, bias
 
 

@@ -73,7 +73,7 @@ MUTANTS = [
     ("torch's RMSNorm: rounds 1 + weight", NORM, "x.numel() > 0 and not rounds", "x.numel() > 0"),
     ("Triton for fp64, which it computes in fp32", LAUNCH, "DTYPES = (torch.float32,", "DTYPES = (torch.float64, torch.float32,"),
     # biases
-    ("sums: rows of the next part count twice", BIASES, "mask = (row < end) & (column < width)", "mask = (row < rows) & (column < width)"),
+    ("sums: parts overlap", BIASES, "first = part * per_part", "first = part * (per_part - 1)"),
     ("sums: only the first step of a part", BIASES, "for start in range(first, end, ROWS):", "for start in range(first, tl.minimum(first + ROWS, end), ROWS):"),
     ("sums: only the first parts", BIASES, "for start in range(0, parts, ROWS):", "for start in range(0, tl.minimum(parts, ROWS), ROWS):"),
     ("sums: both sums of the first parts", BIASES, "(which * parts + row).to(tl.int64)", "row.to(tl.int64)"),
