@@ -42,7 +42,7 @@ def make_step(dtype: torch.dtype, kernel: Any = "sdpa", dropout: float = 0.1) ->
 
     sharded = build_sharded(build, Config(), ParallelContext(), None, CUDA)
     optimizer = FlatOptimizer(sharded.units, OptimizerConfig(adam_eps=1e-3, clip_grad=0.05))
-    scaler = LossScaler(enabled=dtype == torch.float16, fixed=None, initial=2.0**40, minimum=1.0, window=2, hysteresis=1)
+    scaler = LossScaler(enabled=dtype == torch.float16, fixed=None, initial=2.0**19, minimum=1.0, window=2, hysteresis=1)
     parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler)
     return TrainStep(parts, GPT.loss, ALONE, StepOptions(7, dropout > 0, kernel))
 
@@ -62,7 +62,8 @@ def take(step: TrainStep, number: int, count: int) -> StepResult:
 
 def assert_alike(step: TrainStep, other: TrainStep) -> None:
     for got, want in zip(step.optimizer.units, other.optimizer.units, strict=True):
-        assert torch.equal(got.master, want.master) and torch.equal(got.grads, want.grads), got.name
+        for one, other_one in ((got.master, want.master), (got.grads, want.grads)):
+            assert torch.equal(one.view(torch.int32), other_one.view(torch.int32)), got.name  # of an overflow NaN, too
 
 
 @pytest.fixture(autouse=True)
