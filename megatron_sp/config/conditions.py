@@ -55,6 +55,11 @@ NCCL = Condition(
     lambda config: config.parallel.distributed_backend != "gloo" and config.kernels.device != "cpu",
     "the ranks talk over gloo, not NCCL",
 )
+GRAPHS = Condition(
+    "a GPU, unless --cuda-graphs off",
+    lambda config: config.kernels.cuda_graphs != "off" and config.kernels.device != "cpu",
+    "steps are captured on GPUs, and not with --cuda-graphs off",
+)
 PACKED = Condition(
     "--reset-attention-mask or --bert-pack-sequences", lambda config: config.data.reset_attention_mask or config.data.bert_pack_sequences
 )

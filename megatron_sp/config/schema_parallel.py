@@ -9,6 +9,7 @@ from megatron_sp.config.conditions import (
     EXCHANGES,
     EXPERT_PARALLEL,
     EXPERTS,
+    GRAPHS,
     NCCL,
     PACKED,
     RECOMPUTES,
@@ -367,4 +368,6 @@ class KernelConfig:
         " faster; on: error where they cannot be captured",
         alone="on",
     )
-    cuda_graph_warmup_steps: int = flag(3, "eager steps of each shape of batch before it is captured", unit="steps", low=1, high=10**6)
+    cuda_graph_warmup_steps: int = flag(
+        3, "eager steps of each shape of batch before it is captured", unit="steps", low=1, high=10**6, only=GRAPHS
+    )
