@@ -108,8 +108,8 @@ class Handle:
 class _Done(Handle):
     """Handle of a result that is there: on one rank every layer makes several, so that it costs the host little."""
 
-    def __init__(self, result: Tensor) -> None:
-        self._result, self._work, self._waited, self.expected, self._name = result, None, False, "", "nothing"
+    def __init__(self, result: Tensor, name: str = "nothing") -> None:
+        self._result, self._work, self._waited, self.expected, self._name = result, None, False, "", name
 
     def recorded(self, flight: CollectiveRecord | None) -> Handle:
         return self
@@ -135,7 +135,7 @@ def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum"
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
     """Start reducing ``x`` over the group, in place; it must not be touched before ``wait()``."""
     if group.size() == 1:
-        return done(x)
+        return _Done(x, "all_reduce")
     group = announced(group, f"all_reduce {op}", x)
     work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if x.numel() > 0 else None
     return Handle(work, x, "all_reduce")

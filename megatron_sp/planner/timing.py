@@ -26,7 +26,8 @@ Gradients and parameters come after the others on the same link: the time that t
 
 Python runs ahead of a GPU, so a step takes as long as the slower of the two. Its time does not depend on the size of
 anything: ``host_ms`` for each layer of a micro-batch, as much again for embedding, head and update together, a third of it for a
-forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. What other exchanges take is not known.
+forward pass that is repeated, and ``_EXCHANGE`` of it for each of Ulysses' exchanges. What other exchanges take is not known. Steps
+that can be captured (--cuda-graphs) are launched without Python: their time is the GPU's.
 
 Of a pipeline the rank is one that computes longest. Its bubble is what the replay of the schedule takes beyond that, with the times of all
 stages' passes and of messages between them; of a long step the first rounds are replayed, and the rest is as busy as that rank.
@@ -37,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megatron_sp.config.rules_graphs import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory_rank import RankForm, forms_of_ranks
 from megatron_sp.estimate.stages import enough_micro_batches, layers_of_stages, pipeline_plan
@@ -136,7 +138,8 @@ class StepTime:
 def step_time(config: Config, machine: Machine) -> StepTime:
     """Predict a step of a validated configuration on a machine."""
     workload = workload_of(config, machine.gpus, "cpu" if machine.is_cpu else "cuda")
-    clocks = [_Clock(machine, form, Work(form, machine.gpu)) for form in forms_of_ranks(workload)]
+    is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
+    clocks = [_Clock(machine, form, Work(form, machine.gpu), is_captured) for form in forms_of_ranks(workload)]
     busiest = max(clocks, key=lambda clock: clock.micro_batch)
     found = busiest.step(traffic_plan(workload).flows)
     if workload.parallel.pipeline_model_parallel_size == 1:
@@ -173,8 +176,9 @@ def _is_inside(flow: Flow) -> bool:
 
 
 class _Clock:
-    def __init__(self, machine: Machine, form: RankForm, work: Work) -> None:
+    def __init__(self, machine: Machine, form: RankForm, work: Work, is_captured: bool) -> None:
         self.parallel, self.machine, self.form, self.work = form.workload.parallel, machine, form, work
+        self.is_captured = is_captured
         self.layers, self.count = form.shape.layers, form.shape.num_micro_batches
         again = sum(last - first for first, last in form.shape.recomputed) / self.layers
         slower = 1 / machine.gpu.sustained
@@ -210,6 +214,8 @@ class _Clock:
 
     def _python(self) -> float:
         """Return the seconds of Python in a step."""
+        if self.is_captured:
+            return 0.0
         chunks = self.form.attention.chunks
         exchanges = 2 * sum(len(chunk.messages) + 1 for chunk in chunks) if self.form.shape.sp > 1 else 0
         layers = self.layers * (1 + self.repeats / 3 + _EXCHANGE * exchanges)

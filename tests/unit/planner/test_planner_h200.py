@@ -11,6 +11,7 @@ from megatron_sp.planner.timing import StepTime, step_time
 
 H200 = GPUS["h200"]
 MORE = "--mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0"
+EAGER = "--cuda-graphs off"  # as they ran that day
 GPT_124M = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50304
  --micro-batch-size 16 --global-batch-size 16"""
 GPT_1_3B = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50304
@@ -27,7 +28,7 @@ GPT_7B_16K = (
 
 
 def time_of(flags: str, gpus: int = 1) -> StepTime:
-    config = config_from_args(f"{flags} {MORE}".split(), world_size=gpus)
+    config = config_from_args(f"{EAGER} {flags} {MORE}".split(), world_size=gpus)
     return step_time(config, Machine(H200, gpus, 1, LINKS[H200.link], None, gpus, H200.memory_bytes))
 
 
@@ -53,6 +54,14 @@ def test_micro_batches_of_a_rank_whose_exchanges_are_copies(flags: str, mode: st
     computed = time.products + time.attention + time.memory
     assert 1e3 * max(computed, time.python) == pytest.approx(ms, rel=0.07)
     assert (time.python > computed) == (flags == GPT_7B_16K)
+
+
+def test_captured_steps_wait_for_no_python() -> None:
+    """Where the flags allow a capture; a pipeline is launched by Python."""
+    eager, captured = time_of(GPT_124M), time_of(f"{GPT_124M} --cuda-graphs auto")
+    assert captured.python == 0 < eager.python and captured.seconds == pytest.approx(eager.seconds - eager.host)
+    of_pipeline = GPT_124M.replace("--micro-batch-size 16", "--micro-batch-size 4") + " --pp-size 2 --cuda-graphs auto"
+    assert time_of(of_pipeline, 2).python > 0
 
 
 def test_python_runs_beside_the_gpu() -> None:
