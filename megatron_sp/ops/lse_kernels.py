@@ -186,7 +186,7 @@ class CPUFlash:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                 *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse[0], 0.0, self.causal
             )
-            packed = torch.cat(parts, 1).permute(2, 0, 1, 3).contiguous()  # [m, 3, s, d] -> [s, m, 3, d]
+            packed = torch.cat([part.permute(2, 0, 1, 3) for part in parts], 2)  # [m, 1, s, d] -> [s, m, 3, d]
             return Gradients(*packed.split(1, 2))
         grads = empty_gradients(q, k, v)
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
