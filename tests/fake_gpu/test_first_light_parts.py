@@ -18,7 +18,7 @@ from support.paths import ROOT
 from fake_gpu.build import build
 
 PROFILER = "AssertionError: Legacy CUDA profiling requires use_cpu=True"  # what torch's profiler says in a build for the CPU
-IN_EVERY_RUN = ("kernels:run", "timeline:run", "speed:run_small")
+SHORT = ("kernels:run", "timeline:run", "speed:run_small")
 OTHERS = (
     "doctor:run", "steps:run", "replay:run_1b_64k", "memory_peak:run", "attention:run", "collectives:run",
     "kernels:run_others", "experts:run",
@@ -44,7 +44,8 @@ def run(parts: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return {part: json.loads(line) for part, line in zip(parts, done.stdout.splitlines(), strict=True)}
 
 
-@pytest.mark.parametrize("parts", [IN_EVERY_RUN, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["short", "long"])
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [SHORT, OTHERS], ids=["short", "long"])
 def test_parts_run_as_the_cuda_branch(parts: tuple[str, ...]) -> None:
     for part, found in run(parts).items():
         assert not found["error"], f"{part}: {found['error']}\n{found['output'][-2000:]}"

@@ -11,7 +11,7 @@ from fake_gpu.jobs import Job, require_agreement, require_sound, run_rank, waits
 from fake_gpu.snippets import SNIPPETS
 from fake_gpu.test_waits import is_noticed
 
-IN_EVERY_RUN = ("tp_seq, sp, dp, stage 1", "stage 3", "saves and validations")
+IN_EVERY_RUN = ("stage 3", "saves and validations")
 NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CAPTURED]
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
 # first step eager, then replays of first, last, norm and update; where these differ

@@ -146,7 +146,7 @@ def test_biases_of_routers_are_never_rounded(tmp_path: Path, target: str, capsys
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("names", ["core", "core-local"])
-@pytest.mark.parametrize("shape", ["mixtral", "deepseek", "ungated"])
+@pytest.mark.parametrize("shape", ["mixtral", *(pytest.param(s, marks=pytest.mark.long) for s in ("deepseek", "ungated"))])
 def test_what_is_written_is_what_megatron_writes(tmp_path: Path, shape: str, names: str, ep: int) -> None:
     model = model_of(shape)
     source = write_run(model, tmp_path / "run")

@@ -191,6 +191,7 @@ def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
         assert run("gpu/step.py").returncode == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["1.3B", "llama-1B"])
 def test_a_gpu_step_stands_beside_its_peer_plain_and_with_compiled_blocks(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -422,6 +423,7 @@ def test_recomputed_attention_is_timed_with_its_share(tmp_path: Path) -> None:
     assert results["not_kept"] == ""
 
 
+@pytest.mark.long
 def test_the_context_block_counts_what_the_plan_sends(tmp_path: Path) -> None:
     arguments = [
         "--smoke",

@@ -38,6 +38,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", cases_by_rule())
 def test_what_a_rule_says_is_so(rule: str) -> None:
     assert cases_by_rule()[rule], f"no case in tests/support/schedule_rule_cases.py calls {rule}"
