@@ -12,11 +12,9 @@ from support.training import NO_DROPOUT, records, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
-from megatron_sp.commands import cli  # noqa: E402
+from test_train_folders import built, by_command  # noqa: E402
+
 from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
-from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
-from megatron_sp.tasks.external_model import ExternalModel  # noqa: E402
-from megatron_sp.tasks.external_task import external_task  # noqa: E402
 from megatron_sp.tasks.external_weights import ModelFolder, whole_shape_of  # noqa: E402
 from megatron_sp.utils.errors import ConfigError  # noqa: E402
 
@@ -60,22 +58,6 @@ def make(folder: Path, family: str, **more: Any) -> Any:
     config = getattr(transformers, f"{family}Config")(**(FAMILIES[family] | more))
     model: Any = getattr(transformers, HEADS.get(family, f"{family}ForCausalLM"))(config)
     model.save_pretrained(folder)
-    return model
-
-
-def by_command(words: list[str]) -> None:
-    raise SystemExit(cli.main(["schedule", "train", "auto", *words]))
-
-
-def built(folder: Path, more: str = "") -> ExternalModel:
-    """The model as the training loop gets it, of a command that says nothing of its shape."""
-    flags = "--lr 1e-2 --train-iters 2 --seq-length 16 --mock-data --micro-batch-size 2 --global-batch-size 4 --device cpu"
-    config, _ = parse_external(f"--model {folder} {flags} {more}".split(), description="", family="gpt")
-    build = ModelFolder(str(folder), "AutoModelForCausalLM")
-    task = external_task("test", build, lambda s, seq: None)
-    build.prepare(config)
-    model = task.build_model(config, ParallelContext())
-    assert isinstance(model, ExternalModel)
     return model
 
 
