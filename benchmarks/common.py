@@ -53,8 +53,8 @@ class Stats:
         median, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
         return f"{median} ({low}-{high}) {unit}".rstrip()
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"median": self.median, "min": self.low, "max": self.high, "values": list(self.values)}
+    def as_dict(self) -> dict[str, float]:
+        return {"median": self.median, "min": self.low, "max": self.high}
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Stats:
@@ -167,11 +167,34 @@ def write_json(path: str | None, benchmark: str, results: dict[str, Any], versio
         "versions": {"python": platform.python_version(), **versions},
         "results": results,
     }
-    from megatron_sp.utils.output_file import write_output_json  # a worker under another interpreter has no need of it
+    from megatron_sp.utils.output_file import write_output  # a worker under another interpreter has no need of it
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_output_json(path, record)
+    write_output(path, compact_json(record) + "\n")
     print(f"written to {path}")
+
+
+def compact_json(value: Any, width: int = 120, indent: str = "") -> str:
+    """JSON whose objects and lists take one line each where they fit in ``width``.
+
+    Floats have five digits, and three or more repeated measurements become their median and range: a file of results
+    is for readers, and the command in it measures again.
+    """
+    if isinstance(value, float):
+        return json.dumps(float(f"{value:.5g}"))
+    if isinstance(value, (list, tuple)) and len(value) > 2 and all(isinstance(entry, float) for entry in value):
+        return compact_json(Stats.of(value).as_dict(), width, indent)
+    if not isinstance(value, (dict, list, tuple)) or not value:
+        return json.dumps(value)
+    inner = indent + "  "
+    if isinstance(value, dict):
+        ends, parts = "{}", [f"{json.dumps(name)}: {compact_json(entry, width, inner)}" for name, entry in value.items()]
+    else:
+        ends, parts = "[]", [compact_json(entry, width, inner) for entry in value]
+    line = ends[0] + ", ".join(parts) + ends[1]
+    if len(indent) + len(line) <= width and "\n" not in line:
+        return line
+    return f"{ends[0]}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{ends[1]}"
 
 
 def timed(fn: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:

@@ -13,13 +13,14 @@ docs/how-to/evaluate.md explains them.
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_sp import __version__
 from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.output_file import require_place, write_output_json
+from megatron_sp.utils.output_file import require_place, write_output
 from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
         return
     finite = {name: value if value is None or abs(value) < float("inf") else None for name, value in numbers.items()}
     try:
-        write_output_json(output, {"results": finite, **about})
+        write_output(output, json.dumps({"results": finite, **about}, indent=2) + "\n")
     except OSError as error:
         raise DiskError(f"--json {output} cannot be written: {error.strerror}") from None
 

@@ -9,11 +9,9 @@ our own follow other rules: ``utils/files.py``.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import atomic_replace, kind_of
@@ -72,11 +70,6 @@ def write_output(path: str | Path, data: str | bytes) -> None:
         _write_into(path, data)
     else:
         atomic_replace(place, data, keep_mode=True)
-
-
-def write_output_json(path: str | Path, value: Any) -> None:
-    """Write indented JSON with a final newline, as ``write_output``."""
-    write_output(path, json.dumps(value, indent=2) + "\n")
 
 
 def file_place(path: str | Path) -> Path:

@@ -57,6 +57,25 @@ def test_stats_and_ratios() -> None:
         common.ratios([1.0], [1.0, 2.0])
 
 
+def test_results_are_kept_as_medians_and_ranges_a_line_each() -> None:
+    record = {"rounds": 3, "rows": [{"seconds": [3.0, 1.0, 2.123456789], "names": ["a", "b", "c"]}], "pair": [1.0, 2.0], "none": {}}
+    text = common.compact_json(record, width=60)
+    assert text.splitlines() == [
+        "{",
+        '  "rounds": 3,',
+        '  "rows": [',
+        "    {",
+        '      "seconds": {"median": 2.1235, "min": 1.0, "max": 3.0},',
+        '      "names": ["a", "b", "c"]',
+        "    }",
+        "  ],",
+        '  "pair": [1.0, 2.0],',
+        '  "none": {}',
+        "}",
+    ]
+    assert json.loads(text)["rows"][0]["names"] == ["a", "b", "c"]
+
+
 def test_memory_of_this_process() -> None:
     before = common.memory_bytes()
     held = torch.ones(16 * 2**20)  # 64 MiB, written
