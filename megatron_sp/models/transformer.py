@@ -242,7 +242,7 @@ class AttentionCore:
         ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
         if ctx.dropout is None or rate == 0.0:
             rate = 0.0
-        else:
+        elif ctx.kernel == "reference":  # the others draw
             keys = ctx.dropout.row_keys(self.layer.layer, SITE_ATTENTION)
             groups = len(share.queries) // q.shape[2]
             rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
