@@ -55,6 +55,7 @@ class Handle:
         self.expected = expected
         self._waited = False
         self._flight: CollectiveRecord | None = None
+        self._reminder = None if work is None else _Reminder(name, result)
 
     def recorded(self, flight: CollectiveRecord | None) -> Handle:
         """Attach a record that measures the wait for this collective (None: no recording), and return this handle."""
@@ -74,6 +75,8 @@ class Handle:
             raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
         self._waited = True
         if self._work is not None:
+            if self._reminder is not None:
+                self._reminder.is_due = False
             began = time.monotonic()
             try:
                 self._work.wait() if self._flight is None else self._flight.wait(self._work)
@@ -86,14 +89,6 @@ class Handle:
         self._work = self._finish = self._operand = self._flight = None
         return result
 
-    def __del__(self) -> None:
-        # an exception that is being handled has cut short the code that would have waited; at the interpreter's end
-        # modules are half gone
-        if getattr(self, "_work", None) is None or sys.is_finalizing() or sys.exc_info()[0] is not None:
-            return
-        what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
-        warnings.warn(f"wait() was never called on {what}: its result may be read before it is complete", RuntimeWarning, stacklevel=1)
-
     @property
     def is_completed(self) -> bool:
         """True if ``wait()`` would return at once."""
@@ -105,26 +100,41 @@ class Handle:
         return self._waited
 
 
+class _Reminder:
+    """Warns when it is dropped together with a handle that nobody waited for; a handle without work needs none, nor the call of its end."""
+
+    def __init__(self, name: str, result: Tensor) -> None:
+        self._name, self._result, self.is_due = name, result, True
+
+    def __del__(self) -> None:
+        # an exception that is being handled has cut short the code that would have waited; at the interpreter's end
+        # modules are half gone
+        if not self.is_due or sys.is_finalizing() or sys.exc_info()[0] is not None:
+            return
+        what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
+        warnings.warn(f"wait() was never called on {what}: its result may be read before it is complete", RuntimeWarning, stacklevel=1)
+
+
 class _Done(Handle):
     """Handle of a result that is there: on one rank every layer makes several, so that it costs the host little."""
 
+    _work, _waited, expected = None, False, ""
+
     def __init__(self, result: Tensor, name: str = "nothing") -> None:
-        self._result, self._work, self._waited, self.expected, self._name = result, None, False, "", name
+        self._result, self._name = result, name
 
     def recorded(self, flight: CollectiveRecord | None) -> Handle:
         return self
 
     def wait(self) -> Tensor:
-        again, self._waited = self._waited, True
-        return super().wait() if again else self._result  # which says what is wrong
+        if self._waited:
+            return super().wait()  # which says what is wrong
+        self._waited = True
+        return self._result
 
-    def __del__(self) -> None:
-        """Do nothing: there is nothing that could be forgotten."""
 
-
-def done(x: Tensor) -> Handle:
-    """Return a handle whose result is already available."""
-    return _Done(x)
+done: Callable[[Tensor], Handle] = _Done
+"""Return a handle whose result is already available."""
 
 
 def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

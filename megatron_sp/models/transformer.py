@@ -26,6 +26,7 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, cut_qkv, fold_mask, head_row_keys, join_qkv, lse_kernel, split_qkv
 from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
+from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.rotary import apply_rotary, rotate_heads
@@ -38,6 +39,7 @@ from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.init import WeightInit, output_std
 from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
+from megatron_sp.parallel.linear import Linear, mlp
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import TensorParallel
@@ -315,6 +317,9 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(rows, WeightInit(f"{name}.linear_fc1", std, seed, dtype), bias=bias, layout=layout)
         init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
         self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation)
+        self.activation, self.tp = activation, layout.tp
+        self.main_grad: MainGrad | None = None
+        self._linears: tuple[Linear, Linear] | None = None
 
     def forward(
         self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
@@ -324,22 +329,16 @@ class MLP(nn.Module):
         Args:
             onto: added to the MLP's output instead of x.
         """
+        fc1, fc2 = self._linears = self._linears or (self.linear_fc1.linear(), self.linear_fc2.linear())
         if chunks > 1:
-            return self._chunked(x, norm, dropout, chunks, onto)
-        wide, x = self.linear_fc1(x, norm)
-        stream = x if onto is None else onto
-        if dropout is None:
-            return self.linear_fc2(wide, residual=stream)
-        return dropped_onto(stream, self.linear_fc2(wide), dropout)
-
-    def _chunked(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int, onto: Tensor | None) -> Tensor:
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        assert fc2.activation is not None
-        plan = MLPPlan(fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
-        row_keys = None if dropout is None else dropout.row_keys
-        return chunked_mlp(
-            x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, main_grad=fc1.main_grad
+            plan = MLPPlan(self.activation, chunks, self.tp, 0.0 if dropout is None else dropout.rate)
+            row_keys = None if dropout is None else dropout.row_keys
+            return chunked_mlp(x, norm, fc1, fc2, plan, row_keys=row_keys, onto=onto, main_grad=self.main_grad)
+        inside = dropout is None
+        out, x = mlp(
+            x, norm, fc1, fc2, self.activation, onto=onto if inside else None, add_input=inside, tp=self.tp, main_grad=self.main_grad
         )
+        return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
 
 
 def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:

@@ -77,7 +77,7 @@ def is_small(x: Tensor) -> bool:
 
 def is_small_result(x: Tensor, width: int) -> bool:
     """Return whether a result [..., width], for x [..., w], may come from torch's own allocator."""
-    return x.nbytes // max(1, x.shape[-1]) * width < _MIN_BYTES or x.device.type != "cpu"
+    return x.nbytes * width < _MIN_BYTES * (x.shape[-1] or 1) or x.device.type != "cpu"
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:

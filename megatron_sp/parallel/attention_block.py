@@ -229,7 +229,7 @@ class _Backward:
         if len(arriving) == 1 and self.run.is_whole(arriving[0][0]):  # the whole weight at once
             d_heads = arriving[0][1].wait().view(self.run.tokens, -1)
             if needs.normed:
-                reduced = plan.tp.leave_async(projected_by(d_heads.view(-1, self.x.shape[1], d_heads.shape[1]), w_qkv))
+                reduced = plan.tp.leave_async(projected_by(d_heads, w_qkv))
             if needs.b_qkv:
                 assert self.params.b_qkv is not None
                 b_grad = put_column_sum(self.main_grad, self.params.b_qkv, d_heads)
@@ -252,7 +252,7 @@ class _Backward:
                     torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if first else 1.0, out=grad_a)
                     first = False
                 if index == len(arriving) - 1:
-                    reduced = plan.tp.leave_async(grad_a.view(-1, *self.x.shape[1:]))
+                    reduced = plan.tp.leave_async(grad_a)
             for rows, d_heads in pieces:
                 if bias_grad is not None:
                     bias_grad.put(column_sum(d_heads), rows)
@@ -266,10 +266,11 @@ class _Backward:
 
     def _norm(self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, including those from outside, and of the norm's parameters, from that of the normed x."""
+        grad = reduced.wait().view(self.x.shape)
         if self.norm is None:
-            return add(add(passed, reduced.wait()), late), None, None
+            return add(add(passed, grad), late), None, None
         need = self.needs.x, self.needs.norm_weight, self.needs.norm_bias
-        grad_x, *of_norm = norm_gradients(self.norm, reduced.wait(), self.x, stats, need, passed, main_grad=self.main_grad)
+        grad_x, *of_norm = norm_gradients(self.norm, grad, self.x, stats, need, passed, main_grad=self.main_grad)
         if late is not None and grad_x is not None:
             grad_x.add_(late)
         return grad_x, *of_norm

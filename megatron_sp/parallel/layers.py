@@ -34,7 +34,7 @@ from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.init import WeightInit
-from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.linear import Linear, column_linear, row_linear
 from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
@@ -102,6 +102,10 @@ class ParallelLinear(nn.Module):
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
+
+    def linear(self) -> Linear:
+        """Return weight and bias; who uses them in every pass keeps them, since a module looks its own up in Python, for a microsecond."""
+        return self.weight, self.bias
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -2,6 +2,7 @@
 
     column-parallel:  y = enter(norm(x)) @ W.T + b              W [out/tp, in]: each rank computes its own columns of y
     row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
+    mlp:              the one, then the other
 
 They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward
 (one elementwise pass) and its output never saved; the gather of tp_seq is repeated too. The residual is added to the
@@ -16,7 +17,7 @@ Backward of the column-parallel layer:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward_to, norm_f
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 Params = tuple[Tensor | None, ...]
+Linear = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear layer."""
 
 
 def column_linear(
@@ -55,9 +58,8 @@ def column_linear(
         (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
     Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
-    params = _ColumnParams(weight, bias) if norm is None else _ColumnParams(weight, bias, norm.weight, norm.bias)
-    options = _ColumnOptions(None if norm is None else norm.spec, tp, main_grad, params)
-    return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, params))
+    options = weight, bias, norm, tp, main_grad
+    return _ColumnLinear.apply(options, x, *passed_to_autograd(main_grad, x, _params_of(options)))
 
 
 def row_linear(
@@ -84,8 +86,37 @@ def row_linear(
         [s/parts, ..., out].
     Source: as ``column_linear``.
     """
-    params = _RowParams(weight, bias)
-    return _RowLinear.apply(_RowOptions(activation, tp, main_grad, params), x, residual, *passed_to_autograd(main_grad, x, params))
+    options = weight, bias, activation, tp, main_grad
+    return _RowLinear.apply(options, x, residual, *passed_to_autograd(main_grad, x, (weight, bias)))
+
+
+def mlp(
+    x: Tensor, norm: NormInFront | None, fc1: Linear, fc2: Linear, activation: Activation, *, onto: Tensor | None = None,
+    add_input: bool = True, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Column-parallel linear layer, activation and row-parallel linear layer in one op, so that autograd has one node for them.
+
+    Args:
+        x: [s/parts, b, h].
+        norm: applied to x first; None: there is none.
+        fc1: weight [f/tp, h] ([2*f/tp, h] for a gated activation), bias [f/tp].
+        fc2: weight [h, f/tp], bias [h], replicated.
+        activation: between the two; recomputed in backward.
+        onto: of the shape of x; added to the result.
+        add_input: add x to the result, without ``onto``.
+        tp: the tp group.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
+    Returns:
+        (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
+    """
+    column, row = (*fc1, norm, tp, main_grad), (*fc2, activation, tp, main_grad)
+    return _MLP.apply((column, row, add_input and onto is None), x, onto, *passed_to_autograd(main_grad, x, _params_of(column, row)))
+
+
+def _params_of(column: _ColumnOptions, row: tuple[Any, ...] = ()) -> Params:
+    """Return the parameters of a column-parallel op, or of an MLP, in the order of their gradients."""
+    weight, bias, norm, *_ = column
+    return weight, bias, *row[:2], *((None, None) if norm is None else (norm.weight, norm.bias))
 
 
 def passed_to_autograd(main_grad: MainGrad | None, x: Tensor, params: Params) -> Params:
@@ -102,137 +133,170 @@ def needed(flags: Sequence[bool], params: Params) -> Sequence[bool]:
     return flags or [p is not None and p.requires_grad for p in params]
 
 
-class _ColumnParams(NamedTuple):
-    """Parameters of the column-parallel op, in the order of its arguments."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-
-
-class _ColumnOptions(NamedTuple):
-    """Arguments of the column-parallel op that are not tensors of autograd."""
-
-    norm_spec: NormSpec | None
-    tp: TensorParallel
-    main_grad: MainGrad | None
-    params: _ColumnParams
-
-
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _ColumnOptions, x: Tensor, *passed: Tensor | None) -> tuple[Tensor, Tensor]:
-        tp, (weight, bias, norm_weight, norm_bias) = options.tp, options.params
+    def forward(ctx: Any, options: _ColumnOptions, x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.options = options
         ctx.set_materialize_grads(False)
-        tp.mark("mlp")
-        normed, _ = normed_by(x, norm_in_front(options.norm_spec, norm_weight, norm_bias))
-        a = tp.enter_async(normed).wait()
-        return projected(a, weight, bias), x.view_as(x)
+        return _column(options, x), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # without a gradient of y only the residual branch was used
-        grad_x, *of_params = (passed, None, None, None, None) if grad is None else _column_backward(ctx, grad, passed)
-        return None, grad_x, *of_params[: len(ctx.needs_input_grad) - 2]
+        _, need_x, *flags = ctx.needs_input_grad
+        if grad is None:  # only the residual branch was used
+            return None, passed, *(None for _ in flags)
+        needs = need_x, *needed(flags, _params_of(ctx.options))
+        grad_x, *of_params = _column_backward(ctx.options, *ctx.saved_tensors, rows_of(grad), needs, passed)
+        return None, grad_x, *(of_params if flags else ())
 
 
-def _column_backward(ctx: Any, grad: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
-    options: _ColumnOptions = ctx.options
-    params, tp, main_grad = options.params, options.tp, options.main_grad
-    weight, bias, norm_weight, norm_bias = params
-    (x,) = ctx.saved_tensors
-    norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
+_ColumnOptions = tuple[Tensor, Tensor | None, NormInFront | None, TensorParallel, MainGrad | None]
+"""Weight, bias, norm in front, tp group, receiver of the gradients."""
+
+
+def _column(options: _ColumnOptions, x: Tensor) -> Tensor:
+    weight, bias, norm, tp, _ = options
     tp.mark("mlp")
-    need_x = ctx.needs_input_grad[1]
-    need_weight, need_bias, need_norm_weight, need_norm_bias = needed(ctx.needs_input_grad[2:], params)
+    return projected(tp.enter_async(normed_by(x, norm)[0]).wait(), weight, bias)
+
+
+def _column_backward(
+    options: _ColumnOptions, x: Tensor, grad: Tensor, needs: Sequence[bool], passed: Tensor | None
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, weight, bias and the norm's weight and bias.
+
+    Args:
+        x: [s/parts, ..., in].
+        grad: of the result, [tokens, out/tp].
+        needs: flags of those gradients.
+        passed: another gradient of x, which is added.
+    """
+    weight, bias, norm, tp, main_grad = options
+    need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = needs
+    tp.mark("mlp")
     need_back = need_x or need_norm_weight or need_norm_bias
-    grad2 = rows_of(grad)
     grad_x = grad_weight = grad_bias = grad_norm_weight = grad_norm_bias = None
     normed, stats = normed_by(x, norm) if need_weight or need_back else (x, ())
-    gathered = tp.enter_async(normed) if need_weight else None
+    gathered = tp.enter_async(rows_of(normed)) if need_weight else None
     reduced: Handle | None = None
     if need_back:
         reduced = tp.leave_async(projected_by(grad, weight))
     if need_bias and bias is not None:
-        grad_bias = put_column_sum(main_grad, bias, grad2)
+        grad_bias = put_column_sum(main_grad, bias, grad)
     if gathered is not None:
-        grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(gathered.wait()))
+        grad_weight = put_weight_grad(main_grad, weight, grad, gathered.wait())
     del normed, gathered
-    if reduced is not None and norm is None:
-        grad_x = reduced.wait() if passed is None else reduced.wait().add_(passed)
-    elif reduced is not None and norm is not None:
-        need = need_x, need_norm_weight, need_norm_bias
-        grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(norm, reduced.wait(), x, stats, need, passed, main_grad=main_grad)
+    if reduced is not None:
+        back = reduced.wait().view(x.shape)
+        if norm is None:
+            grad_x = back if passed is None else back.add_(passed)
+        else:
+            need = need_x, need_norm_weight, need_norm_bias
+            grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(norm, back, x, stats, need, passed, main_grad=main_grad)
     return grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias
-
-
-class _RowParams(NamedTuple):
-    """Parameters of the row-parallel op, in the order of its arguments."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class _RowOptions(NamedTuple):
-    """Arguments of the row-parallel op that are not tensors of autograd."""
-
-    activation: Activation | None
-    tp: TensorParallel
-    main_grad: MainGrad | None
-    params: _RowParams
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _RowOptions, x: Tensor, residual: Tensor | None, *passed: Tensor | None) -> Tensor:
-        (weight, bias), activation, tp = options.params, options.activation, options.tp
+    def forward(ctx: Any, options: _RowOptions, x: Tensor, residual: Tensor | None, *_: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.options = options
-        tp.mark("mlp")
-        a = x if activation is None else activation.forward(x)
-        return project_back(a, weight, bias, residual, tp)
+        return _row(options, x, residual)
 
     @staticmethod
-    def backward(ctx: Any, passed: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        options: _RowOptions = ctx.options
-        (weight, bias), activation, tp, main_grad = options.params, options.activation, options.tp, options.main_grad
-        tp.mark("mlp")
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         _, need_x, need_residual, *flags = ctx.needs_input_grad
-        need_weight, need_bias = needed(flags, options.params)
-        gathered = tp.enter_async(passed)
-        grad_x = grad_weight = grad_bias = None
-        if need_bias and bias is not None:
-            grad_bias = put_column_sum(main_grad, bias, rows_of(passed))
-        grad = gathered.wait()
-        grad2 = rows_of(grad)
-        one_pass = activation if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x) else None
-        if need_weight and one_pass is None:
-            a = x if activation is None else activation.forward(x)
-            grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(a))
-            del a
-        if need_x:
-            grad_x = projected_by(grad, weight)
-            if one_pass is not None:
-                grad_x, a = one_pass.backward_with_output_(grad_x, x)
-                grad_weight = put_weight_grad(main_grad, weight, grad2, rows_of(a))
-            elif activation is not None:
-                grad_x = activation.backward_(grad_x, x)
-        return None, grad_x, passed if need_residual else None, *((grad_weight, grad_bias) if flags else ())
+        (x,) = ctx.saved_tensors
+        grad_x, *of_params = _row_backward(ctx.options, rows_of(x), rows_of(grad), (need_x, *needed(flags, ctx.options[:2])))
+        return None, None if grad_x is None else grad_x.view(x.shape), grad if need_residual else None, *(of_params if flags else ())
+
+
+_RowOptions = tuple[Tensor, Tensor | None, Activation | None, TensorParallel, MainGrad | None]
+"""Weight, bias, activation in front, tp group, receiver of the gradients."""
+
+
+def _row(options: _RowOptions, x: Tensor, residual: Tensor | None) -> Tensor:
+    weight, bias, activation, tp, _ = options
+    tp.mark("mlp")
+    return project_back(x if activation is None else activation.forward(x), weight, bias, residual, tp)
+
+
+def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias.
+
+    Args:
+        x: [tokens, in/tp].
+        grad: of the result, [tokens/parts, out].
+        needs: flags of those gradients.
+    """
+    (weight, bias, activation, tp, main_grad), (need_x, need_weight, need_bias) = options, needs
+    tp.mark("mlp")
+    gathered = tp.enter_async(grad)
+    grad_x = grad_weight = grad_bias = None
+    if need_bias and bias is not None:
+        grad_bias = put_column_sum(main_grad, bias, grad)
+    grad = gathered.wait()
+    one_pass = activation if need_x and need_weight and activation is not None and activation.makes_output_in_backward(x) else None
+    if need_weight and one_pass is None:
+        grad_weight = put_weight_grad(main_grad, weight, grad, x if activation is None else activation.forward(x))
+    if need_x:
+        grad_x = projected_by(grad, weight)
+        if one_pass is not None:
+            grad_x, a = one_pass.backward_with_output_(grad_x, x)
+            grad_weight = put_weight_grad(main_grad, weight, grad, a)
+        elif activation is not None:
+            grad_x = activation.backward_(grad_x, x)
+    return grad_x, grad_weight, grad_bias
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: _MLPOptions, x: Tensor, onto: Tensor | None, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        column, row, add_input = options
+        wide = _column(column, x)
+        ctx.save_for_backward(x, wide)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return _row(row, wide, x if add_input else onto), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _, need_x, need_onto, *flags = ctx.needs_input_grad
+        if grad is None:  # only the residual branch was used
+            return None, passed, None, *(None for _ in flags)
+        column, row, add_input = ctx.options
+        need1, need_b1, need2, need_b2, *need_norm = needed(flags, _params_of(column, row))
+        x, wide = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # the wide activation goes before the products of the first layer
+        need_wide = need_x or need1 or need_b1 or any(need_norm)
+        grad_wide, *of_row = _row_backward(row, rows_of(wide), rows_of(grad), (need_wide, need2, need_b2))
+        del wide
+        if add_input:
+            passed = grad if passed is None else passed + grad
+        grad_x, of_column = passed, [None] * 4
+        if grad_wide is not None:
+            grad_x, *of_column = _column_backward(column, x, grad_wide, (need_x, need1, need_b1, *need_norm), passed)
+        of_params = (*of_column[:2], *of_row, *of_column[2:]) if flags else ()
+        return None, grad_x, grad if need_onto else None, *of_params
+
+
+_MLPOptions = tuple[_ColumnOptions, _RowOptions, bool]
+"""Those of the two layers; the input is added to the result."""
 
 
 def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tp: TensorParallel) -> Tensor:
     """Compute leave(a @ weight.T) + bias + residual: [s, ..., in/tp] -> [s/parts, ..., out]."""
     if tp.size == 1 and residual is None:
         return projected(a, weight, bias)
-    y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
+    if tp.size == 1 and residual is not None and not a.is_cuda and is_small_result(a, weight.shape[0]):
+        return F.linear(a, weight, bias).add_(residual)
     if tp.size == 1 and residual is not None:  # nothing stands between the GEMM and what is added to it
+        y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
         multiply(rows_of(a), weight, bias, rows_of(residual), out=rows_of(y))
         return y
+    y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     torch.mm(rows_of(a), weight.t(), out=rows_of(y))
     y = tp.leave_async(y).wait()
     if residual is not None:
@@ -253,12 +317,11 @@ def projected(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def projected_by(grad: Tensor, weight: Tensor) -> Tensor:
-    """Compute grad @ weight, the gradient of the input of ``projected``: [..., out] -> [..., in]."""
+    """Compute grad @ weight, the gradient of the input of ``projected``: [tokens, out] -> [tokens, in]."""
     if is_small_result(grad, weight.shape[1]):
-        return torch.matmul(grad, weight)
-    grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
-    torch.mm(rows_of(grad), weight, out=rows_of(grad_a))
-    return grad_a
+        return torch.mm(grad, weight)
+    grad_a = empty((grad.shape[0], weight.shape[1]), dtype=grad.dtype, device=grad.device)
+    return torch.mm(grad, weight, out=grad_a)
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
