@@ -31,7 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from megatron_sp.comm.objects import gather_json
 from megatron_sp.config.rules_graphs import Obstacle, obstacles, violation
 from megatron_sp.config.schema import Config, LoggingConfig, raise_all
 from megatron_sp.ops.attention_choice import activate
+from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
 from megatron_sp.ops.memory import host_empty
 from megatron_sp.optim.flat import FlatUnit, KeptGrads
 from megatron_sp.parallel.forward_context import MicroBatch
@@ -49,47 +50,6 @@ from megatron_sp.utils.errors import ConfigError
 
 _ROUNDS = 3  # of each timing
 _CHUNK = 1 << 24  # elements of a gradient whose bits are summed at a time
-
-
-class Graph(Protocol):
-    """A captured graph."""
-
-    def replay(self) -> None:
-        """Launch what was captured, on the current stream."""
-
-
-class GraphMaker(Protocol):
-    """Captures graphs whose memory is one pool."""
-
-    num_bytes: int
-    """Bytes of the pool."""
-
-    def capture(self, record: Callable[[], None]) -> Graph:
-        """Call ``record`` once and keep what it launches, which does not run."""
-
-
-class CudaGraphs:
-    """Maker of CUDA graphs.
-
-    Args:
-        device: where they run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-        self._device, self.num_bytes = device, 0
-        self._generator = torch.cuda.default_generators[device.index or 0]
-
-    def capture(self, record: Callable[[], None]) -> Graph:
-        """See ``GraphMaker``."""
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._generator)  # a replay draws by the seed of its step (``TrainStep.seed``)
-        # other threads (NCCL's, of a save, of the loader) may do what a capture must not
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            before = torch.cuda.memory_reserved(self._device)
-            record()
-            self.num_bytes += torch.cuda.memory_reserved(self._device) - before
-        return graph
 
 
 class Kind(NamedTuple):
@@ -332,7 +292,7 @@ class StepGraphs:
         try:
             return CapturedStep(self._step, self._new_maker(), micro_batches, mine, weight_decay), ""
         except RuntimeError as error:
-            return None, f"the capture failed: {_first_words(error)}"
+            return None, f"the capture failed: {first_words(error)}"
 
     def _try(
         self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float
@@ -355,7 +315,7 @@ class StepGraphs:
             try:
                 wanted, problem = self._bits(eagerly()), ""
             except RuntimeError as error:
-                wanted, problem = [], f"without deterministic kernels there is nothing to compare: {_first_words(error)}"
+                wanted, problem = [], f"without deterministic kernels there is nothing to compare: {first_words(error)}"
             captured = None
             if all(not trial.problem for trial in self._of_all(Trial(problem))):
                 captured, problem = self._capture(micro_batches, mine, weight_decay)
@@ -433,13 +393,6 @@ def deterministic_kernels(step: TrainStep) -> Iterator[None]:
         torch.use_deterministic_algorithms(was_on, warn_only=warns)
         if variable is None:
             del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-
-
-def _first_words(error: BaseException) -> str:
-    """Return the first line of the error that came first: a capture that has failed ends with an error of its own."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')[:300]}"
 
 
 def why_not_captured(config: Config, device_type: str, *, is_own: bool) -> list[Obstacle]:

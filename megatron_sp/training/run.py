@@ -45,6 +45,7 @@ from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.estimate.pipeline_choice import settle_schedule
+from megatron_sp.ops.cuda_graphs import CudaGraphs
 from megatron_sp.ops.expert_mlp import runs_grouped
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
@@ -59,7 +60,7 @@ from megatron_sp.training.balance_rows import row_dealer, warning_about_document
 from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
-from megatron_sp.training.graphs import CudaGraphs, StepGraphs, is_profiled, why_not_captured
+from megatron_sp.training.graphs import StepGraphs, is_profiled, why_not_captured
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan

@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
 from megatron_sp.config.schema import Config, KernelConfig, OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
+from megatron_sp.ops.cuda_graphs import CudaGraphs
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import GPT
-from megatron_sp.training.graphs import CudaGraphs, StepGraphs, deterministic_kernels
+from megatron_sp.training.graphs import StepGraphs, deterministic_kernels
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, StepResult, TrainStep
 
