@@ -5,8 +5,8 @@
     bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart/gpt --prompt "The for statement" --tensor-model-parallel-size 2
 
 Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout
-as it is generated, everything else to stderr. The same command gives the same text, and so does another layout, up to
-rounding.
+as it is generated, everything else to stderr. The same command gives the same text, and so do another layout, --batch-generation
+and --cuda-graphs, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.config.flags.inference_flags import add_graph_flag, add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.data.tokenizers import Tokenizer
+    from megatron_sp.inference.decoder import Decoder
     from megatron_sp.inference.generation import NewToken, Sampling
     from megatron_sp.inference.team import Team
     from megatron_sp.models.gpt import GPTModel
@@ -39,7 +40,7 @@ INSTEAD = {
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = documented_parser(prog, __doc__)
-    add_model_flags(parser)
+    add_graph_flag(add_model_flags(parser))
     prompts = parser.add_argument_group("prompts (one of these; default: one prompt a line from stdin)").add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; empty: start a document")
     prompts.add_argument("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -54,6 +55,11 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
     sampling.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of the draws (default: 1234)")
     sampling.add_argument("--num-samples", type=integer(10_000), default=1, metavar="N", help="continuations of each prompt (default: 1)")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation after this; may be repeated")
+    sampling.add_argument(
+        "--batch-generation", type=integer(2**16), nargs="?", const=8, default=1, metavar="N",
+        help="generate up to N continuations at once (without N: 8); products of a batch round differently, so that a token may differ from"
+        " the one generated alone (default: 1)",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -127,28 +133,28 @@ class Printer:
 
 
 def continue_prompts(
-    model: GPTModel, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
+    decoder: Decoder, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
 ) -> None:  # fmt: skip
     """Generate all continuations of these prompts, on every rank; rank 0 prints them, then the speed."""
-    from megatron_sp.inference.generation import generate
+    from megatron_sp.inference.generation import generate, one_after_another
 
     ids = [[*tokenizer.begin, *tokenizer.encode(text)] for text in texts]
     stop = [tokenizer.encode(text) for text in options.stop]
     eod = tokenizer.eod
     tokens = generate(
-        model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, eod=eod, stop=stop,
-        vocab_size=tokenizer.vocab_size, num_samples=options.num_samples,
+        decoder.model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, eod=eod, stop=stop,
+        num_samples=options.num_samples, decoder=decoder,
     )  # fmt: skip
     printer = Printer(tokenizer, eod, headings=len(texts) * options.num_samples > 1) if team.rank == 0 else None
     began, count, at_begin = time.perf_counter(), 0, True
-    for new in tokens:
+    for new in one_after_another(tokens, options.num_samples):
         if printer is not None and at_begin:
             printer.begin(texts[new.prompt], ids[new.prompt])
         if printer is not None:
             printer.add(new)
         count, at_begin = count + 1, bool(new.finish)
         if new.finish == "context":
-            team.say(f"stopped at the end of the model's context ({model.config.max_positions} positions, max_position_embeddings)")
+            team.say(f"stopped at the end of the model's context ({decoder.model.config.max_positions} positions, max_position_embeddings)")
     seconds = time.perf_counter() - began
     team.say(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s")
 
@@ -156,25 +162,33 @@ def continue_prompts(
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Run the tool with parsed options."""
     from megatron_sp.inference import team as inference
+    from megatron_sp.inference.decoder import Decoder
     from megatron_sp.inference.generation import Sampling
 
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p, options.seed)
     if options.max_new_tokens < 1 or options.num_samples < 1:
         raise ConfigError(f"--max-new-tokens ({options.max_new_tokens}) and --num-samples ({options.num_samples}) must be at least 1")
+    if options.batch_generation < 1:
+        raise ConfigError(f"--batch-generation ({options.batch_generation}) must be at least 1, which generates one after another")
     inference.check_layout(options, launch.world_size, copies=False)
+    inference.check_graphs(options)
     team = inference.join(options, launch)
     texts = options.prompt
     if texts is None and not options.interactive:
         texts = team.from_first(lambda: read_lines(options.prompt_file))
     model, tokenizer, description = load(options, team)
     team.say(description)
+    rows = min(options.batch_generation, options.num_samples * (1 if texts is None else len(texts)))
+    if rows > 1:
+        team.say(f"up to {rows} at once: products of a batch round differently, so a token may differ from the one generated alone")
+    decoder = Decoder(model, rows, tokenizer.vocab_size, capture=inference.capture(options, team, model.config))
     if texts is not None:
-        continue_prompts(model, tokenizer, texts, options, sampling, team)
+        continue_prompts(decoder, tokenizer, texts, options, sampling, team)
         return
     asked = ask_for_prompts() if team.rank == 0 else iter(())
     while (text := team.broadcast(next(asked, None))) is not None:
         try:
-            continue_prompts(model, tokenizer, [text], options, sampling, team)
+            continue_prompts(decoder, tokenizer, [text], options, sampling, team)
         except ConfigError as error:  # a prompt that is too long does not end the session
             team.say(f"error: {error}")
 

@@ -16,7 +16,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.config.flags.inference_flags import add_graph_flag, add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, PeerError
 from megatron_sp.utils.program import integer
@@ -35,7 +35,7 @@ INSTEAD = {
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = documented_parser(prog, __doc__)
-    add_model_flags(parser)
+    add_graph_flag(add_model_flags(parser))
     door = parser.add_argument_group("door")
     door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)")
     door.add_argument("--port", type=integer(), default=8000, help="0: any that is free; the log says which (default: 8000)")
@@ -78,6 +78,7 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Run the tool with parsed options: rank 0 serves, the others compute with it."""
     from megatron_sp.inference import team as inference
+    from megatron_sp.inference.decoder import Decoder
     from megatron_sp.inference.serving.app import Front
     from megatron_sp.inference.serving.engine import Engine
     from megatron_sp.inference.serving.request import Limits
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
     check(options)
     inference.check_layout(options, launch.world_size, copies=False)
+    inference.check_graphs(options)
     team = inference.join(options, launch)
     door = None
     with team.agree():
@@ -95,17 +97,18 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
     team.say(loaded.description)
     model, tokenizer = cast("GPTModel", loaded.model), loaded.stored.tokenizer
+    positions = model.config.max_positions
+    decoder = Decoder(model, options.max_batch_size, tokenizer.vocab_size, capture=inference.capture(options, team, model.config))
+    decoder.reserve(positions)
     if door is None:
         for number in (
             signal.SIGTERM,
             signal.SIGINT,
         ):  # rank 0 gets it too, finishes the requests in progress, and tells the others when to stop
             signal.signal(number, signal.SIG_IGN)
-        Slots(model, options.max_batch_size, tokenizer.vocab_size).follow(lambda: cast("list[object]", team.broadcast(None)))
+        Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
         return
-    slots = Slots(model, options.max_batch_size, tokenizer.vocab_size, team.broadcast if team.size > 1 else None)
-    engine = Engine(slots, tokenizer, options.max_queue, options.request_timeout)
-    positions = model.config.max_positions
+    engine = Engine(Slots(decoder, team.broadcast if team.size > 1 else None), tokenizer, options.max_queue, options.request_timeout)
     key = options.api_key or os.environ.get(KEY_VARIABLE) or None
     limits = Limits(positions, min(options.max_tokens or positions, positions), engine.capacity)
     name = options.served_model_name or name_of(options.load)

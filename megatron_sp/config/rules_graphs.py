@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
+from megatron_sp.config.schema_model import ModelConfig
 
 _PLAIN = ("unfused", "local")
+_EXPERTS = "the host reads how many tokens each expert has (--num-experts)"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ def obstacles(config: Config) -> list[Obstacle]:
     return [Obstacle(reason, way_out) for reason, way_out in _obstacles(config)]
 
 
+def decoding_obstacles(model: ModelConfig, *, has_gpu: bool) -> list[Obstacle]:
+    """Return why the steps of generated tokens cannot be captured; empty if they can."""
+    found = [] if has_gpu else [Obstacle("a CPU has no graphs", "use a GPU")]
+    return found + [Obstacle(_EXPERTS, "take a model without experts")] * model.has_experts
+
+
 def graph_violations(config: Config) -> Iterator[str]:
     """Check that --cuda-graphs on can be had."""
     if config.kernels.cuda_graphs == "on":
@@ -50,7 +58,7 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     elif parallel.distributed_backend == "gloo":
         yield "--distributed-backend gloo sends by the host, which takes no part in a graph", "use nccl"
     if model.has_experts:
-        yield "the host reads how many tokens each expert has (--num-experts)", "leave the experts out"
+        yield _EXPERTS, "leave the experts out"
     if parallel.pipeline_model_parallel_size > 1:
         yield "a stage of a pipeline waits for messages of others (--pipeline-model-parallel-size)", "use other kinds of parallelism"
     for flag, given in (

@@ -4,8 +4,8 @@ The choice at a position depends only on (logits, seed, sample, position): a has
 number, which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is
 generated and in whatever order, and no random state is used.
 
-Sequences are generated one after the other, not in a batch: a batched matrix product rounds differently, so a prompt
-could get different continuations alone and in a batch. The samples of one prompt share its prefill.
+Sequences are generated one after the other, unless a ``Decoder`` with several rows is given: a product of a batch rounds
+differently, so a prompt can get different continuations alone and in a batch. The samples of one prompt share its prefill.
 
 A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments
 and gets the same tokens (see ``inference/kv_cache.py``).
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.inference.decoder import Decoder
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, KernelName
 from megatron_sp.parallel.forward_context import ForwardContext
@@ -136,6 +137,7 @@ def generate(
     num_samples: int = 1,
     use_cache: bool = True,
     kernel: KernelName = "sdpa",
+    decoder: Decoder | None = None,
 ) -> Iterator[NewToken]:
     """Generate continuations of prompts; yields each token as soon as it is known.
 
@@ -150,6 +152,8 @@ def generate(
         num_samples: number of continuations of each prompt.
         use_cache: use a KV cache; else every token runs the whole sequence again (for comparison).
         kernel: attention kernel.
+        decoder: of the model, in place of ``vocab_size``, ``use_cache`` and ``kernel``; with several rows it generates several
+            sequences at once, whose tokens come in turn.
     Raises:
         ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty
             without ``eod``. All arguments are checked at the call, before any token is generated.
@@ -158,15 +162,14 @@ def generate(
     if max_new_tokens < 1 or num_samples < 1:
         raise ConfigError(f"max_new_tokens ({max_new_tokens}) and num_samples ({num_samples}) must be at least 1")
     ending = _Ending(max_new_tokens, model.config.max_positions, eod, [list(s) for s in stop if len(s)])
+    device = model.embedding.word_embeddings.weight.device
 
-    def next_logits(tokens: list[int], cache: KVCache | None) -> Tensor:
-        return _next_logits(model, tokens, cache, kernel)[:vocab_size]
+    def pick(logits: Tensor, sequences: list[_Sequence]) -> list[int]:
+        chosen = [choose(of_one, sampling or Sampling(), s.sample, len(s.tokens)) for of_one, s in zip(logits, sequences, strict=True)]
+        return agreed(chosen, model.layout, device)
 
-    def pick(logits: Tensor, sample: int, position: int) -> int:
-        return agreed(choose(logits, sampling or Sampling(), sample, position), model.layout, logits.device)
-
-    num_layers = len(model.stack.layers) if use_cache else None
-    return _generate(next_logits, pick, starts, ending, num_samples, num_layers)
+    made = decoder or (Decoder(model, 1, vocab_size, kernel=kernel) if use_cache else _WithoutCache(model, vocab_size, kernel))
+    return _generate(made, pick, starts, ending, num_samples)
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
@@ -213,37 +216,97 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
     return tokens
 
 
+@dataclass
+class _Sequence:
+    prompt: int
+    sample: int
+    tokens: list[int]
+    finish: FinishReason = ""
+
+
+class _Rows(Protocol):
+    """What ``_generate`` needs of a ``Decoder``."""
+
+    max_rows: int
+
+    def reserve(self, length: int) -> None: ...
+    def read(self, tokens: list[int]) -> Tensor: ...
+    def again(self) -> None: ...
+    def step(self, tokens: list[int]) -> Tensor: ...
+    def drop(self, row: int) -> None: ...
+
+
 def _generate(
-    next_logits: Callable[[list[int], KVCache | None], Tensor],
-    pick: Callable[[Tensor, int, int], int],
+    decoder: _Rows,
+    pick: Callable[[Tensor, list[_Sequence]], list[int]],
     starts: list[list[int]],
     ending: _Ending,
     num_samples: int,
-    num_cached_layers: int | None,
 ) -> Iterator[NewToken]:
-    for prompt, start in enumerate(starts):
-        length = min(len(start) + ending.max_new_tokens, ending.max_positions)
-        cache = KVCache(num_cached_layers, length) if num_cached_layers is not None else None
-        first_logits = next_logits(start, cache)
-        for sample in range(num_samples):
-            tokens, logits = list(start), first_logits
-            finish: FinishReason = ""
-            if cache is not None:
-                cache.length = len(start)  # the prompt's keys and values are still there; a former sample's are overwritten
-            while not finish:
-                position = len(tokens)
-                tokens.append(pick(logits, sample, position))
-                finish = ending.reason(tokens, len(tokens) - len(start))
-                yield NewToken(prompt, sample, position, tokens[-1], finish)
-                if not finish:
-                    logits = next_logits(tokens, cache)
+    waiting = deque((prompt, sample) for prompt in range(len(starts)) for sample in range(num_samples))
+    running: list[_Sequence] = []
+    decoder.reserve(max((min(len(start) + ending.max_new_tokens, ending.max_positions) for start in starts), default=0))
+    logits_of_prompt = torch.empty(0)
+    while waiting or running:
+        if waiting and len(running) < decoder.max_rows:
+            prompt, sample = waiting.popleft()
+            if sample == 0:
+                logits_of_prompt = decoder.read(starts[prompt])
+            else:
+                decoder.again()
+            logits, having = logits_of_prompt, [_Sequence(prompt, sample, list(starts[prompt]))]
+            running += having
+        else:
+            logits, having = decoder.step([sequence.tokens[-1] for sequence in running]), list(running)
+        for sequence, token in zip(having, pick(logits, having), strict=True):
+            position = len(sequence.tokens)
+            sequence.tokens.append(token)
+            sequence.finish = ending.reason(sequence.tokens, len(sequence.tokens) - len(starts[sequence.prompt]))
+            yield NewToken(sequence.prompt, sequence.sample, position, token, sequence.finish)
+        for row in range(len(running) - 1, -1, -1):  # backwards: the last, which takes a row, has been looked at
+            if running[row].finish:
+                decoder.drop(row)
+                running[row] = running[-1]
+                del running[-1]
 
 
-def _next_logits(model: GPTModel, tokens: list[int], cache: KVCache | None, kernel: KernelName) -> Tensor:
-    """Compute the logits [v] after the last token; with a cache only the positions it lacks are computed."""
-    unread = tokens[cache.length :] if cache is not None else tokens
-    ids = torch.tensor([unread], dtype=torch.int64, device=model.embedding.word_embeddings.weight.device)  # [1, s_new]
-    return model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel, cache=cache))[0]
+class _WithoutCache:
+    """A ``Decoder`` of one row that computes all positions for every token."""
+
+    max_rows = 1
+
+    def __init__(self, model: GPTModel, vocab_size: int | None, kernel: KernelName) -> None:
+        self._next = lambda ids: model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel))[:, :vocab_size]
+        self._device = model.embedding.word_embeddings.weight.device
+        self._prompt: list[int] = []
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def read(self, tokens: list[int]) -> Tensor:
+        self._prompt = tokens
+        self.again()
+        return self.step([])
+
+    def again(self) -> None:
+        self._tokens = list(self._prompt)
+
+    def step(self, tokens: list[int]) -> Tensor:
+        self._tokens += tokens
+        return self._next(torch.tensor([self._tokens], dtype=torch.int64, device=self._device))
+
+    def drop(self, row: int) -> None:
+        pass
+
+
+def one_after_another(tokens: Iterable[NewToken], num_samples: int) -> Iterator[NewToken]:
+    """Yield the tokens of several sequences sequence by sequence, in order; those of later ones wait for their turn."""
+    turn, waiting = 0, defaultdict[int, list[NewToken]](list)
+    for new in tokens:
+        waiting[new.prompt * num_samples + new.sample].append(new)
+        while ready := waiting.pop(turn, []):
+            yield from ready
+            turn += bool(ready[-1].finish)
 
 
 class TextStream:

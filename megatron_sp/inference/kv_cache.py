@@ -1,4 +1,4 @@
-"""KV caches, with which a generated token costs one position instead of its whole sequence.
+"""KV cache, with which a generated token costs one position instead of its whole sequence.
 
 A rank caches the keys and values of its own heads: its share under tensor parallelism and, of that, under Ulysses. A
 prompt passes through the exchanges like a training sequence, split over the sp ranks; the heads that arrive at the
@@ -6,7 +6,7 @@ attention, with all positions, are cached. So is a generated token: it is a sequ
 the first sp rank has its activations, and each rank computes attention for its own heads. Thus a context too long for
 one device is distributed over all, including the cache.
 
-Both caches are written in ``parallel.ulysses.Core.attend``; the pipeline around it does not depend on them.
+It is written in ``models.transformer.AttentionCore.attend``; the pipeline around it does not depend on it.
 """
 
 from __future__ import annotations
@@ -14,49 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.attention import AttentionMask
+
 
 class KVCache:
-    """KV cache of one sequence, or of several of the same length.
-
-    Args:
-        num_layers: layers of the model.
-        max_length: capacity in positions.
-    """
-
-    def __init__(self, num_layers: int, max_length: int) -> None:
-        self.max_length = max_length
-        self.length = 0  # positions that hold something
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [s_new, m, 1, d]; return all keys and values so far [length + s_new, m, 1, d]."""
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            keys, values = (t.new_empty(self.max_length, *t.shape[1:]) for t in (k, v))
-            self._keys[layer], self._values[layer] = keys, values
-        end = self.length + k.shape[0]
-        keys[self.length : end], values[self.length : end] = k, v
-        return keys[:end], values[:end]
-
-    def advance(self, num_positions: int) -> None:
-        self.length += num_positions
-
-    def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """Return the position ids of the next ``num_new`` tokens, int64 [num_new]."""
-        return torch.arange(self.length, self.length + num_new, device=device)
-
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the cached keys and values of a layer, [length, m, 1, d]."""
-        keys, values = self._keys[layer], self._values[layer]
-        assert keys is not None and values is not None, "no forward pass has filled this cache"
-        return keys[: self.length], values[: self.length]
-
-
-class BatchCache:
-    """KV cache of several sequences of different lengths, which get one new position each in every forward pass.
-
-    The sequences are in rows 0, 1, ... without gaps: when one is removed, the last takes its row.
+    """Keys and values of several sequences, each in a row; their memory is allocated by the first pass, and stays where it is.
 
     Args:
         num_layers: layers of the model.
@@ -65,64 +27,102 @@ class BatchCache:
     """
 
     def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
-        self.num_layers, self.max_rows, self.max_length = num_layers, max_rows, max_length
-        self.lengths: list[int] = []
-        self._keys: list[Tensor | None] = [None] * num_layers  # each [max_length, max_rows, m, 1, d]
-        self._values: list[Tensor | None] = [None] * num_layers
-        self._at: Tensor | None = None  # the lengths, where the keys are
+        self.max_rows, self.max_length = max_rows, max_length
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
-    def add(self, one: KVCache) -> int:
-        """Copy a sequence into the cache; return its row."""
-        row = len(self.lengths)
-        assert row < self.max_rows, "there is no room for another sequence"
-        for layer in range(self.num_layers):
-            for kept, new in zip((self._keys, self._values), one.of_layer(layer), strict=True):
-                buffer = kept[layer]
-                if buffer is None:
-                    kept[layer] = buffer = new.new_zeros(self.max_length, self.max_rows, *new.shape[1:])
-                buffer[: one.length, row] = new
-        self.lengths.append(one.length)
-        self._at = None
-        return row
+    def of_layer(self, layer: int, like: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers of a layer's keys and values, [max_length, max_rows, groups, 1, d] with dtype, device and d of ``like``."""
+        found = self._layers[layer]
+        if found is None:
+            shape = (self.max_length, self.max_rows, groups, 1, like.shape[-1])
+            found = like.new_zeros(shape), like.new_zeros(shape)  # a hidden position counts 0 times what is there: no NaN
+            self._layers[layer] = found
+        return found
 
-    def remove(self, row: int) -> None:
-        """Remove a sequence; the last one takes its row."""
-        last = len(self.lengths) - 1
-        if row != last:
-            length = self.lengths[last]
-            for buffer in (*self._keys, *self._values):
-                assert buffer is not None
-                buffer[:length, row] = buffer[:length, last]
-            self.lengths[row] = self.lengths[last]
-        del self.lengths[last]
-        self._at = None
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for pair in self._layers if pair is not None for buffer in pair]
 
-    def lengths_with_new(self, device: torch.device) -> Tensor:
-        """Return the length of each sequence, including the next position, int64 [b]."""
-        return self._lengths_on(device) + 1
+    def copy(self, row: int, to: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row to another."""
+        for buffer in self._buffers():
+            buffer[:length, to] = buffer[:length, row]
+
+    def exchange(self, row: int, other: int, length: int) -> None:
+        """Exchange the first ``length`` positions of two rows."""
+        for buffer in self._buffers():
+            buffer[:length, row], buffer[:length, other] = buffer[:length, other].clone(), buffer[:length, row].clone()
+
+    def clear(self) -> None:
+        """Remove what is left of a pass that failed, which need not be numbers."""
+        for buffer in self._buffers():
+            buffer.zero_()
+
+
+class RowPass:
+    """One forward pass that appends positions to one row (implements ``forward_context.Cache``).
+
+    Args:
+        cache: of the row.
+        row, start: where they are appended.
+    """
+
+    def __init__(self, cache: KVCache, row: int, start: int) -> None:
+        self._cache, self._row, self._start = cache, row, start
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [1, b*m, 1, d]; return [longest + 1, b*m, 1, d], with stale contents after the ends of shorter sequences."""
-        rows = len(self.lengths)
-        end = max(self.lengths) + 1
-        at = self._lengths_on(k.device)
-        found = []
-        for kept, new in ((self._keys[layer], k), (self._values[layer], v)):
-            assert kept is not None
-            kept[at, torch.arange(rows, device=k.device)] = new[0].view(rows, -1, *new.shape[2:])  # [1, b*m, 1, d] -> [b, m, 1, d]
-            found.append(kept[:end, :rows].flatten(1, 2))  # [end, b, m, 1, d] -> [end, b*m, 1, d]
-        return found[0], found[1]
-
-    def advance(self, num_positions: int) -> None:
-        self.lengths = [length + num_positions for length in self.lengths]
-        self._at = None
+        """See ``Cache``; k and v [s_new, m, 1, d]."""
+        start, end, row = self._start, self._start + k.shape[0], self._row
+        keys, values = self._cache.of_layer(layer, k, k.shape[1])
+        keys[start:end, row], values[start:end, row] = k, v
+        return (keys[:end, row], values[:end, row]) if start else (k, v)
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """Return the position id of the next token of each sequence, int64 [b, 1]."""
-        assert num_new == 1, "sequences of different lengths get one position at a time"
-        return self._lengths_on(device)[:, None]
+        """See ``Cache``; [num_new]."""
+        return torch.arange(self._start, self._start + num_new, device=device)
 
-    def _lengths_on(self, device: torch.device) -> Tensor:
-        if self._at is None:
-            self._at = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        return self._at
+    def mask(self, groups: int, window: int | None) -> AttentionMask:
+        """See ``Cache``."""
+        return AttentionMask(window=window)
+
+
+class StepPass:
+    """One forward pass that appends one position to each of the first rows; its work depends on ``span`` alone.
+
+    Args:
+        cache: of the rows.
+        lengths: int64 [b], of the sequences in them, on their device.
+        span: number of keys that are read, more than the longest sequence has.
+        is_exact: there is one sequence, and it has ``span`` - 1 positions.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Tensor, span: int, *, is_exact: bool) -> None:
+        self._cache, self._lengths, self._span, self._is_exact = cache, lengths, span, is_exact
+        self._places = lengths * cache.max_rows + torch.arange(lengths.shape[0], device=lengths.device)
+        self._dtype = torch.float32
+        self._bias: Tensor | None = None
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Cache``; k and v [1, b*m, 1, d]."""
+        rows = self._lengths.shape[0]
+        self._dtype, groups = k.dtype, k.shape[1] // rows
+        found = []
+        for kept, new in zip(self._cache.of_layer(layer, k, groups), (k, v), strict=True):
+            kept.flatten(0, 1).index_copy_(0, self._places, new.view(rows, groups, *new.shape[2:]))
+            found.append(kept[: self._span, :rows].flatten(1, 2))  # a view
+        return found[0], found[1]
+
+    def positions(self, num_new: int, device: torch.device) -> Tensor:
+        """See ``Cache``; [b, 1]."""
+        assert num_new == 1, "sequences of different lengths get one position at a time"
+        return self._lengths[:, None]
+
+    def mask(self, groups: int, window: int | None) -> AttentionMask:
+        """See ``Cache``; the layers share one."""
+        if self._is_exact:
+            return AttentionMask(window=window)
+        if self._bias is None:
+            at, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
+            hidden = at > last if window is None else (at > last) | (at <= last - window)
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias = bias.repeat_interleave(groups, 0)[:, None, None]  # [b*m, 1, 1, span]
+        return AttentionMask(causal=False, bias=self._bias)

@@ -27,10 +27,13 @@ from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_
 from megatron_sp.comm.objects import broadcast_json, gather_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config.rules import inference_violations
-from megatron_sp.config.schema import Config, ParallelConfig, raise_all
+from megatron_sp.config.rules_graphs import decoding_obstacles, violation
+from megatron_sp.config.schema import Config, ModelConfig, ParallelConfig, raise_all
 from megatron_sp.data.tokenizers import choose_bos
+from megatron_sp.inference.decoder import Capture
 from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.ops.cuda_graphs import CudaGraphs
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
@@ -174,6 +177,28 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
             f" ({options.tp_size} * {options.sp_size} = {product}): this tool uses one copy of the model; start {product} processes, or"
             " raise one of the two"
         )
+
+
+def check_graphs(options: argparse.Namespace) -> None:
+    """Check that --cuda-graphs on can be had, from the checkpoint's state.json only. Not collective.
+
+    Raises:
+        ConfigError: it cannot, with every reason.
+        CheckpointError: there is no checkpoint.
+    """
+    if options.cuda_graphs == "on":
+        has_gpu = options.device != "cpu" and torch.cuda.is_available()
+        raise_all([violation(each) for each in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)])
+
+
+def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:
+    """Return how steps are captured (--cuda-graphs); None: they are eager, which is said where there is a GPU."""
+    if options.cuda_graphs == "off" or team.device.type != "cuda":
+        return None
+    for obstacle in (lacks := decoding_obstacles(model, has_gpu=True)):
+        team.say(f"captured steps: not used, {obstacle.reason}")
+    must = options.cuda_graphs == "on"
+    return None if lacks else Capture(lambda: CudaGraphs(team.device), must=must, of_all=team.gather, tell=team.say)
 
 
 def join(options: argparse.Namespace, launch: Launch) -> Team:

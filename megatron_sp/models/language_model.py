@@ -292,8 +292,6 @@ class LanguageModel(nn.Module):
             below = () if again else units[last - 1]
         if stage.is_last and part == "all":
             x = self._normed(stage, x, events)
-        if ctx.cache is not None:
-            ctx.cache.advance(tokens.shape[1])
         return x
 
     def _normed(self, stage: Stage, x: Tensor, events: UnitEvents | None) -> Tensor:

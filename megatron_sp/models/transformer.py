@@ -95,12 +95,10 @@ class SelfAttention(nn.Module):
 
     def mask(self, ctx: ForwardContext, groups: int) -> AttentionMask:
         """Return the attention mask of the forward pass for ``groups`` groups of heads, with this layer's window."""
+        if ctx.cache is not None:
+            return ctx.cache.mask(groups, self.window)
         mask = fold_mask(ctx.mask, groups)
-        if self.window is None:
-            return mask
-        if mask.causal or mask.key_lengths is None:
-            return replace(mask, window=self.window)
-        return replace(mask, key_starts=mask.key_lengths - self.window)  # one new position after each sequence: it sees only earlier keys
+        return mask if self.window is None else replace(mask, window=self.window)
 
 
 def qkv_rows(config: ModelConfig, tp: TensorParallel) -> tuple[int, int, ShardSpec]:

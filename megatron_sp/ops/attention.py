@@ -68,8 +68,7 @@ class AttentionMask:
             attends only to keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
         window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all
             keys before it.
-        key_starts: int64 [b], with ``key_lengths`` and one query per sequence, at its last position: keys before are
-            masked out.
+        bias: [b, 1, 1, s_k], added to the scores of one query per sequence: 0, or -inf where a key is hidden. Replaces all others.
     """
 
     causal: bool = True
@@ -77,7 +76,7 @@ class AttentionMask:
     documents: tuple[tuple[int, ...], ...] | None = None
     lengths: tuple[int, ...] | None = None
     window: int | None = None
-    key_starts: Tensor | None = None
+    bias: Tensor | None = None
 
     def lengths_on_host(self) -> tuple[int, ...] | None:
         """Return the key lengths, or None if getting them would mean waiting for a device."""
@@ -221,7 +220,7 @@ def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Ker
             return CPUSegments(segments if window is None else in_windows(segments, window), each, causal)
         flash = _flash_with_lse(kernel, q) if _are_documents(segments, each, q) else None
         return None if flash is None else Packed(flash, segments, each, causal, window)
-    if mask.key_lengths is not None:
+    if mask.key_lengths is not None or mask.bias is not None:
         return None
     if kernel in FLASH_NAMES:
         return Dense(PackageFlash(kernel), causal, window)
@@ -390,14 +389,16 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _flash(name: FlashName, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    if mask.key_lengths is not None:
-        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding
+    if mask.key_lengths is not None or mask.bias is not None:
+        return _sdpa(q, k, v, mask, dropout)  # it wants packed sequences for padding, and takes no bias
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     out = flash_packages.dense(name, q, k, v, causal=mask.causal, window=mask.window, dropout=dropout)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    if mask.bias is not None:
+        return _any_sdpa(q, k, v, mask.bias, dropout)
     if mask.window is not None and mask.key_lengths is None:
         return _sdpa_in_windows(q, k, v, mask.window, dropout)
     s_q, s_k = q.shape[0], k.shape[0]
@@ -516,6 +517,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
     wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])  # [m, r, s_q, s_k]
     allowed = _allowed(mask, q.shape[2], k.shape[2], q.device)
+    if mask.bias is not None:
+        scores = scores + mask.bias
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(wide).min)  # not -inf: a query that sees nothing would become NaN
     probs = torch.softmax(scores, dim=-1)
@@ -544,10 +547,7 @@ def _allowed(
         allowed = at <= last
         allowed = allowed if mask.window is None else allowed & (at > last - mask.window)
     if mask.key_lengths is not None:
-        inside = at < mask.key_lengths[:, None]
-        if mask.key_starts is not None:
-            inside = inside & (at >= mask.key_starts[:, None])
-        inside = inside[:, None, None, :]
+        inside = (at < mask.key_lengths[:, None])[:, None, None, :]
         allowed = inside if allowed is None else inside & allowed
     return allowed
 

@@ -59,11 +59,11 @@ class Cache(Protocol):
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [s_new, m, 1, d] of a layer; return all keys and values so far [s, m, 1, d]."""
 
-    def advance(self, num_positions: int) -> None:
-        """Advance by the positions of a completed forward pass."""
-
     def positions(self, num_new: int, device: torch.device) -> Tensor:
         """Return the position ids of the next ``num_new`` tokens, int64 [num_new] or [b, num_new]."""
+
+    def mask(self, groups: int, window: int | None) -> AttentionMask:
+        """Return the mask of a layer with this window, for ``groups`` groups of heads of each sequence; to be called after ``extend``."""
 
 
 @dataclass

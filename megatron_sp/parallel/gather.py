@@ -52,15 +52,16 @@ def last_position(x: Tensor, cut: SequenceCut) -> Tensor:
     return broadcast(broadcast(mine, cut.sp.group, sp_owner), cut.cp.group, cp_owner)
 
 
-def agreed(value: int, layout: ParallelContext, device: torch.device) -> int:
-    """Return the value of the first rank of the tp, sp and cp groups, on all their ranks.
+def agreed(values: list[int], layout: ParallelContext, device: torch.device) -> list[int]:
+    """Return the values of the first rank of the tp, sp and cp groups, on all their ranks.
 
-    Every rank has computed the same value; but if a library rounded differently on one of them, they would generate
+    Every rank has computed the same values; but if a library rounded differently on one of them, they would generate
     different texts and then hang.
     """
     if layout.tp.size == layout.sp.size == layout.cp.size == 1:
-        return value
-    told = torch.tensor([value], dtype=torch.int64, device=device)
+        return values
+    told = torch.tensor(values, dtype=torch.int64, device=device)
     for group in (layout.tp.group, layout.sp.group, layout.cp.group):
         told = broadcast(told, group)
-    return int(told)
+    found: list[int] = told.tolist()
+    return found

@@ -10,14 +10,16 @@ import pytest
 import torch
 from support import stored_models, tiny
 from support.ranks import run_ranks
+from support.tape import Tapes
 from support.training import train
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.commands import generate
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.estimate.parameters import count_parameters
+from megatron_sp.inference.decoder import Capture, Decoder
 from megatron_sp.inference.generation import Sampling, complete
-from megatron_sp.inference.kv_cache import BatchCache, KVCache
+from megatron_sp.inference.kv_cache import KVCache, RowPass
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
@@ -60,10 +62,10 @@ def check_logits(whole: GPTModel, part: GPTModel) -> None:
     tokens = torch.tensor([[1, 5, 3, 0, 6, 2, 8, 7]])
     with torch.no_grad():
         want = whole.logits(whole.hidden(tokens, ForwardContext(AttentionMask())))[:, 0]
-    cache, at = KVCache(tiny.LAYERS, 8), 0
+    cache, at = KVCache(tiny.LAYERS, 1, 8), 0
     for chunk in tokens.split([3, 1, 1, 2, 1], dim=1):
+        got = part.next_logits(chunk, ForwardContext(AttentionMask(), cache=RowPass(cache, 0, at)))[0]
         at += chunk.shape[1]
-        got = part.next_logits(chunk, ForwardContext(AttentionMask(), cache=cache))[0]
         assert (got - want[at - 1]).abs().max() < 1e-10
     everywhere = part.all_logits(tokens, ForwardContext(AttentionMask()))[:, 0]
     assert (everywhere - want).abs().max() < 1e-10
@@ -75,25 +77,26 @@ def check_logits(whole: GPTModel, part: GPTModel) -> None:
 
 
 def check_batch(whole: GPTModel, part: GPTModel) -> None:
-    """Sequences of different lengths in one batch, one of which goes while the others continue."""
-    batch, sequences = BatchCache(tiny.LAYERS, 3, 8), [[4, 9, 2], [7], [1, 2, 3, 4, 5]]
-    for tokens in sequences:
-        one = KVCache(tiny.LAYERS, 8)
-        part.next_logits(torch.tensor([tokens]), ForwardContext(AttentionMask(), cache=one))
-        batch.add(one)
-    for step, gone in enumerate((None, 0, 1)):
-        if gone is not None:
-            batch.remove(gone)
-            sequences[gone] = sequences[-1]
-            del sequences[-1]
-        new = torch.tensor([[(3 + step + len(tokens)) % 17] for tokens in sequences])
-        sequences = [[*tokens, int(token)] for tokens, token in zip(sequences, new, strict=True)]
-        mask = AttentionMask(causal=False, key_lengths=batch.lengths_with_new(new.device))
-        got = part.next_logits(new, ForwardContext(mask, cache=batch))
-        for logits, tokens in zip(got, sequences, strict=True):
-            with torch.no_grad():
-                want = whole.next_logits(torch.tensor([tokens]), ForwardContext(AttentionMask()))[0]
-            assert (logits - want).abs().max() < 1e-10, (step, tokens)
+    """Sequences of different lengths in one batch, of which some go and others come while the rest continue; eager and captured."""
+    eager, captured = Decoder(part, 3), Decoder(part, 3, capture=Capture(Tapes, must=True))
+    for decoder in (eager,) if part.config.has_experts else (eager, captured):
+        decoder.reserve(8)
+        sequences = list[list[int]]()
+        for change in (([4, 9, 2], [7], [1, 2, 3, 4]), (0,), ([6, 6],), (), (0,), ([2],), ()):
+            for each in change:
+                if isinstance(each, int):
+                    decoder.drop(each)
+                    sequences[each] = sequences[-1]
+                    del sequences[-1]
+                else:
+                    decoder.read(each)
+                    sequences.append(each)
+            new = [(3 + 5 * len(tokens)) % 17 for tokens in sequences]
+            sequences = [[*tokens, token] for tokens, token in zip(sequences, new, strict=True)]
+            for logits, tokens in zip(decoder.step(new), sequences, strict=True):
+                with torch.no_grad():
+                    want = whole.next_logits(torch.tensor([tokens]), ForwardContext(AttentionMask()))[0]
+                assert (logits - want).abs().max() < 1e-10, (change, tokens, decoder is eager)
 
 
 def check_case(tp: int, sp: int, overrides: dict[str, Any]) -> None:

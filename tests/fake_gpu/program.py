@@ -75,7 +75,7 @@ class Outcome:
             device after it.
         calls, communicators: of NCCL (``nccl.Nccl``).
         broadcasts, gathered: contents of what its host has sent to all others, and of its parts of gathers, in order.
-        host_waits: places where the host waited after the last step, or in a program without steps.
+        host_waits, launches: places where the host waited after the last step, or in a program without steps; operators, and how often.
         sites: where the package waits for something, keeps memory until then or pins host memory, and how often.
         passed: lines of the package with such a call, as ``file:line``.
         peak: bytes on the device at most.
@@ -95,6 +95,7 @@ class Outcome:
     broadcasts: list[list[int]] = field(default_factory=list)
     gathered: list[list[int]] = field(default_factory=list)
     host_waits: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     passed: list[str] = field(default_factory=list)
     peak: int = 0
@@ -141,7 +142,7 @@ def run(case: Case) -> Outcome:
     outcome.output = said.getvalue()
     outcome.problems = {str(problem): count for problem, count in device.memory.problems.items()}
     outcome.calls, outcome.communicators = [asdict(call) for call in calls.calls], calls.communicators
-    outcome.host_waits, outcome.sites = _summary(device.tally)["host_waits"], device.sites
+    outcome.host_waits, outcome.launches, outcome.sites = _summary(device.tally)["host_waits"], dict(device.tally.launches), device.sites
     outcome.passed, outcome.squares = sorted(device.passed), dict(device.squares)
     outcome.broadcasts, outcome.gathered = calls.broadcasts, calls.gathered
     outcome.peak, outcome.num_accesses = device.memory.peak, device.memory.num_accesses

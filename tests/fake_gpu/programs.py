@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, cast
 from fake_gpu import snippets
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.ops.cuda_graphs import GraphMaker
     from megatron_sp.utils.launch import Launch
 
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(20))]
@@ -27,6 +30,35 @@ def generate(flags: list[str]) -> int:
     from megatron_sp.commands import generate
 
     return generate.main([*flags, "--load", "gpt", "--device", "cuda"])
+
+
+def generate_wrongly(flags: list[str]) -> int:
+    """Run ``megatron-sp generate`` with a step that breaks a rule of captures; the first flag says which."""
+    from megatron_sp.inference import decoder, kv_cache
+
+    class Read(kv_cache.StepPass):
+        """The host reads a length."""
+
+        def positions(self, num_new: int, device: torch.device) -> torch.Tensor:
+            return super().positions(num_new, device).clamp(max=int(self._lengths[0]))
+
+    def replay(self: decoder._CapturedStep, given: torch.Tensor) -> torch.Tensor:
+        self._given = given.to(self._given.device)  # instead of a copy into the static input
+        self._graph.replay()
+        return self._logits
+
+    class Other(decoder._CapturedStep):
+        """The input is not that of the capture."""
+
+        def __init__(self, maker: GraphMaker, run: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> None:
+            super().__init__(maker, lambda _: run(self._given), given.clone())
+
+    Other.replay = replay  # type: ignore[method-assign]
+    if flags[0] == "read":
+        decoder.StepPass = Read  # type: ignore[misc]
+    else:
+        decoder._CapturedStep = Other  # type: ignore[misc]
+    return generate(flags[1:])
 
 
 def evaluate(flags: list[str]) -> int:
@@ -64,40 +96,45 @@ def serve(flags: list[str]) -> int:
     """Serve four requests as the engine does, which is on a thread of its own there: prompts, steps in a batch, a row that is left."""
     import argparse
 
-    from megatron_sp.config.flags.inference_flags import add_model_flags
+    from megatron_sp.config.flags.inference_flags import add_graph_flag, add_model_flags
     from megatron_sp.inference import team as inference
 
     parser = argparse.ArgumentParser()
-    add_model_flags(parser)
+    add_graph_flag(add_model_flags(parser))
     options = parser.parse_args([*flags, "--load", "gpt", "--device", "cuda"])
     return inference.run_tool(lambda launch: _serve(options, launch))
 
 
 def _serve(options: object, launch: Launch) -> None:
     from megatron_sp.inference import team as inference
+    from megatron_sp.inference.decoder import Decoder
     from megatron_sp.inference.serving.slots import Slots
     from megatron_sp.models.gpt import GPTModel
 
     team = inference.join(options, launch)  # type: ignore[arg-type]
     loaded = inference.load(options, team, GPTModel, "GPT", {})  # type: ignore[arg-type]
     model, size = cast("GPTModel", loaded.model), loaded.stored.tokenizer.vocab_size
+    decoder = Decoder(model, 4, size, capture=inference.capture(options, team, model.config))  # type: ignore[arg-type]
+    decoder.reserve(32)
     if team.rank > 0:
-        Slots(model, 4, size).follow(lambda: cast("list[object]", team.broadcast(None)))
+        Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
         return
-    slots = Slots(model, 4, size, team.broadcast if team.size > 1 else None)
-    slots.read([1, 2, 3], keep=True, everywhere=False, more=True)
-    slots.again(more=False)
+    slots = Slots(decoder, team.broadcast if team.size > 1 else None)
+    slots.read([1, 2, 3], keep=True, everywhere=False)
+    slots.again()
     slots.read([4, 5, 6, 7, 8], keep=True, everywhere=True)
     slots.step([9, 10, 11])
     slots.drop(0)
     slots.read([12], keep=False, everywhere=False)
-    slots.step([13, 14])
-    assert slots.num_rows == 2
+    for _ in range(2):
+        slots.step([13, 14])
+    assert len(decoder.lengths) == 2
     slots.stop()
 
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
-    "generate": generate, "evaluate": evaluate, "finetune": finetune, "serve": serve, "snippet": snippets.run,
+    "generate": generate, "generate wrongly": generate_wrongly, "evaluate": evaluate, "finetune": finetune, "serve": serve,
+    "snippet": snippets.run,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fake_gpu.grid import CAPTURED
+from fake_gpu.grid import CAPTURED, PROGRAMS
 from fake_gpu.jobs import Job, require_agreement, require_sound, run_rank, waits
 from fake_gpu.snippets import SNIPPETS
 from fake_gpu.test_waits import is_noticed
@@ -48,6 +48,44 @@ def test_all_ranks_replay_the_same(name: str) -> None:
     for outcome in outcomes:
         require_sound(outcome)
     require_agreement(outcomes)
+
+
+# tokens
+
+
+TOKENS = {  # replays: one to be compared for each shape, then one for each further step
+    "generate": (Job("--prompt abc --max-new-tokens 4 --greedy", program="generate"), 1 + 3),
+    "together": (Job("--prompt ab --prompt abc --batch-generation --max-new-tokens 4 --greedy", program="generate"), 1 + 1 + 2),
+    "serve": (PROGRAMS["serve"], 1 + 1 + 1 + 1), "serve, tp, sp": (PROGRAMS["serve, tp, sp"], 1 + 1 + 1 + 1),
+    "generate, tp, sp": (PROGRAMS["generate, tp, sp"], 1 + 2 + 2),
+    "off": (Job("--prompt abc --max-new-tokens 4 --greedy --cuda-graphs off", program="generate"), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_captured_tokens(name: str) -> None:
+    job, replays = TOKENS[name]
+    outcome = run_rank(job, rank=job.world_size - 1)
+    require_sound(outcome)
+    assert outcome["launches"].get("a graph", 0) == replays, outcome["output"]
+    said = "captured steps: used (the bits of an eager step)" in run_rank(job)["output"]
+    assert said == (replays > 0)
+
+
+def test_a_step_of_a_token_that_the_host_takes_part_in() -> None:
+    flags = "read --prompt abc --max-new-tokens 4 --greedy --cuda-graphs"
+    outcome = run_rank(Job(f"{flags} auto", program="generate wrongly"))
+    require_sound(outcome)
+    reason = r"not permitted when stream is capturing: a wait of the host \(item\) at models/language_model\.py:\d+"
+    assert re.search(f"captured steps: not used, the capture failed: .*{reason}", outcome["output"]), outcome["output"]
+    assert outcome["launches"].get("a graph", 0) == 0 and "4 tokens in" in outcome["output"]
+    outcome = run_rank(Job(f"{flags} on", program="generate wrongly"))
+    assert outcome["error"] == "exit code 2" and re.search(f"--cuda-graphs on cannot be: .*{reason}", outcome["output"]), outcome["output"]
+
+
+def test_a_step_of_a_token_whose_input_is_not_static() -> None:
+    outcome = run_rank(Job("input --prompt abc --max-new-tokens 4 --greedy", program="generate wrongly"))
+    assert any(problem.startswith("freed: a replay of ") for problem in outcome["problems"]), outcome["problems"]
 
 
 # in an eager step the host waits for the losses before it queues what these order; a graph has no host in it

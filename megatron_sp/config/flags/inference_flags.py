@@ -21,8 +21,15 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     return model
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group "model" with further flags for tools that run on several processes, and the group "layout"."""
+def add_graph_flag(model: argparse._ArgumentGroup) -> None:
+    """Add --cuda-graphs for tools that generate, to the group "model"."""
+    model.add_argument("--cuda-graphs", choices=("auto", "on", "off"), default="auto",
+                       help="launch the step of a token from CUDA graphs; auto: on a GPU, if that gives the bits of an eager step;"
+                       " on: an error if it cannot be (default: auto)")  # fmt: skip
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the group "model" with further flags for tools that run on several processes, and the group "layout"; return the first."""
     model = add_checkpoint_flags(parser)
     model.add_argument("--bos", action=argparse.BooleanOptionalAction, default=None,
                        help="texts begin with the tokenizer's BOS token, or not (default: as the tokenizer's own do)")  # fmt: skip
@@ -40,3 +47,4 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
                         help="processes that share each sequence and exchange keys and values; for evaluation (default: 1)")  # fmt: skip
     layout.add_argument("--pipeline-model-parallel-size", "--pp-size", type=integer(2**16), default=1, metavar="N", dest="pp_size",
                         help="1: pipelines are for training, and their checkpoints load without one (default: 1)")  # fmt: skip
+    return model

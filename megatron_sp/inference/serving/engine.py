@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.inference.serving.request import ApiError, Completion, Prompt
+from megatron_sp.inference.serving.request import ApiError, Completion
 from megatron_sp.inference.serving.sequence import Piece, Sequence
 from megatron_sp.inference.serving.slots import Slots
 
@@ -50,14 +50,6 @@ class _Entry(NamedTuple):
     sequence: Sequence
 
 
-class _Read(NamedTuple):
-    """A prefilled prompt of which more samples are waiting."""
-
-    job: Job
-    prompt: Prompt
-    logits: Tensor
-
-
 class Engine:
     """Engine that processes requests in a thread of its own, from ``start`` to ``stop``.
 
@@ -74,7 +66,7 @@ class Engine:
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # entry i is row i
         self._reading: Job | None = None  # whose prompt the model has now
-        self._shared: _Read | None = None
+        self._shared: tuple[_Entry, Tensor] | None = None  # logits of the prompt that was read last, if more samples wait for them
         self._changed = threading.Condition()
         self._stopping = False
         self._drain_until: float | None = None
@@ -178,9 +170,8 @@ class Engine:
         for row in range(len(self._running) - 1, -1, -1):
             if self._running[row].job is job:
                 self._drop(row)
-        if self._shared is not None and self._shared.job is job:
+        if self._shared is not None and self._shared[0].job is job:
             self._shared = None
-            self._slots.forget()
         if error is not None:
             job.emit(error)
 
@@ -195,7 +186,7 @@ class Engine:
             busy = bool(self._running)
             entry = self._waiting[0]  # it keeps its place until it has a row
             sequence, self._reading, stays = entry.sequence, entry.job, entry.sequence.spec.max_tokens > 1
-            is_read = self._shared is not None and self._shared.prompt is sequence.prompt
+            is_read = self._shared is not None and self._shared[0].sequence.prompt is sequence.prompt
             logits = self._logits_of(entry, stays)
             with self._changed:
                 self._waiting.popleft()
@@ -208,16 +199,15 @@ class Engine:
                 return
 
     def _logits_of(self, entry: _Entry, stays: bool) -> Tensor:
-        """Return the logits of a prompt, which is prefilled for its first sample and kept until its last; ``stays``: give it a row."""
-        prompt, spec = entry.sequence.prompt, entry.sequence.spec
-        more = entry.sequence.sample + 1 < spec.n
-        if self._shared is not None and self._shared.prompt is prompt:
-            logits = self._shared.logits
-            if stays:
-                self._slots.again(more)
+        """Return the logits of a prompt, which is prefilled for its first sample; ``stays``: give it a row."""
+        sequence, shared = entry.sequence, self._shared
+        if shared is None or shared[0].sequence.prompt is not sequence.prompt:
+            logits = self._slots.read(sequence.prompt.ids, stays, sequence.wants_all_logits)
         else:
-            logits = self._slots.read(prompt.ids, stays, entry.sequence.wants_all_logits, more)
-        self._shared = _Read(entry.job, prompt, logits) if more else None
+            logits = shared[1]
+            if stays:
+                self._slots.again()
+        self._shared = (entry, logits) if sequence.sample + 1 < sequence.spec.n else None
         return logits
 
     def _take_step(self) -> None:
@@ -247,7 +237,7 @@ class Engine:
             job.cancelled = True
         self._running.clear()
         self._reading = self._shared = None
-        self._slots.clear()
+        self._slots.decoder.clear()
 
     def _end_all(self, error: ApiError) -> None:
         for job in {entry.job for entry in (*self._waiting, *self._running)}:

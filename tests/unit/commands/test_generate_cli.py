@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.commands import generate
+from megatron_sp.commands import generate, serve
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.team import Team
@@ -67,6 +67,36 @@ def test_several_prompts_and_samples_have_headings(
     assert "8 tokens" in err
 
 
+def test_together_prints_what_one_after_another_does(
+    byte_run: tuple[Path, GPTModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("ab\nc\ndefg\n")
+    words = ("--prompt-file", str(tmp_path / "prompts.txt"), "--num-samples", "2", "--stop", "a", "--dtype", "float64")
+    code, alone, said = call(capsys, byte_run[0], *words)
+    assert code == 0 and "at once" not in said
+    for flags, rows in ((["--batch-generation"], 6), (["--batch-generation", "2"], 2)):  # no more rows than there are continuations
+        code, out, err = call(capsys, byte_run[0], *words, *flags)
+        assert (code, out) == (0, alone)
+        assert f"up to {rows} at once: products of a batch round differently, so a token may differ" in err
+
+
+def test_graphs_that_cannot_be_are_an_error(
+    byte_run: tuple[Path, GPTModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stored_models.byte_config()
+    config.model.num_experts = 4
+    stored_models.save(tmp_path / "experts", config, {1: GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32)})
+    ways_out = "or use --cuda-graphs auto or off"
+    for tool, words in ((generate, ["--prompt", "a"]), (serve, [])):
+        assert tool.main(["--load", str(byte_run[0]), "--device", "cpu", "--cuda-graphs", "on", *words]) == 2
+        assert f"error: --cuda-graphs on cannot be: a CPU has no graphs; use a GPU, {ways_out}" in capsys.readouterr().err
+        with monkeypatch.context() as patched:
+            patched.setattr("torch.cuda.is_available", lambda: True)
+            assert tool.main(["--load", str(tmp_path / "experts"), "--cuda-graphs", "on", *words]) == 2
+        wanted = f"the host reads how many tokens each expert has (--num-experts); take a model without experts, {ways_out}"
+        assert f"error: --cuda-graphs on cannot be: {wanted}" in capsys.readouterr().err
+
+
 def test_reads_prompts_from_stdin_and_interactively(
     byte_run: tuple[Path, GPTModel], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +126,7 @@ def test_an_empty_prompt_starts_a_document(byte_run: tuple[Path, GPTModel], caps
         (["--prompt", "x" * 25], 2, "shorten it by at least 1"),
         (["--prompt", "a", "--top-p", "0"], 2, "top_p (0.0) must be in (0, 1]"),
         (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens (0)"),
+        (["--prompt", "a", "--batch-generation", "0"], 2, "--batch-generation (0) must be at least 1"),
         (["--prompt", "a", "--num-threads", "-3"], 2, "--num-threads (-3) must be at least 1"),
         (["--prompt", "a", "--ckpt-step", "7"], 3, "step-000007"),
         (["--prompt-file", "/nowhere/prompts.txt"], 4, "/nowhere/prompts.txt cannot be read"),

@@ -9,34 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from support import stored_models
+from support.generators import MODELS, VOCAB, build
 
-from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
-from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.inference.kv_cache import KVCache, RowPass
 from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.utils.errors import ConfigError, NumericsError
-
-VOCAB = 61
-MODELS = {
-    "learned": {},
-    "rope": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True},
-    "grouped": {"num_query_groups": 2, "position_embedding_type": "rope", "rotary_percent": 0.5},
-    "qk_norm": {"qk_layernorm": True, "untie_embeddings_and_output_weights": True},
-    "window": {"num_query_groups": 2, "position_embedding_type": "rope", "window_size": 4},
-    "parallel": {"position_embedding_type": "rope", "rotary_percent": 0.34, "use_parallel_residual": True},
-    "experts": {"num_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 12},
-    "one_group_no_positions": {"num_query_groups": 1, "position_embedding_type": "none", "disable_bias_linear": True},
-}
-
-
-def build(name: str = "learned", **changes: object) -> GPTModel:
-    shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 20, "vocab_size": VOCAB, "init_method_std": 0.3}
-    config = ModelConfig(**{**shape, **MODELS[name], **changes})  # type: ignore[arg-type]
-    return GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,10 +27,10 @@ def test_cached_steps_have_the_logits_of_a_full_forward(name: str) -> None:
     tokens = torch.randint(0, VOCAB, (1, 17), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         full = model.logits(model.hidden(tokens, ForwardContext(AttentionMask())))
-        cache, parts = KVCache(2, 17), []
-        for chunk in tokens.split([5, 1, 1, 6, 3, 1], dim=1):  # a prompt, single steps and chunks onto a filled cache
-            parts.append(model.logits(model.hidden(chunk, ForwardContext(AttentionMask(), cache=cache))))
-    assert cache.length == 17
+        cache, at, parts = KVCache(2, 3, 17), 0, []
+        for chunk in tokens.split([5, 1, 1, 6, 3, 1], dim=1):  # a prompt, single steps and chunks onto a filled row
+            parts.append(model.logits(model.hidden(chunk, ForwardContext(AttentionMask(), cache=RowPass(cache, 1, at)))))
+            at += chunk.shape[1]
     assert (torch.cat(parts) - full).abs().max() < 1e-10
 
 

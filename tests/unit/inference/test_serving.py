@@ -13,6 +13,7 @@ from support import stored_models
 from support.waiting import PATIENCE_S, wait_until
 
 from megatron_sp.data.tokenizers import ByteTokenizer
+from megatron_sp.inference.decoder import Decoder
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.serving.engine import Engine, Event
 from megatron_sp.inference.serving.request import ApiError, Completion, Limits, parse_body
@@ -146,9 +147,15 @@ def model() -> GPTModel:
     return GPTModel(config.model, config.kernels, seed=2, dtype=torch.float64).requires_grad_(False)
 
 
+def slots(model: GPTModel, rows: int) -> Slots:
+    decoder = Decoder(model, rows, TOKENIZER.vocab_size)
+    decoder.reserve(model.config.max_positions)
+    return Slots(decoder)
+
+
 @pytest.fixture
 def engine(model: GPTModel) -> Iterator[Engine]:
-    made = Engine(Slots(model, 3, TOKENIZER.vocab_size), TOKENIZER, max_queue=4, timeout_s=PATIENCE_S)
+    made = Engine(slots(model, 3), TOKENIZER, max_queue=4, timeout_s=PATIENCE_S)
     made.start()
     yield made
     made.stop()
@@ -189,7 +196,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(
     read, seen = engine._slots.read, list[list[int]]()
     monkeypatch.setattr(engine._slots, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
     found = Client(engine, prompt=["abc", "xyz"], n=3, seed=7, **body).finish()
-    assert seen == [list(b"abc"), list(b"xyz")] and engine._slots._prompt is None and engine._shared is None
+    assert seen == [list(b"abc"), list(b"xyz")] and engine._shared is None
     count = body["max_tokens"]
     want = [text for prompt in ("abc", "xyz") for text in alone(model, prompt, count, Sampling(seed=7), 3)]
     shown = ["abc"] * 3 + ["xyz"] * 3 if "echo" in body else [""] * 6
@@ -200,11 +207,10 @@ def test_a_cancelled_request_leaves_no_prompt_behind(engine: Engine) -> None:
     client = Client(engine, **ENDLESS, n=5)  # three run, two wait for them
     client.next()
     wait_until(lambda: engine.counts == {"running": 3, "waiting": 2})
-    assert engine._slots._prompt is not None
+    assert engine._shared is not None
     engine.cancel(client.job)
     wait_until(lambda: engine.counts == {"running": 0, "waiting": 0})
-    wait_until(lambda: engine._slots._prompt is None)
-    assert engine._shared is None
+    wait_until(lambda: engine._shared is None)
 
 
 def test_a_stop_ends_a_choice_and_is_not_shown(model: GPTModel, engine: Engine) -> None:
@@ -286,7 +292,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine)
 
 
 def test_late_requests_end(model: GPTModel) -> None:
-    engine = Engine(Slots(model, 1, 257), TOKENIZER, max_queue=1, timeout_s=1e-6)
+    engine = Engine(slots(model, 1), TOKENIZER, max_queue=1, timeout_s=1e-6)
     engine.start()
     for client in [Client(engine, **ENDLESS) for _ in range(2)]:  # one runs, one waits
         with pytest.raises(ApiError, match=r"longer than 1e-06 s") as caught:
@@ -296,7 +302,7 @@ def test_late_requests_end(model: GPTModel) -> None:
 
 
 def test_going_down_finishes_what_it_can(model: GPTModel) -> None:
-    engine = Engine(Slots(model, 2, 257), TOKENIZER, max_queue=1, timeout_s=PATIENCE_S)
+    engine = Engine(slots(model, 2), TOKENIZER, max_queue=1, timeout_s=PATIENCE_S)
     engine.start()
     short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, **ENDLESS)
     long.next()

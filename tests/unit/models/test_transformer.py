@@ -13,6 +13,7 @@ from support.errors import FP64, assert_law
 from support.op_checks import randn
 from torch import Tensor
 
+from megatron_sp.inference.kv_cache import KVCache, StepPass
 from megatron_sp.models.transformer import AttentionCore, SelfAttention, TransformerBlock, qkv_rows
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
@@ -111,11 +112,12 @@ def test_a_follower_chunk_has_queries_only() -> None:
 def test_a_window_is_put_where_the_kind_of_mask_has_it() -> None:
     layer = attention(window_size=3)
     causal = layer.mask(ForwardContext(AttentionMask()), groups=2)
-    assert causal.causal and causal.window == 3 and causal.key_starts is None
-    lengths = torch.tensor([5, 8])
-    one_new = layer.mask(ForwardContext(AttentionMask(causal=False, key_lengths=lengths)), groups=2)
-    assert one_new.window is None and one_new.key_starts is not None
-    assert one_new.key_starts.tolist() == [2, 2, 5, 5], "each sequence's new position sees the last three keys"
+    assert causal.causal and causal.window == 3 and causal.bias is None
+    new = StepPass(KVCache(1, 2, 8), torch.tensor([4, 6]), 8, is_exact=False)
+    one_new = layer.mask(ForwardContext(AttentionMask(), cache=new), groups=2)
+    assert one_new.window is None and one_new.bias is not None
+    seen = [[at for at, added in enumerate(row) if added == 0] for row in one_new.bias[:, 0, 0].tolist()]
+    assert seen == [[2, 3, 4]] * 2 + [[4, 5, 6]] * 2, "each sequence's new position sees the last three keys"
     assert attention().mask(ForwardContext(AttentionMask()), groups=2).window is None
 
 

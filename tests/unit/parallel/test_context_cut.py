@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import KernelConfig
-from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.inference.kv_cache import KVCache, RowPass
 from megatron_sp.models import language_model
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import TransformerBlock
@@ -222,4 +222,4 @@ def test_a_cache_is_for_one_cp_rank() -> None:
     (_, layout), *_ = layouts(2, 1, 1)
     model = tiny.build(tiny.shape(), KernelConfig(), seed=5, dtype=torch.float64, layout=layout)
     with pytest.raises(RuntimeError, match="a KV cache holds all positions"):
-        model.hidden(torch.zeros(1, 4, dtype=torch.int64), ForwardContext(AttentionMask(), cache=KVCache(tiny.LAYERS, 8)))
+        model.hidden(torch.zeros(1, 4, dtype=torch.int64), ForwardContext(AttentionMask(), cache=RowPass(KVCache(tiny.LAYERS, 1, 8), 0, 0)))

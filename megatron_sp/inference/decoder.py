@@ -1,0 +1,206 @@
+"""Sequences that a model continues together, a token each in every step; on a GPU the step is captured in CUDA graphs.
+
+    read (a prompt, into the next row) | again (the same one, for another sample) | step (a token for each row) | drop (a row)
+
+A captured step has fixed shapes: a number of rows, and a span of keys in which the longest sequence fits (``_span``).
+There is a graph for each pair of them that comes up, recorded after a step that runs eagerly, and all share one pool. Token
+ids and lengths are copied into its input; the host reads the logits. A graph is used if it gives the bits of that eager step.
+Without graphs a step reads the keys that there are.
+
+Source: the idea of a static cache with graphs by size is that of vLLM and gpt-fast; the capture is ``ops/cuda_graphs.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.inference.kv_cache import KVCache, RowPass, StepPass
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.utils.errors import ConfigError
+
+_LEAST_SPAN = 256
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How steps are captured.
+
+    Attributes:
+        new_maker: makes a maker of graphs, with a pool of its own.
+        must: an error if a capture fails; else it is a line, and steps are eager.
+        of_all: returns the values of all ranks on every rank.
+        tell: says a line to the user.
+    """
+
+    new_maker: Callable[[], GraphMaker]
+    must: bool = False
+    of_all: Callable[[Any], list[Any]] = lambda value: [value]
+    tell: Callable[[str], None] = lambda line: None
+
+
+class Decoder:
+    """Up to ``max_rows`` sequences in rows 0, 1, ... without gaps; when one is dropped, the last takes its row.
+
+    All logits are returned on the CPU; on a GPU the host waits once for them. Collective over the ranks of tp and sp.
+
+    Args:
+        model: this rank's part of the model.
+        max_rows: number of sequences generated at once.
+        vocab_size: logits are truncated to it; None: all.
+        kernel: attention kernel.
+        capture: how steps are captured; None: they are not.
+    """
+
+    def __init__(
+        self, model: GPTModel, max_rows: int = 1, vocab_size: int | None = None, *, kernel: KernelName = "sdpa",
+        capture: Capture | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.max_rows, self.vocab_size = model, max_rows, vocab_size
+        self._kernel, self._capture = kernel, capture
+        self._device = model.embedding.word_embeddings.weight.device
+        self._has_told = False
+        self.lengths: list[int] = []
+        self._prompt = 0, 0  # row and length of the prompt that was read last: it stays there when its row is dropped
+        self._allocate(0)
+
+    def _allocate(self, length: int) -> None:
+        self._cache = KVCache(len(self.model.stack.layers), self.max_rows, length)
+        self._steps: dict[tuple[int, int], _CapturedStep | None] = {}
+        self._maker = None if self._capture is None else self._capture.new_maker()
+
+    def reserve(self, length: int) -> None:
+        """Drop all sequences, and make room for some of ``length`` positions.
+
+        Raises:
+            ConfigError: steps must be captured, and cannot.
+        """
+        self.lengths, self._prompt = [], (0, 0)
+        length = length if self._maker is None else _span(length)
+        if length > self._cache.max_length:
+            self._allocate(length)
+        if self._maker is not None and not self._steps:  # before any prompt, so that no token depends on what a trial finds
+            self.lengths = [0]
+            self.step([0])
+            self.lengths = []
+            if not any(self._steps.values()):
+                self._capture = self._maker = None
+
+    def clear(self) -> None:
+        """Drop all sequences, after a failure with what it may have left."""
+        self.lengths = []
+        self._cache.clear()
+
+    def read(self, tokens: list[int], keep: bool = True, everywhere: bool = False) -> Tensor:
+        """Prefill a prompt; with ``keep``, into the next row.
+
+        Args:
+            everywhere: return the logits of all its positions, not only of the last.
+        Returns:
+            Logits [s, v] or [1, v].
+        """
+        ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
+        cache = RowPass(self._cache, len(self.lengths), 0) if keep else None
+        context = ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache)
+        logits = self.model.all_logits(ids, context)[:, 0] if everywhere else self.model.next_logits(ids, context)
+        if keep:
+            assert len(self.lengths) < self.max_rows, "there is no room for another sequence"
+            self._prompt = len(self.lengths), len(tokens)
+            self.lengths.append(len(tokens))
+        return logits[:, : self.vocab_size].cpu()
+
+    def again(self) -> None:
+        """Put the prompt that was read last into another row."""
+        row, length = self._prompt
+        if row != len(self.lengths):
+            self._cache.copy(row, len(self.lengths), length)
+        self.lengths.append(length)
+
+    def drop(self, row: int) -> None:
+        """Drop a row; the last one takes its number."""
+        last, (source, length) = len(self.lengths) - 1, self._prompt
+        if source == row != last:
+            self._cache.exchange(row, last, max(length, self.lengths[last]))
+            self._prompt = last, length
+        elif row != last:
+            self._cache.copy(last, row, self.lengths[last])
+        self.lengths[row] = self.lengths[last]
+        del self.lengths[last]
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Append a token to each row; return the logits after them, [rows, v]."""
+        given, longest = torch.tensor([tokens, self.lengths]), max(self.lengths) + 1
+        logits = self._eager(given, longest) if self._maker is None else self._in_graph(given, _span(longest))
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def _eager(self, given: Tensor, span: int) -> Tensor:
+        is_exact = self._maker is None and given.shape[1] == 1
+        return self._run(given.to(self._device), span, is_exact=is_exact)[:, : self.vocab_size].cpu()
+
+    def _run(self, given: Tensor, span: int, *, is_exact: bool = False) -> Tensor:
+        """Compute the logits [b, v] after tokens ``given[0]`` that are appended to rows of lengths ``given[1]``; nothing else of
+        the host's is read."""
+        cache = StepPass(self._cache, given[1], span, is_exact=is_exact)
+        return self.model.next_logits(given[0][:, None], ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache))
+
+    def _in_graph(self, given: Tensor, span: int) -> Tensor:
+        shape = given.shape[1], span
+        captured = self._steps.get(shape)
+        if captured is not None:
+            return captured.replay(given)[:, : self.vocab_size].cpu()
+        logits = self._eager(given, span)
+        if shape not in self._steps:
+            self._steps[shape] = self._try(given, span, logits)
+        return logits
+
+    def _try(self, given: Tensor, span: int, wanted: Tensor) -> _CapturedStep | None:
+        """Capture a step that has just run; return None if it cannot be used on some rank. Collective."""
+        assert self._capture is not None and self._maker is not None
+        captured, problem = None, ""
+        try:
+            captured = _CapturedStep(self._maker, lambda given: self._run(given, span), given.to(self._device))
+        except RuntimeError as error:
+            problem = f"the capture failed: {first_words(error)}"
+        problem = next(filter(None, self._capture.of_all(problem)), "")
+        if captured is not None and not problem and not self._capture.must:
+            found = captured.replay(given)[:, : self.vocab_size].cpu()  # the same token to the same place
+            differs = not torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+            problem = next(filter(None, self._capture.of_all("a replay has other bits than an eager step" if differs else "")), "")
+        if problem and self._capture.must:
+            raise ConfigError(f"--cuda-graphs on cannot be: {problem}; use --cuda-graphs auto or off")
+        if problem or not self._has_told:
+            self._capture.tell(f"captured steps: {f'not used, {problem}' if problem else 'used (the bits of an eager step)'}")
+        self._has_told = True
+        return None if problem else captured
+
+
+class _CapturedStep:
+    """A step of fixed shapes in a graph."""
+
+    def __init__(self, maker: GraphMaker, run: Callable[[Tensor], Tensor], given: Tensor) -> None:
+        self._given = given
+
+        def record() -> None:
+            self._logits = run(given)
+
+        self._graph: Graph = maker.capture(record)
+
+    def replay(self, given: Tensor) -> Tensor:
+        """Return the logits [b, v], which are overwritten by the next replay of any graph."""
+        self._given.copy_(given)
+        self._graph.replay()
+        return self._logits
+
+
+def _span(length: int) -> int:
+    """Return the number of keys that a captured step reads for sequences of this length: at most a quarter more."""
+    step = max(_LEAST_SPAN, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step

@@ -1,0 +1,28 @@
+"""Tiny GPTs of every kind that text is generated with, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.models.gpt import GPTModel
+
+VOCAB = 61
+MODELS: dict[str, dict[str, Any]] = {
+    "learned": {},
+    "rope": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True},
+    "grouped": {"num_query_groups": 2, "position_embedding_type": "rope", "rotary_percent": 0.5},
+    "qk_norm": {"qk_layernorm": True, "untie_embeddings_and_output_weights": True},
+    "window": {"num_query_groups": 2, "position_embedding_type": "rope", "window_size": 4},
+    "parallel": {"position_embedding_type": "rope", "rotary_percent": 0.34, "use_parallel_residual": True},
+    "experts": {"num_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 12},
+    "one_group_no_positions": {"num_query_groups": 1, "position_embedding_type": "none", "disable_bias_linear": True},
+}
+
+
+def build(name: str = "learned", **changes: object) -> GPTModel:
+    shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 20, "vocab_size": VOCAB, "init_method_std": 0.3}
+    config = ModelConfig(**{**shape, **MODELS[name], **changes})
+    return GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64)
