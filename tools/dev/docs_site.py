@@ -1,8 +1,8 @@
 """Hooks of the documentation site (``mkdocs.yml``, ``make docs-site``), so that no list of pages or modules has to be kept by hand.
 
 - The navigation is that of ``docs/index.md``: its headings, and the pages under each in the order of its links.
-- The API reference has a page for each folder of the package, made from the sources; a public name without a docstring
-  ends the build.
+- The API reference has a page for each folder of the package, made from the sources; a module, or a name that other
+  modules import, without a docstring ends the build.
 - A link from a page to a file or folder of the repository outside of ``docs/`` leads to a copy of it in the site, so
   that the same link works on GitHub, in the site, and without a network. Markdown files (README.md) are pages of their
   own.
@@ -27,7 +27,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
-from house_figures import Documented  # noqa: E402
+from house_figures import undocumented  # noqa: E402
 
 PACKAGE, DOCS, API, COPIES = "megatron_sp", "docs", "reference/api", "repository"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -44,9 +44,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the API reference, and copies of what the pages link to outside of ``docs/``."""
-    missing = [f"{path}:{line}: {name} has no docstring" for path, line, name in Documented(ROOT / PACKAGE).missing()]
-    if missing:
-        raise PluginError("\n".join(missing))
+    if missing := undocumented(ROOT / PACKAGE):
+        raise PluginError("without a docstring: " + ", ".join(missing))
     for uri, text in api_pages().items():
         files.append(File.generated(config, uri, content=text))
     waiting = [(f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages() if file.generated_by is None]
