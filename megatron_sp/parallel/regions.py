@@ -31,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
 from megatron_sp.comm.groups import Group
 
-GatherGrad = Literal["reduce_scatter", "slice"]
+GatherGrad = Literal["reduce_scatter", "slice"] | Callable[[Tensor, Group], str]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -106,7 +106,8 @@ def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
     """Concatenate all ranks' ``x`` along ``dim``.
 
     Args:
-        grad: reduce_scatter if ranks use the result differently, slice if all compute the same from it.
+        grad: reduce_scatter if ranks use the result differently, slice if all compute the same from it; or a function of
+            (gradient, group) that decides in backward.
     """
     return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
 
@@ -200,7 +201,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        back = _scattered_sum if ctx.grad == "reduce_scatter" else _sliced
+        adjoint = ctx.grad(grad, ctx.group) if callable(ctx.grad) else ctx.grad
+        back = _scattered_sum if adjoint == "reduce_scatter" else _sliced
         return back(grad, ctx.group, ctx.dim), None, None, None
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.ulysses_options import require_known, require_known_of_context
 from megatron_sp.schedule.check.check import Report, check
 from megatron_sp.schedule.check.decision import decide
-from megatron_sp.schedule.check.derive import as_said, complete, explained, open_gathers, with_derived
+from megatron_sp.schedule.check.derive import as_said, complete, open_gathers, with_derived
 from megatron_sp.schedule.core.directives import Directive, caller
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
@@ -224,10 +223,6 @@ class Schedule:
             dtype: dtype in which both compute.
             loss: function of the model's result (default: its own loss).
         Raises:
-            NumericsError: they differ; names the worst tensors, the first module that differs, and the reason if
-                ``check()`` finds it.
-            ConfigError: invalid lines, as for ``check()`` and ``apply()``; DoesNotRun: the split model fails, and
-                ``check()`` does not find the reason.
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
         if not verdict.ok:
@@ -243,8 +238,7 @@ class Schedule:
         if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # mistakes are measured below
                 self._complete(batch, guess=True)
-        asked = (self.model, self.directives, self.mesh, self.seq_dim, batch)
-        verdict = explained(partial(verify, *asked, dtype=dtype, loss=loss), *asked)
+        verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
         if verdict.ok:
             self._verified = as_said(self.directives)
         return verdict

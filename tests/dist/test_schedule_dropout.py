@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.verify.float64_mode import Float64Mode
+from megatron_sp.schedule.verify.copies import Float64Mode
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,11 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
         return lambda x: copy_to(x, group)
     if op not in OPS:
         raise ConfigError(f"sync on {path}: {op!r} is not known, only {', '.join(OPS)}, or a function ({where})")
-    dim, guess = args.get("axis", seq_dim), Guess("reduce_scatter" if mode == "fwd_pre" else "slice")
+    dim, grad = args.get("axis", seq_dim), args.get("grad", Guess("reduce_scatter" if mode == "fwd_pre" else "slice"))
+    if hasattr(grad, "choose"):
+        grad = partial(grad.choose, path)
     changes: dict[str, Callable[[Tensor], Tensor]] = {
-        "all_gather": lambda x: gather_from(x, group, dim, args.get("grad", guess)),
+        "all_gather": lambda x: gather_from(x, group, dim, grad),
         "reduce_scatter": lambda x: reduce_scatter_to(x, group, dim),
         "scatter": lambda x: scatter_to(x, group, dim),
         "all_reduce": lambda x: reduce_from(x, group),

@@ -22,7 +22,7 @@ from megatron_sp.schedule.check.follower import Follower
 from megatron_sp.schedule.check.meta_copy import meta_copy
 from megatron_sp.schedule.report.survey import Edge, survey, unapplied, without_numbers
 from megatron_sp.schedule.report.traffic import again, sent
-from megatron_sp.schedule.verify.verify import tensors_of
+from megatron_sp.schedule.verify.diagnosis import tensors_of
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up
 

@@ -7,9 +7,10 @@ little: a schedule that lacks the sum of an input's gradient passes such a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -22,19 +23,23 @@ from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import AXES, Mesh
-from megatron_sp.schedule.verify.deterministic_copy import deterministic_copy, drops
-from megatron_sp.schedule.verify.float64_mode import Float64Mode
+from megatron_sp.schedule.verify.copies import Float64Mode, deterministic_copy, drops
+from megatron_sp.schedule.verify.derive import measuring
+from megatron_sp.schedule.verify.diagnosis import Diagnosis, Trace, tensors_of
 from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
 LossOf = Callable[[Any], Tensor]
 
 
+_HARD_CODED = "if sizes do not fit, the module has a hard-coded size of the whole model: divide it, .set('<attribute>', divide='tp') (E11)"
+
+
 class DoesNotRun(ConfigError):
     """Error of a split model where the whole one runs; ``failure`` describes where and how it fails, without advice."""
 
     def __init__(self, failure: str, advice: str) -> None:
-        super().__init__(f"{failure}. {advice}")
+        super().__init__(f"{failure}\n{advice}")
         self.failure = failure
 
 
@@ -60,7 +65,8 @@ class Verdict:
         tolerance: maximum error of each.
         first: the first module whose result differs, or None.
         without_dropout: True if the model has dropout, which was off in both passes, as shares draw different numbers.
-        why: reason for a difference, if ``check()`` finds one.
+        why: what is wrong where, and what to write instead; "" if all agree, or it is not known.
+        adjoints: measured adjoint of each all_gather that gives none, by the index of its line.
     """
 
     rows: list[Comparison] = field(default_factory=list)
@@ -68,6 +74,7 @@ class Verdict:
     first: str | None = None
     without_dropout: bool = False
     why: str = ""
+    adjoints: dict[int, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -79,7 +86,7 @@ class Verdict:
         if not bad:
             off = ", dropout off" if self.without_dropout else ""
             return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
-        lines = [f"  {row}" for row in bad[:12]] + ([f"check() says why: {self.why}"] if self.why else [])
+        lines = [f"  {row}" for row in bad[:12]] + ([self.why] if self.why else [])
         first = f"; the first module that differs is {self.first}" if self.first else ""
         return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
 
@@ -105,30 +112,76 @@ def verify(
     unchanged = whole is None
     whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
     # copies: modules that lines bring would be split here, and again when the schedule is applied
-    own = [
+    own, adjoints = measuring(
         replace(d, args={**d.args, "new": deterministic_copy(d.args["new"], dtype)})
         if d.do == "replace" and isinstance(d.args["new"], nn.Module)
         else d
         for d in directives
-    ]
+    )
     applied = apply(split, own, mesh, seq_dim, rules=False)
+    diagnosis = Diagnosis(whole, applied, directives, 1e3 * TOLERANCE.get(dtype, 1e-2))
     # a recomputation on another device runs in a thread of that device, which this mode does not reach
     with Float64Mode() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
-        found = {"whole": _run(whole, batch, loss)}
-        with _told(split):
-            found["split"] = _run(split, batch, loss, applied.complete, mesh.dp.size())
-    applied.finish_backward()
-    verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2), without_dropout=drops(model))
-    for name, expected in found["whole"].outputs.items():
-        made = found["split"].outputs.get(name)
-        verdict.rows.append(Comparison(name, "output", _worst(made, expected, 0.0, mesh), _shapes(made, expected)))
-    verdict.rows.append(Comparison("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
-    verdict.rows += _input_gradients(found["whole"].inputs, found["split"].inputs, mesh)
-    verdict.rows += _gradients(whole, applied, mesh, unchanged)
-    verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
-    if not verdict.ok:
-        verdict.first = _first_different(found["whole"].results, found["split"].results, verdict.tolerance, mesh)
+        expected = _run(whole, batch, loss)
+        run_split = partial(_run, split, batch, loss, applied.complete, mesh.dp.size())
+        found = _run_or_explain(run_split, partial(_run, whole, batch, loss), diagnosis)
+        applied.finish_backward()
+        verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2), without_dropout=drops(model))
+        for name, tensor in expected.outputs.items():
+            made = found.outputs.get(name)
+            verdict.rows.append(Comparison(name, "output", _worst(made, tensor, 0.0, mesh), _shapes(made, tensor)))
+        verdict.rows.append(Comparison("loss", "loss", _worst(found.loss, expected.loss, 0.0, mesh)))
+        verdict.rows += _input_gradients(expected.inputs, found.inputs, mesh)
+        verdict.rows += _gradients(whole, applied, mesh, unchanged)
+        verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
+        verdict.adjoints = {i: adjoint.decided(directives[i]) for i, adjoint in adjoints.items()}
+        if not verdict.ok:
+            verdict.why = _explain(verdict, diagnosis, partial(_run, whole, batch, loss), run_split)
+            verdict.first = diagnosis.first or None
     return verdict
+
+
+def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]) -> str:
+    """Run both models once more, watching every module,, and return what is wrong."""
+    whole, split, applied = Trace(), Trace(), diagnosis.applied
+    wanted = {name: p.grad.clone() for name, p in diagnosis.whole.named_parameters() if p.grad is not None}
+    local = {name: grad.clone() for name, grad in applied.gradients().items()}
+    with whole.of(diagnosis.whole):
+        run_whole()
+    with split.of(applied.model):
+        run_split()
+    if why := diagnosis.explain(whole, split):
+        return why
+    row = next((row for row in verdict.rows if row.kind == "gradient" and not row.error <= verdict.tolerance), None)
+    if row is None or (expected := wanted.get(row.name)) is None:
+        return ""
+    grad = local.get(row.name)
+    made = torch.zeros_like(expected) if grad is None else applied.whole(row.name, grad) if row.name in applied.splits else grad
+    return diagnosis.explain_gradient(row.name, made, expected)
+
+
+def _run_or_explain(run_split: Callable[[], _Pass], run_whole: Callable[[], object], diagnosis: Diagnosis) -> _Pass:
+    """Run the split model. Raises DoesNotRun, which names the module, if it fails though the whole model did not."""
+    split, model = Trace(), diagnosis.applied.model
+    try:
+        return run_split()
+    except (ReportedError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        paths = {id(module): path for path, module in model.named_modules()}
+        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+        inside = [paths[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in paths]
+        failed = inside[-1] if inside else None
+        whole = Trace()
+        with whole.of(diagnosis.whole):
+            run_whole()
+        with split.of(model), suppress(Exception):
+            run_split()
+        name = "the backward pass" if failed is None else f"{failed or 'the model'} ({type(model.get_submodule(failed)).__name__})"
+        why = "" if failed is None else diagnosis.explain_failure(failed, whole, split)
+        raise DoesNotRun(
+            f"{name} fails in the split model, and not in the whole one: {type(error).__name__}: {error}", why or _HARD_CODED
+        ) from error
 
 
 def require(verdict: Verdict) -> None:
@@ -152,39 +205,15 @@ def _weights(t: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, max(1, t.numel()), dtype=t.dtype, device=t.device).reshape(t.shape)
 
 
-def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a nested result, by path."""
-    if isinstance(result, Tensor):
-        return {prefix or "result": result}
-    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
-    if is_dataclass(result) and not isinstance(result, (dict, type)):
-        items = ((place.name, getattr(result, place.name)) for place in fields(result))
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
-
-
 @dataclass
 class _Pass:
     outputs: dict[str, Tensor]
     loss: Tensor
-    results: dict[str, Tensor]
     inputs: dict[str, Tensor]
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
     # dp ranks have the same batch, and their gradients are summed, so each contributes 1/parts
-    results: dict[str, Tensor] = {}
-    handles = []
-    for path, module in model.named_modules():
-
-        def keep(_: nn.Module, args: Any, result: Any, path: str = path) -> None:
-            tensors = [t for t in tensors_of(result).values() if t.is_floating_point()]
-            if tensors:
-                results[path] = tensors[0].detach()
-
-        handles.append(module.register_forward_hook(keep))
     batch = {k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for k, v in batch.items()}
     result = model(**batch)
     result = result if complete is None else complete(result)
@@ -194,13 +223,11 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
         torch.ones_like(value) / parts,
         # backward() of a tensor would recompute outside of the mode
     )
-    for handle in handles:
-        handle.remove()
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
     gradients = {
         k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in batch.items() if isinstance(v, Tensor) and v.requires_grad
     }
-    return _Pass(outputs, value.detach(), results, gradients)
+    return _Pass(outputs, value.detach(), gradients)
 
 
 def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
@@ -208,25 +235,6 @@ def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: M
     return [
         Comparison(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()
     ]
-
-
-@contextmanager
-def _told(split: nn.Module) -> Iterator[None]:
-    """Guard a pass of the split model. Raises DoesNotRun, which names the module, if it fails though the whole model's did not."""
-    try:
-        yield
-    except (ReportedError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        names = {id(module): f"{path or 'the model'} ({type(module).__name__})" for path, module in split.named_modules()}
-        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
-        inside = [names[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in names]
-        failure = f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one"
-        raise DoesNotRun(
-            f"{failure}: {type(error).__name__}: {error}",
-            "If sizes do not fit, the module has a hard-coded size of the whole model: divide it,"
-            " .set('<attribute>', divide='tp'); check(batch) names the step and what is split there (E11)",
-        ) from error
 
 
 def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Comparison]:
@@ -265,12 +273,3 @@ def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> 
     for axis in AXES:
         all_reduce(worst, mesh.group(axis), "max")
     return float(worst)
-
-
-def _first_different(whole: dict[str, Tensor], split: dict[str, Tensor], tolerance: float, mesh: Mesh) -> str | None:
-    """Return the first module to finish whose result has the same shape in both models but differs; None if there is none."""
-    for path, expected in whole.items():
-        comparable = path in split and split[path].shape == expected.shape
-        if _worst(split[path] if comparable else expected, expected, 0.0, mesh) > 1e3 * tolerance:
-            return path or "the model itself"
-    return None

@@ -1,4 +1,4 @@
-"""Copies of a model for comparison, without random operations and without those that float64 does not support.
+"""Copies of a model for comparison: without random operations, in float64, and without what float64 does not support.
 
 Dropout draws different numbers in the whole model and in shares of it, so it is off in both. transformers' grouped
 matrix multiplication of experts does not exist in float64; its loop over experts does.
@@ -7,10 +7,37 @@ matrix multiplication of experts does not exist in float64; its loop over expert
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_BITS = (Tensor.view,)  # these take a dtype to read the same bits otherwise
+
+
+class Float64Mode(TorchFunctionMode):
+    """Function mode in which float64 replaces float32, for models that cast to it inside (norms, rotary angles, softmax).
+
+    Without it, the cast rounds a rank's part of a gradient differently from the whole gradient, and correct schedules
+    differ by 1e-7.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double(**named)
+        if func not in _BITS:
+            args = tuple(_wider(a) for a in args)
+            named = {name: _wider(value) for name, value in named.items()}
+        return func(*args, **named)
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def deterministic_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

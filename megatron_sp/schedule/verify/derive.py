@@ -1,0 +1,153 @@
+"""Measurement of what the lines of a schedule leave open: the adjoint of an all_gather, and where random numbers must differ.
+
+Both are read off a pass of the split model. The gradients that arrive at an all_gather's result are equal on all ranks
+if these go on alike (its adjoint is slice), and parts of a sum otherwise (reduce_scatter). Dropout draws other numbers
+on each rank where what it is given differs between them. What was measured is stored as marked lines
+(``Directive.derived``), which are dropped when a schedule is measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import Group
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.verify.diagnosis import tensors_of
+from megatron_sp.utils.errors import ConfigError
+
+
+def as_said(directives: list[Directive]) -> list[Directive]:
+    """Return the lines as they were written, without what was measured."""
+    said = [d for d in directives if d.do != "rng" or not d.derived]
+    return [replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d for d in said]
+
+
+def is_open(line: Directive) -> bool:
+    """Return whether a line is an all_gather that does not give its adjoint."""
+    return line.do == "sync" and line.args["op"] == "all_gather" and "grad" not in line.args
+
+
+@dataclass
+class OpenAdjoint:
+    """Adjoint of one all_gather line, decided by the gradients that arrive: by module, for a line may name several."""
+
+    by_module: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, path: str, grad: Tensor, group: Group) -> str:
+        """Return reduce_scatter or slice. Collective over the group."""
+        both = torch.stack([grad, -grad])
+        low_high = all_reduce(both.clone(memory_format=torch.contiguous_format), group, "max")
+        spread = float((low_high[0] + low_high[1]).abs().max()) if grad.numel() else 0.0
+        largest = float(low_high.abs().max()) if grad.numel() else 0.0
+        value = "slice" if spread <= 1e-6 * largest else "reduce_scatter"
+        if largest:  # else this gradient is not needed
+            self.by_module[path] = value
+        return value
+
+    def decided(self, line: Directive) -> str:
+        """Return the one that all modules need, or "" if no gradient arrived. Raises ConfigError if they need different ones (E10)."""
+        found = {value: path for path, value in self.by_module.items()}
+        if len(found) > 1:
+            needs = " and ".join(f"grad='{value}' at {path}" for value, path in found.items())
+            raise ConfigError(f"{line} ({line.where}) needs {needs}: write a line for each (E10)")
+        return next(iter(found), "")
+
+
+def measuring(directives: Iterable[Directive]) -> tuple[list[Directive], dict[int, OpenAdjoint]]:
+    """Return the lines with an adjoint that is measured where there is none, and these, by the index of their line."""
+    lines, found = list(directives), dict[int, OpenAdjoint]()
+    for i, line in enumerate(lines):
+        if is_open(line) and line.args.get("over") != "dp":
+            found[i] = OpenAdjoint()
+            lines[i] = replace(line, args={**line.args, "grad": found[i]})
+    return lines, found
+
+
+_DRAWS = ("rand_like", "randn_like", "bernoulli", "bernoulli_")
+
+
+class Draws(TorchFunctionMode):
+    """Mode that finds the modules in which dropout is on, and whether what it is given differs between the ranks of an axis.
+
+    Attributes:
+        found: axis ("tp" or "sp", which stands for cp as well) -> {path: whether it differs}.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        super().__init__()
+        self.groups = {"tp": (mesh.tp,), "sp": (mesh.sp, mesh.cp)}
+        self.found: dict[str, dict[str, bool]] = {"tp": {}, "sp": {}}
+        self._running: list[str] = []
+        self._handles = []
+        for path, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._running.append(path)))
+            self._handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_random(func.__name__, args, kwargs):
+            path = self._running[-1] if self._running else ""
+            operand = next(t for t in tensors_of([*args, *kwargs.values()]).values() if t.is_floating_point())
+            for axis, groups in self.groups.items():
+                differs = any(_differs(operand.detach(), group) for group in groups)
+                self.found[axis][path] = self.found[axis].get(path, False) or differs
+        return result
+
+
+def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws random numbers; its own arguments say whether dropout is on."""
+
+    def arg(place: int, word: str, default: Any) -> Any:
+        return kwargs.get(word, args[place] if place < len(args) else default)
+
+    if name == "scaled_dot_product_attention":
+        return float(arg(4, "dropout_p", 0.0)) > 0
+    if "dropout" in name:
+        return float(arg(1, "p", 0.5)) > 0 and bool(arg(2, "training", arg(2, "train", True)))
+    return name in _DRAWS
+
+
+def _differs(x: Tensor, group: Group) -> bool:
+    if group.size() == 1:
+        return False
+    both = torch.stack([x, -x]).contiguous()
+    low_high = all_reduce(both, group, "max")
+    return bool((low_high[0] + low_high[1]).abs().max() > 0) if x.numel() else False
+
+
+def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) -> Iterator[Directive]:
+    """Yield rng lines for modules where random numbers must differ, or be the same again inside such a module (E14).
+
+    Those of tp come first, around those of sp: what is the same for the ranks of tp still differs over sp.
+    """
+    forks = [path for path, differs in draws.found["tp"].items() if differs and not says_random(model, directives, path, "tp")]
+    for path in forks:
+        yield Directive(path, "rng", {"axis": "tp"}, "verify()", ("axis",))
+    for path, differs in sorted(draws.found["tp"].items()):
+        if not differs and any(path.startswith(f"{fork}." if fork else "") for fork in forks):
+            yield Directive(path, "rng", {"axis": "same"}, "verify()", ("axis",))
+    for path, differs in draws.found["sp"].items():
+        if differs and not says_random(model, directives, path, "sp"):
+            yield Directive(path, "rng", {"axis": "sp"}, "verify()", ("axis",))
+
+
+def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
+    """Return whether an rng line about an axis (tp or sp) covers a module, or one around it."""
+    others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
+    paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
+    return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
