@@ -132,21 +132,27 @@ class _ForwardGrads:
     def any_needed(self) -> bool:
         return self.x is not None or self.weight is not None or self.bias is not None
 
-    def add_chunk(self, part: slice, grad_logits: Tensor, row_weight: Tensor, x: Tensor, weight: Tensor) -> None:
+    def add_chunk(self, part: slice, grad_logits: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor) -> None:
         """Add the gradients of one chunk.
 
         Args:
             part: the chunk's tokens.
             grad_logits: [t, rows/tp].
-            row_weight: [t, 1], by which each token's gradients are multiplied.
+            row_weight: [t, 1], by which each token's gradients are multiplied; None: they have been.
             x: [t, h].
             weight: [rows/tp, h].
         """
         if self.x is not None:
-            torch.mm(grad_logits, weight, out=self.x[part]).mul_(row_weight)
+            of_x = torch.mm(grad_logits, weight, out=self.x[part])
+            if row_weight is not None:
+                of_x.mul_(row_weight)
         if self.weight is not None:
-            put_product(self.weight, grad_logits, x * row_weight, fresh=part.start == 0)
-        if self.bias is not None:
+            put_product(self.weight, grad_logits, x if row_weight is None else x * row_weight, fresh=part.start == 0)
+        if self.bias is not None and row_weight is None:
+            from megatron_sp.ops.kernels import biases
+
+            biases.put_column_sums(grad_logits, (self.bias, False))
+        elif self.bias is not None and row_weight is not None:
             self.bias += torch.mv(grad_logits.t(), row_weight[:, 0])
 
 
@@ -167,8 +173,7 @@ class _LMHeadLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits = _logits(x2[part], weight, bias, rows.valid, wide, logits)
             chunk_of = _FusedChunk if is_fused(logits) else _Chunk
-            loss = chunk_of(logits, labels1[part], rows, tp)
-            token_loss[part], hits[part] = loss.tokens, loss.hits
+            loss = chunk_of(logits, labels1[part], rows, tp, (token_loss[part], hits[part]))
             if grads.any_needed:
                 grad_logits, row_weight = loss.grad_of_logits_(mask1[part, None], x.dtype)
                 grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)
@@ -181,7 +186,7 @@ class _LMHeadLoss(torch.autograd.Function):
         token_loss_sb, hits_sb = token_loss.view(labels.shape), hits.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb, hits_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
-        return torch.where(mask1 == 0, 0.0, token_loss * mask1).sum(), token_loss_sb, hits_sb
+        return (token_loss * mask1).masked_fill_(mask1 == 0, 0.0).sum(), token_loss_sb, hits_sb
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -263,15 +268,14 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wid
 
 
 class _Chunk:
-    """Loss of one chunk of tokens, in plain torch.
+    """Loss of one chunk of tokens, in plain torch."""
 
-    Attributes:
-        tokens: cross entropy [t].
-        hits: bool [t], the label has the row's maximum.
-    """
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]) -> None:
+        """Compute the loss of logits [t, rows/tp], which are overwritten, and labels [t].
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel) -> None:
-        """Compute the loss of logits [t, rows/tp], which are overwritten, and labels [t]."""
+        Args:
+            found: where cross entropies go, [t], and whether the label has the row's maximum, bool [t].
+        """
         self._picked, self._elsewhere = _local_labels(labels, rows, tp)
         logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
         at_label = logits.gather(1, self._picked)
@@ -281,7 +285,8 @@ class _Chunk:
         if tp.size > 1:
             sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
         self._exp, self._sums = logits, sums
-        self.tokens, self.hits = sums.log().sub_(at_label)[:, 0], at_label[:, 0] >= 0
+        torch.sub(sums.log()[:, 0], at_label[:, 0], out=found[0])
+        torch.ge(at_label[:, 0], 0, out=found[1])
 
     def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return d loss / d logits = exp / sums - onehot, up to a factor for each row; overwrites the logits once more.
@@ -305,23 +310,27 @@ class _Chunk:
 class _FusedChunk:
     """The same in two of Triton's kernels, without the temporary [t, rows] that the division makes; see ``_Chunk``."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, rows: _Rows, tp: TensorParallel, found: tuple[Tensor, Tensor]) -> None:
         from megatron_sp.ops.kernels import cross_entropy
 
+        self._logits, self._labels, self._valid, self._is_whole = logits, labels.contiguous(), rows.valid, tp.size == 1
+        if self._is_whole:
+            self._stats = cross_entropy.statistics(logits, self._labels, rows.valid, found)
+            return
         picked, elsewhere = _local_labels(labels, rows, tp)
         self._labels = (picked if elsewhere is None else picked.masked_fill(elsewhere, -1))[:, 0]
-        self._logits, self._valid = logits, rows.valid
-        maximum, sums, at_label = stats = cross_entropy.statistics(logits, self._labels, rows.valid)
-        if tp.size > 1:
-            mine, maximum = maximum, tp.all_reduce(maximum.clone(), "max")
-            sums, at_label = stats = tp.all_reduce(torch.stack([sums * torch.exp(mine - maximum), at_label]))
-            stats = torch.stack([maximum, sums])
-        self._stats = stats
+        mine, sums, at_label = cross_entropy.statistics(logits, self._labels, rows.valid)
+        maximum = tp.all_reduce(mine.clone(), "max")
+        sums, at_label = tp.all_reduce(torch.stack([sums * torch.exp(mine - maximum), at_label]))
+        self._stats = torch.stack([maximum, sums])
         above = maximum - at_label
-        self.tokens, self.hits = sums.log() + above, above <= 0
+        torch.add(sums.log(), above, out=found[0])
+        torch.le(above, 0, out=found[1])
 
-    def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return d loss / d logits [t, rows/tp], and the token's weights [t, 1] as the factor of each row, both in ``dtype``."""
+    def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Return d loss / d logits [t, rows/tp] in ``dtype``, multiplied by the token's weights [t, 1]."""
         from megatron_sp.ops.kernels import cross_entropy
 
-        return cross_entropy.gradient(self._logits, self._labels, self._stats, self._valid, dtype), row_weight.to(dtype)
+        weights = row_weight[:, 0].contiguous()
+        grad = cross_entropy.gradient(self._logits, self._labels, self._stats, weights, self._valid, dtype, whole=self._is_whole)
+        return grad, None

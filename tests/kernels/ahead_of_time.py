@@ -19,7 +19,9 @@ import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernels_ahead_of_time.md"
 CAPABILITIES = (80, 90, 100)
-_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

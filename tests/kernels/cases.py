@@ -44,8 +44,9 @@ def _rotary(heads: int, groups: int, dim: int, half: int) -> None:
 
 def _cross_entropy(vocabulary: int, rows: int) -> None:
     logits, labels = _meta(1024, rows, dtype=torch.float32), _meta(1024, dtype=torch.int64)
-    stats = cross_entropy.statistics(logits, labels, vocabulary)
-    cross_entropy.gradient(logits, labels, stats, vocabulary, BF16)
+    losses, hits = _meta(1024, dtype=torch.float32), _meta(1024, dtype=torch.bool)
+    stats = cross_entropy.statistics(logits, labels, vocabulary, (losses, hits))
+    cross_entropy.gradient(logits, labels, stats, losses, vocabulary, BF16, whole=True)
 
 
 def _grouped(experts: int, width_out: int, width_in: int, dtype: torch.dtype = BF16) -> None:

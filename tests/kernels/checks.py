@@ -273,32 +273,36 @@ def rotation_leaves_the_rest() -> None:
 def cross_entropy(dtype_name: str, tokens: int, rows: int, vocab_size: int, chunk: int) -> None:
     """Compare the LM head's loss and gradients; some tokens do not count, one of them has a label of no meaning."""
     dtype = DTYPES[dtype_name]
-    x, weight = randn(tokens, 1, 16, dtype=dtype), randn(rows, 16, seed=1, dtype=dtype)
+    x, weight, bias = randn(tokens, 1, 16, dtype=dtype), randn(rows, 16, seed=1, dtype=dtype), randn(rows, seed=2, dtype=dtype)
     labels = torch.randint(0, vocab_size, (tokens, 1), generator=torch.Generator().manual_seed(5), device="cpu").to(launch.DEVICE)
-    mask = torch.ones(tokens, 1)
+    mask = torch.linspace(0.5, 1.5, tokens)[:, None]
     mask[0], labels[0] = 0.0, -100
     results = []
     for yes in (True, False):
         with using_triton(yes):
-            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
             names = count_launches()
-            loss = lm_head_loss(*leaves, labels, mask, vocab_size=vocab_size, chunk_tokens=chunk)
+            loss = lm_head_loss(*leaves[:2], labels, mask, vocab_size=vocab_size, bias=leaves[2], chunk_tokens=chunk)
             grads = gradients_of(leaves, [loss.sum], [torch.tensor(0.25)])
             results.append([loss.sum.detach(), loss.tokens, *grads])
             assert (names[:2] == ["cross_entropy_statistics_kernel", "cross_entropy_gradient_kernel"]) == yes
-            assert torch.equal(loss.hits[:, 0], (x[:, 0].float() @ weight[:vocab_size].float().t()).argmax(1) == labels[:, 0].clamp(0))
+            logits = x[:, 0].float() @ weight[:vocab_size].float().t() + bias[:vocab_size]
+            assert torch.equal(loss.hits[:, 0], logits.argmax(1) == labels[:, 0].clamp(0))
     require_close(*results, dtype)
 
 
 def cross_entropy_of_extremes() -> None:
     """Huge logits do not overflow, ties are hits, NaN is not lost, padding does not count."""
     logits = torch.tensor([[1e4, -1e4, 0.0, 9e9], [5.0, 5.0, 1.0, 9e9], [float("nan"), 0.0, 1.0, 9e9], [-1e30, -1e30, -1e30, 9e9]])
-    labels, weight, rows = torch.tensor([1, 0, 1, 2]), torch.ones(4, 1), lm_head._Rows(0, 3, 3)
+    labels, weight, rows = torch.tensor([1, 0, 1, 2]), torch.tensor([1.0, 0.5, 1.0, 2.0])[:, None], lm_head._Rows(0, 3, 3)
     plain = logits.masked_fill(torch.arange(4) == 3, float("-inf"))
-    made = [lm_head._FusedChunk(logits.clone(), labels, rows, NO_TP), lm_head._Chunk(plain.clone(), labels, rows, NO_TP)]
-    assert torch.allclose(made[0].tokens, made[1].tokens, equal_nan=True), f"{made[0].tokens} is not {made[1].tokens}"
-    assert made[0].hits.tolist() == [False, True, False, True] and made[0].tokens[2].isnan()
-    grads = [grad * factor for grad, factor in (chunk.grad_of_logits_(weight, torch.float32) for chunk in made)]
+    found = [(torch.empty(4), torch.empty(4, dtype=torch.bool)) for _ in range(2)]
+    fused = lm_head._FusedChunk(logits.clone(), labels, rows, NO_TP, found[0])
+    chunk = lm_head._Chunk(plain.clone(), labels, rows, NO_TP, found[1])
+    assert torch.allclose(found[0][0], found[1][0], equal_nan=True), f"{found[0][0]} is not {found[1][0]}"
+    assert found[0][1].tolist() == [False, True, False, True] and found[0][0][2].isnan()
+    grad, factor = chunk.grad_of_logits_(weight, torch.float32)
+    grads = [fused.grad_of_logits_(weight, torch.float32)[0], grad * factor]
     assert torch.allclose(grads[0][:, :3], grads[1][:, :3], equal_nan=True) and not grads[0][:, 3].any()
 
 

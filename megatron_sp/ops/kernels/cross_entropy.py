@@ -1,8 +1,9 @@
 """Cross entropy of a chunk of logits in Triton; the plain form is in ``parallel/lm_head.py``.
 
     statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label       one pass
-    gradient     exp(logit - maximum) / sum - onehot, in the dtype of the model               one pass
+    gradient     (exp(logit - maximum) / sum - onehot) * weight, in the dtype of the model     one pass
 
+Where a rank has the whole table the first pass gives the loss, too.
 Between the two a tp group agrees on maximum and sum. Rows from ``valid`` on are padding of the table: they count as
 minus infinity, and their gradient is 0. The online sum is that of Milakov and Gimelshein (arXiv:1805.02867).
 """
@@ -21,7 +22,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, tokens, width, valid, BLOCK: tl.constexpr):
+def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, LOSSES, HITS, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """One token: each of BLOCK lanes has a maximum and a sum of its own, which are joined at the end."""
     token = tl.program_id(0)
     start = token.to(tl.int64) * width
@@ -38,56 +39,71 @@ def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, tokens, width, valid,
         largest = above
     maximum = tl.max(largest, 0)
     shift = tl.where(largest == float("-inf"), 0.0, tl.exp(largest - maximum))
+    total = tl.sum(total * shift, 0)
     label = tl.load(LABELS + token)
+    if WHOLE:
+        label = tl.minimum(tl.maximum(label, 0), valid - 1)
+    at_label = tl.load(LOGITS + start + label, mask=(label >= 0) & (label < valid), other=0.0).to(tl.float32)
     tl.store(STATS + token, maximum)
-    tl.store(STATS + tokens + token, tl.sum(total * shift, 0))
-    at_label = tl.load(LOGITS + start + label, mask=(label >= 0) & (label < valid), other=0.0)
-    tl.store(STATS + 2 * tokens + token, at_label.to(tl.float32))
+    tl.store(STATS + tokens + token, total)
+    tl.store(STATS + 2 * tokens + token, at_label)
+    if WHOLE:
+        tl.store(LOSSES + token, tl.log(total) + (maximum - at_label))
+        tl.store(HITS + token, maximum - at_label <= 0.0)
 
 
 @triton.jit
-def cross_entropy_gradient_kernel(LOGITS, LABELS, STATS, GRAD, tokens, width, valid, BLOCK: tl.constexpr):
+def cross_entropy_gradient_kernel(LOGITS, LABELS, STATS, WEIGHTS, GRAD, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """``GRAD`` may be ``LOGITS``: an element is read before it is overwritten, by the same program."""
     token = tl.program_id(0)
     start = token.to(tl.int64) * width
     label = tl.load(LABELS + token)
+    if WHOLE:
+        label = tl.minimum(tl.maximum(label, 0), valid - 1)
+    weight = tl.load(WEIGHTS + token)
     maximum = tl.load(STATS + token)
     total = tl.load(STATS + tokens + token)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         logits = tl.load(LOGITS + start + column, mask=column < width, other=float("-inf")).to(tl.float32)
         grad = tl.where(column < valid, tl.exp(logits - maximum) / total, 0.0) - tl.where(column == label, 1.0, 0.0)
-        tl.store(GRAD + start + column, grad.to(GRAD.dtype.element_ty), mask=column < width)
+        tl.store(GRAD + start + column, (grad * weight).to(GRAD.dtype.element_ty), mask=column < width)
 
 
-def statistics(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
+def statistics(logits: Tensor, labels: Tensor, valid: int, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
 
     Args:
         logits: [t, rows], contiguous.
         labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
         valid: rows that are no padding; with none the maximum is minus infinity and the sum 0.
+        found: where a rank has the whole table: losses, fp32 [t], and whether no logit is larger than the label's, bool [t], which are
+            written; labels below 0 are then 0, and those beyond the last valid row that one.
     """
     tokens, width = logits.shape
     stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
     launch(
-        cross_entropy_statistics_kernel, (tokens,), (logits, labels, stats, tokens, width, valid), reads=[logits, labels], writes=[stats],
-        warps=8, BLOCK=min(_BLOCK, power_of_2(width)),
+        cross_entropy_statistics_kernel, (tokens,), (logits, labels, stats, *(found or (stats, stats)), tokens, width, valid),
+        reads=[logits, labels], writes=[stats, *(found or ())], warps=8, WHOLE=found is not None, BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
     return stats
 
 
-def gradient(logits: Tensor, labels: Tensor, stats: Tensor, valid: int, dtype: torch.dtype) -> Tensor:
-    """Return d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
+def gradient(
+    logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, valid: int, dtype: torch.dtype, *, whole: bool = False
+) -> Tensor:
+    """Return weight * d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
 
     Args:
         logits, labels, valid: as in ``statistics``.
         stats: [2 or 3, t], maximum and sum over the rows of all ranks.
+        weights: fp32 [t], of the tokens.
+        whole: this rank has the whole table.
     """
     tokens, width = logits.shape
     grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)
     launch(
-        cross_entropy_gradient_kernel, (tokens,), (logits, labels, stats, grad, tokens, width, valid), reads=[logits, labels, stats],
-        writes=[grad], warps=8, BLOCK=min(_BLOCK, power_of_2(width)),
+        cross_entropy_gradient_kernel, (tokens,), (logits, labels, stats, weights, grad, tokens, width, valid),
+        reads=[logits, labels, stats, weights], writes=[grad], warps=8, WHOLE=whole, BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
     return grad
