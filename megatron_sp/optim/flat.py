@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_gather_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.memory import empty, host_empty
 from megatron_sp.utils.numbers import round_up
 
@@ -371,16 +372,21 @@ def within(elements: range, shard: range) -> range:
 
 
 def squared_norm(*parts: Tensor) -> Tensor:
-    """Return the sum of squares of flat tensors as an fp64 scalar; norms of 4096 elements keep fp32 input accurate to about 1e-7.
+    """Return the sum of squares of flat tensors as an fp64 scalar; sums of some thousand elements keep fp32 input accurate to about 1e-7.
 
-    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite. One launch for each tensor, and few for all of
-    them together.
+    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite. One launch for each tensor, for some of them
+    where Triton's kernels are in use, and few for all of them together.
 
     Raises:
         ValueError: there is no tensor.
     """
     if not parts:
         raise ValueError("a sum of squares needs at least one tensor, which says on which device it is")
+    if is_fused(parts[0]):
+        from megatron_sp.ops.kernels import squares
+
+        if all(map(squares.takes, parts)):
+            return squares.squares(parts).sum(dtype=torch.float64)
     block, norms = 4096, list[Tensor]()
     for x in parts:
         whole = x.numel() // block * block

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.kernels import activations, biases, cross_entropy, dropout, grouped, norms, rotary
+from megatron_sp.ops.kernels import activations, biases, cross_entropy, dropout, grouped, norms, rotary, squares
 
 BF16 = torch.bfloat16
 
@@ -62,6 +62,10 @@ def _bias(width: int) -> None:
     biases.put_column_sums(x, (to, False))
 
 
+def _squares() -> None:
+    squares.squares([_meta(n, dtype=torch.float32) for n in (1 << 26, 7_087_872, 1536)])
+
+
 CASES: dict[str, Callable[[], None]] = {
     "RMSNorm, h 128": lambda: _norm(128, centered=False),
     "RMSNorm, h 2048": lambda: _norm(2048, centered=False),
@@ -88,6 +92,7 @@ CASES: dict[str, Callable[[], None]] = {
     "cross entropy, 50257": lambda: _cross_entropy(50257, 50304),
     "bias, h 2048": lambda: _bias(2048),
     "bias, h 1023": lambda: _bias(1023),
+    "squares of gradients": _squares,
     "experts, 64 of 2048 x 2048": lambda: _grouped(64, 2048, 2048),
     "experts, 8 of 28672 x 4096, fp16": lambda: _grouped(8, 28672, 4096, torch.float16),
 }

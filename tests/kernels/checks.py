@@ -24,6 +24,7 @@ from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
 from megatron_sp.ops.main_grad import put_column_sum
 from megatron_sp.ops.norm import NormSpec, norm_backward, norm_backward_to, norm_forward
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
+from megatron_sp.optim.flat import squared_norm
 from megatron_sp.parallel import lm_head
 from megatron_sp.parallel.linear import multiply
 from megatron_sp.parallel.lm_head import lm_head_loss
@@ -424,6 +425,24 @@ def column_sums(dtype_name: str, to_name: str, rows: int, width: int, fresh: boo
     want = x.double().sum(0) + (0 if fresh else to.double())
     biases.put_column_sums(x, (to, fresh))
     require_close([to], [want.to(to.dtype)], to.dtype)
+
+
+def squares_of_gradients(sizes: Sequence[int]) -> None:
+    """Sums of squares over several tensors against fp64; NaN and infinity are not lost."""
+    parts = [randn(size, seed=i) for i, size in enumerate(sizes)]
+    with using_triton():
+        names = count_launches()
+        found = squared_norm(*parts)
+        assert names == ["squares_kernel"] * -(-len(sizes) // 8)
+        assert found.dtype == torch.float64
+        require_close([found], [sum(part.double().square().sum() for part in parts)], torch.float64, tolerance=2e-7)
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            parts[-1][-1] = bad
+            assert not squared_norm(*parts).isfinite()
+        names.clear()
+        odd, even = randn(40)[1:], randn(16, seed=1)
+        require_close([squared_norm(odd, even)], [odd.double().square().sum() + even.double().square().sum()], torch.float64, 2e-7)
+        assert not names, "an odd address would narrow the others' accesses"
 
 
 def bias_gradient(rows: int, fresh: bool, holds: bool) -> None:

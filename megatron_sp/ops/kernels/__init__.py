@@ -6,6 +6,7 @@
     activations.py    ops/activation.py       SwiGLU, GEGLU and the ungated ones
     rotary.py         ops/rotary.py           rotation in place; rotation and packing of dQ, dK, dV
     cross_entropy.py  parallel/lm_head.py     loss and gradient of a chunk of logits
+    squares.py        optim/flat.py           squares of gradients
     grouped.py        ops/expert_mlp.py       weight gradients of all experts of a layer
 
 A kernel reads and writes each tensor once (rows above 8192 in a norm: once a pass; sums over

@@ -129,7 +129,9 @@ OPTIONAL = {
 }
 CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
-TRITON = tuple(f"ops/kernels/{name}.py" for name in ("activations", "biases", "cross_entropy", "dropout", "grouped", "norms", "rotary"))
+TRITON = tuple(
+    f"ops/kernels/{name}.py" for name in ("activations", "biases", "cross_entropy", "dropout", "grouped", "norms", "rotary", "squares")
+)
 """Kernels: they import Triton when they are loaded, so they are imported where one is needed, in a function."""
 MAY_NAME_OPTIONAL = ("ops/availability.py", "commands/plot.py", "data/text_input.py")
 
