@@ -151,13 +151,15 @@ class FlatOptimizer:
         """
         if self.config.clip_grad <= 0 and not isinstance(grad_scale, Tensor) and grad_scale == 1.0:
             return None
-        return torch.where(skip, 1.0, self._divisor(grad_norm, grad_scale))
+        return self._divisor(grad_norm, grad_scale).masked_fill(skip, 1.0)
 
     def _divisor(self, grad_norm: Tensor, grad_scale: float | Tensor) -> Tensor:
         """Return what the gradients are to be divided by, an fp64 scalar, from the norm without the scale."""
         clip = self.config.clip_grad
-        scale = grad_scale if isinstance(grad_scale, Tensor) else torch.full_like(grad_norm, grad_scale)
-        return scale if clip <= 0 else scale * torch.where(grad_norm > clip, (grad_norm + 1e-6) / clip, 1.0)
+        if clip <= 0:
+            return grad_scale if isinstance(grad_scale, Tensor) else torch.full_like(grad_norm, grad_scale)
+        divisor = ((grad_norm + 1e-6) / clip).clamp(min=1.0)
+        return divisor if not isinstance(grad_scale, Tensor) and grad_scale == 1.0 else divisor * grad_scale
 
     def _step(
         self, rates: tuple[float, float], weight_decay: float, divisor: Tensor | None, skip: Tensor | None,

@@ -161,6 +161,7 @@ class _LMHeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # those of losses and hits would be zeros
         (rows, chunk, tp, main_grad, train), wide = options, _wide(x)
         tp.mark("head")
         x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)

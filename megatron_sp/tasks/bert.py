@@ -39,7 +39,7 @@ def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | No
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
     """Return the divisors of the sums: masked tokens, and sequences for the order loss; without gradients each twice, for the hits."""
-    counts = [batch["loss_mask"].sum()]
+    counts = [batch["loss_mask"].sum(dtype=torch.float64)]
     if "order" in batch:
         counts.append(torch.full((), float(len(batch["order"])), device=counts[0].device))
     return counts if torch.is_grad_enabled() else counts * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from megatron_sp.data.build import Datasets, Evaluation, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.gpt import GPTModel
@@ -42,7 +44,7 @@ def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | No
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
     """Return the divisor of the sum of token losses: the number of tokens in the loss mask."""
-    return [batch["loss_mask"].sum()]
+    return [batch["loss_mask"].sum(dtype=torch.float64)]
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:

@@ -27,7 +27,7 @@ from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.ops.attention import KernelName
-from megatron_sp.ops.memory import host_empty, host_tensor
+from megatron_sp.ops.memory import host_empty, to_device
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
@@ -318,14 +318,17 @@ class TrainStep:
         if poisoned:
             self.gradients.poison()
         self.gradients.finish_step()
-        norm = self.optimizer.grad_norm() / scale
+        norm = self.optimizer.grad_norm()
+        norm = norm if _is_one(scale) else norm / scale
         sums = handle.wait()
         of_terms, of_routers = sums[: len(sums) - self._num_told], sums[len(sums) - self._num_told :]
+        of_terms = of_terms.masked_fill(losses.is_empty, 0.0)
         return torch.cat([norm.to(sums.device).reshape(1), of_terms, losses.totals, of_routers])
 
     def is_left_out(self, known: Tensor) -> Tensor:
-        """Return whether the update is to be left out, a bool scalar, given what ``passes`` returns."""
-        return ~_are_finite(known, len(self.loss.names))
+        """Return whether the update is to be left out, a bool scalar, given what ``passes`` returns: the norm or a sum is not finite."""
+        looked_at = known[: 1 + len(self.loss.names)]
+        return (looked_at - looked_at).any()  # NaN where a number is not finite, which counts as true
 
     def _own_totals(
         self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor], places: Sequence[Tensor]
@@ -334,24 +337,21 @@ class TrainStep:
 
         All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
         """
-        by_micro_batch = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
-        device = by_micro_batch[0].device
-        counts = torch.stack(by_micro_batch).sum(0) * float(self.groups.is_first_of_replica)
+        counts = _counts(self.loss, micro_batches)
+        if not self.groups.is_first_of_replica:
+            counts.zero_()
         mine = float(self.groups.is_first_of_replica)
         sizes = [tuple(batch["tokens"].shape) for batch in micro_batches] if "tokens" in micro_batches[0] else []
         others = [float(stop), mine * sum(b for b, _ in sizes), mine * sum(b * s for b, s in sizes)]
-        numbers = host_tensor(others, torch.float64, device)
-        return torch.cat([counts, numbers, self._in_batch_order(digests, places, device)])
+        numbers = torch.cat([torch.tensor(others, dtype=torch.float64), self._in_batch_order(digests, places)])
+        return torch.cat([counts, to_device(numbers, counts.device)])
 
-    def _in_batch_order(self, digests: Sequence[Tensor], places: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return float64 [samples of the global batch]: the digests of this rank's samples at their places, 0 elsewhere."""
-        if not digests:
-            return torch.empty(0, dtype=torch.float64, device=device)
-        size = self.groups.dp_size * sum(mine.numel() for mine in digests)
-        of_batch = torch.zeros(size, dtype=torch.float64, pin_memory=device.type == "cuda")
-        if self.groups.is_first_of_replica:
+    def _in_batch_order(self, digests: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+        """Return float64 [samples of the global batch] on the host: the digests of this rank's samples at their places, 0 elsewhere."""
+        of_batch = torch.zeros(self.groups.dp_size * sum(mine.numel() for mine in digests), dtype=torch.float64)
+        if digests and self.groups.is_first_of_replica:
             of_batch[torch.cat(list(places))] = torch.cat(list(digests))
-        return of_batch.to(device, non_blocking=True)
+        return of_batch
 
     def _context(self, batch: MicroBatch, key: int | Tensor) -> ForwardContext:
         options = self.options
@@ -471,11 +471,14 @@ class Losses:
 
     Attributes:
         totals: as given.
+        is_empty: bool [terms], true for a term without tokens on any rank, whose sum counts as 0; known once the totals are.
     """
+
+    is_empty: Tensor
 
     def __init__(self, num_terms: int, totals: Tensor, handle: Handle, scale: float | Tensor) -> None:
         self.totals, self._handle, self._num_terms, self._scale = totals, handle, num_terms, scale
-        self._sums = torch.zeros(num_terms, dtype=torch.float64, device=totals.device)
+        self._sums: Tensor | None = None
         self._inverse_counts: Tensor | None = None
 
     @property
@@ -486,9 +489,12 @@ class Losses:
     def add(self, terms: list[Tensor]) -> Tensor:
         """Add a micro-batch's terms; return its loss, in which each term has its share of the step's, scaled."""
         inverse_counts = self._settle()
-        self._sums += torch.stack([term.detach().double() for term in terms])
+        sums = torch.stack([term.detach().double() for term in terms])
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
         shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
         loss = sum(shares[1:], shares[0])
+        if _is_one(self._scale):
+            return loss
         return loss * (self._scale.to(loss.dtype) if isinstance(self._scale, Tensor) else self._scale)
 
     def router_counts(self) -> tuple[Tensor, Tensor]:
@@ -497,15 +503,19 @@ class Losses:
         return self.totals[self._num_terms + 1], self.totals[self._num_terms + 2]
 
     def _settle(self) -> Tensor:
-        """Wait for the totals, once, and return one over each count."""
+        """Wait for the totals, once, and return one over each count; 0 for a count of 0."""
         if self._inverse_counts is None:
             self._handle.wait()
-            self._inverse_counts = _inverse_or_zero(self.totals[: self._num_terms])
+            counts = self.totals[: self._num_terms]
+            self.is_empty = counts == 0
+            self._inverse_counts = counts.reciprocal().masked_fill_(self.is_empty, 0.0)
         return self._inverse_counts
 
     def finish(self) -> Tensor:
         """Return this rank's sums of the terms, fp64 [terms], and let the totals be read."""
         self._settle()  # a rank of a pipeline without the head has not
+        if self._sums is None:
+            self._sums = torch.zeros(self._num_terms, dtype=torch.float64, device=self.device)
         return self._sums
 
 
@@ -534,20 +544,18 @@ class _Reading:
         return values
 
 
-def _are_finite(known: Tensor, num_terms: int) -> Tensor:
-    """Return whether the norm and all losses are finite, a bool scalar, given [norm, sum of each term, count of each term, ...]."""
-    norm, sums, counts, _ = known.split([1, num_terms, num_terms, len(known) - 1 - 2 * num_terms])
-    losses = torch.where(counts > 0, sums / counts, 0.0)
-    return norm.isfinite().all() & losses.isfinite().all()
+def _is_one(scale: float | Tensor) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def _counts(loss: Loss, micro_batches: list[MicroBatch]) -> Tensor:
+    """Return the count of each loss term (without gradients of each metric, too) over micro-batches, fp64."""
+    found = [torch.stack([count.double() for count in loss.counts(batch)]) for batch in micro_batches]
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1
-
-
-def _inverse_or_zero(counts: Tensor) -> Tensor:
-    """Return 1 / counts, and 0 for a count of 0, where the sum is 0 too."""
-    return torch.where(counts > 0, 1.0 / counts, 0.0)
 
 
 @torch.no_grad()
@@ -558,7 +566,7 @@ def evaluate_batches(
     """Return [sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over ranks; no dropout or gradients."""
     require_same_sequences(micro_batches, groups)
     events = UnitWork(weights, None)
-    counts = torch.stack([torch.stack([c.double() for c in loss.counts(batch)]) for batch in micro_batches]).sum(0)
+    counts = _counts(loss, micro_batches)
     sums = torch.zeros_like(counts)
 
     def context_of(index: int) -> ForwardContext:
