@@ -63,28 +63,32 @@ class MainGrad(Protocol):
         """Write what was put off until now to have work under an exchange; to be called when the exchange has been started."""
 
 
-def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
+_16_BIT = (torch.bfloat16, torch.float16)
+
+
+def put_weight_grad(
+    main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor, *, may_defer: bool = True
+) -> Tensor | None:  # fmt: skip
     """Compute the weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
 
     Args:
         weight: [out, in].
         grad_out: [tokens, out].
         x: [tokens, in].
+        may_defer: it may be put off.
     Returns:
         None if it was written to the main_grad, else the gradient [out, in].
     """
-    if main_grad is not None and main_grad.defers and main_grad.later(weight, partial(put_weight_grad_now, main_grad, weight, grad_out, x)):
-        return None
-    return put_weight_grad_now(main_grad, weight, grad_out, x)
-
-
-def put_weight_grad_now(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
-    """Do what ``put_weight_grad`` does, also where gradients are put off."""
-    reserved = main_grad.reserve(weight) if main_grad is not None else None
+    if main_grad is None:
+        return grad_out.t() @ x
+    if may_defer and main_grad.defers:
+        write = partial(put_weight_grad, main_grad, weight, grad_out, x, may_defer=False)
+        if main_grad.later(weight, write):
+            return None
+    reserved = main_grad.reserve(weight)
     if reserved is None:
         return grad_out.t() @ x
-    view, fresh = reserved
-    put_product(view, grad_out, x, fresh=fresh)
+    put_product(reserved[0], grad_out, x, fresh=reserved[1])
     return None
 
 
@@ -95,7 +99,7 @@ def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> No
     weight's size.
     """
     if view.dtype == grad_out.dtype:
-        torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)
+        torch.mm(grad_out.t(), x, out=view) if fresh else torch.addmm(view, grad_out.t(), x, out=view)
     elif not x.is_cuda or view.dtype != torch.float32:
         product = weight_product(grad_out, x, view.dtype)
         view.copy_(product) if fresh else view.add_(product)
@@ -139,7 +143,8 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
     Returns:
         None if it was written to the main_grad, else the gradient [out].
     """
-    wide = torch.float32 if grad_out.dtype in (torch.bfloat16, torch.float16) else None
+    dtype = grad_out.dtype
+    wide = torch.float32 if dtype in _16_BIT else dtype
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, grad_out.sum(0, dtype=wide))
     reserved = main_grad.reserve(bias)
@@ -150,7 +155,7 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
         from megatron_sp.ops.kernels import biases
 
         biases.put_column_sums(grad_out, (view, fresh))
-    elif fresh and view.dtype == (wide or grad_out.dtype):
+    elif fresh and view.dtype == wide:
         torch.sum(grad_out, 0, dtype=wide, out=view)
     else:
         total = grad_out.sum(0, dtype=wide)

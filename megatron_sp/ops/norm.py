@@ -68,17 +68,16 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None) -> Tensor:
         y, stats = norm_forward(x, weight, bias, spec)
-        ctx.save_for_backward(x, weight, bias, *stats)
-        ctx.params = weight, bias  # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.spec, ctx.main_grad = spec, main_grad
+        ctx.save_for_backward(x, *stats)
+        # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
+        ctx.norm, ctx.main_grad = NormInFront(spec, weight, bias), main_grad
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias, *stats = ctx.saved_tensors
+        x, *stats = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        found = norm_backward_to(ctx.main_grad, ctx.params, grad, x, (weight, bias), tuple(stats), ctx.spec, need)
-        return *found, None, None
+        return *norm_gradients(ctx.norm, grad, x, tuple(stats), need, None, main_grad=ctx.main_grad), None, None
 
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -90,7 +89,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
 
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
         return y, (stats,)
-    if _is_for_torchs_rms_norm(x, spec):
+    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
         return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
     if spec.kind == "LayerNorm":
         if is_small(x):
@@ -128,7 +127,7 @@ def norm_backward(
         from megatron_sp.ops.kernels import norms
 
         return norms.backward(grad, x, weight, stats[0], need, add, zero_centered=spec.zero_centered)
-    if _is_for_torchs_rms_norm(x, spec):
+    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
         scale = _scale(weight, spec.zero_centered).to(x.dtype)
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
             grad.contiguous(), x.contiguous(), (x.shape[-1],), stats[0], scale, [need[0], need[1]]
@@ -141,18 +140,24 @@ def norm_backward(
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
 
 
-def norm_backward_to(
-    main_grad: MainGrad | None, params: tuple[Tensor, Tensor | None], grad: Tensor, x: Tensor, values: tuple[Tensor, Tensor | None],
-    stats: tuple[Tensor, ...], spec: NormSpec, need: tuple[bool, bool, bool], add: Tensor | None = None,
+def norm_gradients(
+    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
+    main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Do what ``norm_backward`` does, and put the gradients of weight and bias in the main_grad; return those that it does not hold.
+    """Run backward of a norm, with the gradients of its parameters put in the main_grad.
 
     Args:
-        main_grad: receives the gradients.
-        params: weight and bias as the main_grad knows them.
-        values: weight and bias.
-        grad, x, stats, spec, need, add: as of ``norm_backward``.
+        norm: the norm, with its parameters.
+        grad: gradient of the normed x.
+        x: its input.
+        stats: its statistics, from ``norm_forward``.
+        need: flags of x, weight and bias that need a gradient.
+        passed: another gradient of x, from the residual branch, which is added.
+        main_grad: receives the gradients of weight and bias.
+    Returns:
+        Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
     """
+    params, spec = (norm.weight, norm.bias), norm.spec
     if main_grad is not None and not main_grad.defers and is_fused(x) and not (spec.kernel == "apex" and _is_for_apex(x)):
         from megatron_sp.ops.kernels import norms
 
@@ -160,13 +165,13 @@ def norm_backward_to(
             main_grad.reserve(params[0]) if need[1] else None,
             main_grad.reserve(params[1]) if need[2] and params[1] is not None else None,
         )
-        grad_x, weight, bias = norms.backward(grad, x, values[0], stats[0], need, add, zero_centered=spec.zero_centered, into=into)
+        grad_x, weight, bias = norms.backward(grad, x, norm.weight, stats[0], need, passed, zero_centered=spec.zero_centered, into=into)
     else:
-        grad_x, weight, bias = norm_backward(grad, x, *values, stats, spec, need, add)
+        grad_x, weight, bias = norm_backward(grad, x, *params, stats, spec, need, passed)
     if weight is not None:
-        weight = put_grad(main_grad, params[0], weight)
-    if bias is not None and params[1] is not None:
-        bias = put_grad(main_grad, params[1], bias)
+        weight = put_grad(main_grad, norm.weight, weight)
+    if bias is not None and norm.bias is not None:
+        bias = put_grad(main_grad, norm.bias, bias)
     return grad_x, weight, bias
 
 
@@ -252,13 +257,13 @@ def _layer_norm_backward(
 
 
 def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
-    """Return whether torch's own kernel computes the RMSNorm of x: on a GPU, from torch 2.10 on.
+    """Return whether torch's own kernel computes the RMSNorm of x, on a GPU, from torch 2.10 on.
 
     It adds nothing to the gradient, and gives that of a 16-bit weight in 16 bits. A 16-bit 1 + weight would lose what the
     weight learns: then several kernels of torch's compute the norm in fp32.
     """
     rounds = spec.zero_centered and x.dtype != torch.float32
-    return spec.kind == "RMSNorm" and x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
+    return spec.kind == "RMSNorm" and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
 
 def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -113,6 +113,7 @@ class FlatLayout:
 
     Attributes:
         slots: places of the parameters, in order.
+        ids: of the parameters.
         num_decayed: elements before this index have weight decay.
         numel: number of elements of the full buffer, with padding.
         shard: this rank's range.
@@ -132,6 +133,7 @@ class FlatLayout:
             end += round_up(param.numel(), align)
             if decayed[name]:
                 self.num_decayed = end
+        self.ids = [id(slot.param) for slot in self.slots]
         self.numel = round_up(end, align * zero.parts)
         each = self.numel // zero.parts
         self.shard = range(zero.part * each, (zero.part + 1) * each)
@@ -184,7 +186,7 @@ class KeptGrads(NamedTuple):
     """Buffers of a unit's gradients."""
 
     grads: Tensor | None
-    views: list[Tensor]
+    views: dict[int, Tensor]
     shard: Tensor | None
 
 
@@ -242,7 +244,7 @@ class FlatUnit:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self._grads: Tensor | None = None
-        self._grad_views: list[Tensor] = []
+        self._grad_views: dict[int, Tensor] = {}
         self._grad_shard: Tensor | None = None
         if offload:
             # in 16 bits what travels is the rounded copy (optim/offload.py), and pinned memory is scarce
@@ -288,15 +290,12 @@ class FlatUnit:
         if self._grads is None:
             self._grads = empty((self.numel,), dtype=self.grad_dtype, device=self.device)
             self.layout.zero_padding(self._grads)
-            self._grad_views = self.layout.views(self._grads)
         return self._grads
 
-    def grad_view(self, number: int) -> Tensor:
-        """Return the gradient of slot ``number``, a view of the flat buffer."""
-        return (self._grad_views or self._made_views())[number]
-
-    def _made_views(self) -> list[Tensor]:
-        _ = self.grads
+    def grad_views(self) -> dict[int, Tensor]:
+        """Return the gradients of all slots, views of the flat buffer, by the parameter's id."""
+        if not self._grad_views:
+            self._grad_views = dict(zip(self.layout.ids, self.layout.views(self.grads), strict=True))
         return self._grad_views
 
     @property
@@ -333,7 +332,7 @@ class FlatUnit:
         self._grads, self._grad_views, self._grad_shard = kept
 
     def _free_grads(self) -> None:
-        self._grads, self._grad_views = None, []
+        self._grads, self._grad_views = None, {}
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Gather all ranks' ranges into one full buffer. Collective."""

@@ -62,16 +62,16 @@ class FlatGradients:
         self.host, self._own_groups = host, own_groups
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype
-        self._slots: dict[int, tuple[int, int]] = {}  # unit and number of the slot in it, by parameter
+        self._unit_of: dict[int, int] = {}  # by parameter
         for index, unit in enumerate(units):
-            for number, slot in enumerate(unit.slots):
-                other, _ = self._slots.setdefault(id(slot.param), (index, number))
+            for slot in unit.slots:
+                other = self._unit_of.setdefault(id(slot.param), index)
                 if other != index:  # it can be a view of one buffer only; the other would go stale
                     raise ValueError(
                         f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules that share a"
                         " parameter into one unit, as a tied embedding and head are"
                     )
-        self.held: Container[int] = self._slots
+        self.held: Container[int] = self._unit_of
         self._written: set[int] = set()
         self._ahead: set[int] = set()
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
@@ -125,9 +125,9 @@ class FlatGradients:
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
         key, units = self._put_off
-        if id(param) not in self._slots:
+        index = self._unit_of.get(id(param))
+        if index is None:
             return False
-        index, _ = self._slots[id(param)]
         if key is not None and index in units:
             self._kept[key].append((index, write))
             return True
@@ -157,37 +157,36 @@ class FlatGradients:
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         key = id(param)
-        if key not in self._slots:
+        index = self._unit_of.get(key)
+        if index is None:
             return None
         assert key not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
-        view = self._view(key)
-        if key in self._written:
-            return view, False
+        if index in self._handles:
+            self._before_more(index)
+        view, is_first = self.units[index].grad_views()[key], key not in self._written
         self._written.add(key)
-        return view, True
+        return view, is_first
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        if id(param) not in self._slots or id(param) in self._written:
+        if id(param) not in self._unit_of or id(param) in self._written:
             return None
-        view = self._view(id(param))
-        self._written.add(id(param))
+        found = self.reserve(param)
+        assert found is not None
         self._ahead.add(id(param))
-        return view
+        return found[0]
 
     def finish(self, param: Tensor) -> None:
         self._ahead.remove(id(param))
 
-    def _view(self, key: int) -> Tensor:
-        index, number = self._slots[key]
-        unit = self.units[index]
-        if self._handles and index in self._handles:
-            assert index not in self._reduced, f"{unit.slots[number].name} got a gradient after its unit was complete"
-            self._wait(index)  # the micro-batch before is still on its way
-        return unit.grad_view(number)
+    def _before_more(self, index: int) -> None:
+        """Wait for a unit's gradients of the micro-batch before, which are still on their way."""
+        assert index not in self._reduced, f"{self.units[index].name} got a gradient after it was complete"
+        self._wait(index)
 
     def unit_done(self, index: int) -> None:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
-        self.cover()
+        if self._delayed:
+            self.cover()
         key, put_off = self._put_off
         if key is not None and index in put_off:
             return  # ``catch_up`` completes it
@@ -243,27 +242,28 @@ class FlatGradients:
         return self.units[index].zero.stage
 
     def _reduce(self, index: int) -> None:
-        unit = self.units[index]
+        unit, stage = self.units[index], self._stage(index)
         assert index not in self._reduced, f"unit {unit.name} was completed twice in one backward pass"
         if index in self._handles:  # of the micro-batch before, in which this one left no gradient
             self._wait(index)
-        for number, slot in enumerate(unit.slots):
+        for slot in unit.slots:
             if slot.param.grad is not None or id(slot.param) not in self._written:
-                self._collect(slot, unit.grad_view(number))
-        self._sum_over_tp(unit)
+                self._collect(slot, unit.grad_views()[id(slot.param)])
+        if self.tp.size() > 1:
+            self._sum_over_tp(unit)
         self._reduced.add(index)
-        if index in self._completing or self._stage(index) < 2:
+        if index in self._completing or stage < 2:
             self._last.add(index)
         group = self._own_groups.get(index, self.group)
         as_it_is = self.reduce_dtype in (None, unit.grad_dtype) or group.size() == 1
         travels = unit.grads if as_it_is else unit.grads.to(self.reduce_dtype)
-        if self._stage(index) == 0:
+        if stage == 0:
             self._handles[index] = all_reduce_async(travels, group)
         else:
             self._handles[index] = reduce_scatter_async(travels, group)
         # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the
         # backward pass
-        if self._stage(index) >= 1 or self.host is not None:
+        if stage >= 1 or self.host is not None:
             while len(self._handles) > _IN_FLIGHT - 1:
                 self._wait(next(iter(self._handles)))
 
@@ -278,8 +278,6 @@ class FlatGradients:
 
     def _sum_over_tp(self, unit: FlatUnit) -> None:
         """Sum rows shared by tp ranks in one all_reduce; each has a place of its own, where ranks with other rows contribute zeros."""
-        if self.tp.size() == 1:
-            return
         parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
         if not parts:
             return

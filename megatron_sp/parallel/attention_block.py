@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.norm import NormInFront
+from megatron_sp.ops.norm import NormInFront, norm_gradients
 from megatron_sp.parallel.heads import Message
-from megatron_sp.parallel.linear import column_sum, needed, norm_gradients, normed_by, passed_to_autograd, projected_by, rows_of
+from megatron_sp.parallel.linear import column_sum, needed, normed_by, passed_to_autograd, projected_by, rows_of
 from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
 from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
 

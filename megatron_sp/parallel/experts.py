@@ -29,13 +29,13 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import Choices, ExpertGrads, ExpertWeights, experts_backward, experts_forward, sum_dtype
-from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad, put_weight_grad_now
+from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm_gradients
 from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
-from megatron_sp.parallel.linear import multiply, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.router_pass import FirstPass, RouterPass
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
@@ -413,5 +413,5 @@ class _Backward:
 
 def _put_router_grad(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, a: Tensor) -> Tensor | None:
     """Compute the gradient of the router's weight in the dtype of the logits, and store it; return it if no main_grad holds the weight."""
-    found = put_weight_grad_now(main_grad, weight, grad, a.to(grad.dtype))
+    found = put_weight_grad(main_grad, weight, grad, a.to(grad.dtype), may_defer=False)
     return None if found is None else found.to(weight.dtype)

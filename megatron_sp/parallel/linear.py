@@ -28,7 +28,7 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty, is_small_result
-from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward_to, norm_forward
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm_forward, norm_gradients
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 Params = tuple[Tensor | None, ...]
@@ -352,27 +352,6 @@ def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | N
 def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the normed x and the norm's statistics; without a norm (x, ())."""
     return (x, ()) if norm is None else norm_forward(x, norm.weight, norm.bias, norm.spec)
-
-
-def norm_gradients(
-    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
-    main_grad: MainGrad | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Run backward of a norm before a linear layer.
-
-    Args:
-        norm: the norm, with its parameters.
-        grad: gradient of the normed x.
-        x: its input.
-        stats: its statistics, from ``normed_by``.
-        need: flags of x, weight and bias that need a gradient.
-        passed: another gradient of x, from the residual branch, which is added.
-        main_grad: receives the gradients of weight and bias.
-    Returns:
-        Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
-    """
-    params = norm.weight, norm.bias
-    return norm_backward_to(main_grad, params, grad, x, params, stats, norm.spec, need, passed)
 
 
 def rows_of(x: Tensor) -> Tensor:

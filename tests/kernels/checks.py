@@ -22,7 +22,7 @@ from megatron_sp.ops.dropout import DropoutKeys, dropped, hash_dropout, keep_mas
 from megatron_sp.ops.kernels import activations, biases, dropout, launch, norms, rotary
 from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
 from megatron_sp.ops.main_grad import put_column_sum
-from megatron_sp.ops.norm import NormSpec, norm_backward, norm_backward_to, norm_forward
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward, norm_gradients
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.parallel import lm_head
@@ -483,7 +483,7 @@ def norm_into_buffers(kind: str, rows: int, width: int, fresh: tuple[bool, bool]
         with using_triton(yes):
             names = count_launches()
             _, stats = norm_forward(x, weight, bias, spec)
-            found = norm_backward_to(Buffer(), (weight, bias), grad, x, (weight, bias), stats, spec, need)  # type: ignore[arg-type]
+            found = norm_gradients(NormInFront(spec, weight, bias), grad, x, stats, need, None, main_grad=Buffer())  # type: ignore[arg-type]
         assert len(names) == 3 * yes
         results.append([*found, *views])
     require_close(*results, torch.float32)
