@@ -13,7 +13,7 @@ forward pass needs besides x is in one ``ForwardContext``. Each layer describes 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,9 @@ class SelfAttention(nn.Module):
             self.q_layernorm = Norm(config, queries * d, dtype, layout, sees="heads")
             self.k_layernorm = Norm(config, keys * d, dtype, layout, sees="heads")
         self.chunks = layout.plan(self.queries_per_group, self.num_groups, whole=self.norms_all_heads)
+        self.main_grad: MainGrad | None = None
+        self._linears: tuple[Linear, Linear] | None = None  # parameters stay the same objects
+        self._plan: AttentionPlan | None = None  # of the pass before
 
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
         """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
@@ -79,15 +82,25 @@ class SelfAttention(nn.Module):
         The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all
         its consumers.
         """
-        qkv, proj = self.linear_qkv, self.linear_proj
+        if self._linears is None:
+            self._linears = self.linear_qkv.linear(), self.linear_proj.linear()
+        plan = self.plan(ctx, add_input=dropout is None)
+        out, x = attention_block(x, norm, *self._linears, AttentionCore(self, ctx), plan, main_grad=self.main_grad)
+        return out if dropout is None else dropped_onto(x, out, dropout), x
+
+    def plan(self, ctx: ForwardContext, *, add_input: bool) -> AttentionPlan:
+        """Return the plan of a forward pass; that of the pass before, if nothing has changed."""
+        known = self._plan
+        is_same = known is not None and (known.seq_length, known.add_input, known.remakes_heads) == (ctx.length, add_input, ctx.remakes_heads)
+        if known is not None and is_same and ctx.kept is None:
+            return known
         plan = AttentionPlan(
-            self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None,
+            self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=add_input,
             kept=ctx.kept, keeps_received=ctx.keeps_received, remakes_heads=ctx.remakes_heads,
         )  # fmt: skip
-        out, x = attention_block(
-            x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, main_grad=self.linear_qkv.main_grad
-        )
-        return out if dropout is None else dropped_onto(x, out, dropout), x
+        if ctx.kept is None:  # what is kept goes with its pass
+            self._plan = plan
+        return plan
 
     def draws_random(self, ctx: ForwardContext) -> bool:
         """Return whether attention dropout happens inside a kernel, with torch's generator instead of the hash."""
@@ -126,8 +139,9 @@ class AttentionCore:
 
     def __init__(self, layer: SelfAttention, ctx: ForwardContext) -> None:
         self.layer, self.ctx, self.r, self.d = layer, ctx, layer.queries_per_group, layer.head_dim
-        norms = [layer.q_layernorm, layer.k_layernorm] if layer.qk_layernorm else []
-        self.parameters = [p for norm in norms if norm.main_grad is None for p in norm.parameters()]
+        self.parameters: Sequence[Tensor] = ()
+        if layer.qk_layernorm:
+            self.parameters = [p for norm in (layer.q_layernorm, layer.k_layernorm) if norm.main_grad is None for p in norm.parameters()]
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return queries, keys and values in the layout of the attention kernels; see ``parallel.ulysses.Core``."""
@@ -183,7 +197,10 @@ class AttentionCore:
             q, k, v = self._grouped(recv_buffers["q"], share), *(self._apart(recv_buffers[part], groups) for part in "kv")
         else:
             return None
-        kernel = lse_kernel(q, k, v, layer.mask(ctx, queries // q.shape[2]), ctx.kernel)
+        kind = layer.window, q.shape, q.stride(), k.shape
+        if kind not in ctx.lse_kernels:
+            ctx.lse_kernels[kind] = lse_kernel(q, k, v, layer.mask(ctx, queries // q.shape[2]), ctx.kernel)
+        kernel = ctx.lse_kernels[kind]
         if kernel is not None and rotary is not None:
             if fused is not None and groups:
                 cut_qkv(fused, queries // groups, d, rotary)
@@ -273,7 +290,7 @@ class AttentionCore:
 
     def _cover_last_exchange(self) -> None:
         """Compute what has been delayed, unless there are exchanges of heads to come."""
-        tp, main_grad = self.layer.layout.tp, self.layer.linear_qkv.main_grad
+        tp, main_grad = self.layer.layout.tp, self.layer.main_grad
         if main_grad is not None and self.layer.layout.sp.size == 1:
             tp.mark("mlp")
             main_grad.cover()
@@ -317,7 +334,7 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation)
         self.activation, self.tp = activation, layout.tp
         self.main_grad: MainGrad | None = None
-        self._linears: tuple[Linear, Linear] | None = None
+        self._linears: tuple[Linear, Linear] | None = None  # parameters stay the same objects
 
     def forward(
         self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
@@ -327,7 +344,9 @@ class MLP(nn.Module):
         Args:
             onto: added to the MLP's output instead of x.
         """
-        fc1, fc2 = self._linears = self._linears or (self.linear_fc1.linear(), self.linear_fc2.linear())
+        if self._linears is None:
+            self._linears = self.linear_fc1.linear(), self.linear_fc2.linear()
+        fc1, fc2 = self._linears
         if chunks > 1:
             plan = MLPPlan(self.activation, chunks, self.tp, 0.0 if dropout is None else dropout.rate)
             row_keys = None if dropout is None else dropout.row_keys

@@ -148,7 +148,8 @@ def cut_qkv(qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Te
     folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
     if rotary is not None:
         rotate_(folded[:, :, : queries_per_group + 1], *rotary)
-    return folded[:, :, :queries_per_group], folded[:, :, -2:-1], folded[:, :, -1:]
+    q, k, v = folded.split_with_sizes((queries_per_group, 1, 1), 2)
+    return q, k, v
 
 
 def join_qkv(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, shape: torch.Size, rotary: tuple[Tensor, Tensor] | None) -> Tensor:

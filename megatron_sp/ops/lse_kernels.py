@@ -183,11 +183,11 @@ class CPUFlash:
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         s, m, r, d = q.shape
         if is_small(q) and r == 1 and _is_fused(q, k):
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-                *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse[0], 0.0, self.causal
+            of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                grad.permute(1, 2, 0, 3), *by_head(q, k, v), out.permute(1, 2, 0, 3), lse[0], 0.0, self.causal
             )
-            packed = torch.cat([part.permute(2, 0, 1, 3) for part in parts], 2)  # [m, 1, s, d] -> [s, m, 3, d]
-            return Gradients(*packed.split(1, 2))
+            parts = of_q.permute(2, 0, 1, 3), of_k.permute(2, 0, 1, 3), of_v.permute(2, 0, 1, 3)
+            return Gradients(*torch.cat(parts, 2).split_with_sizes((1, 1, 1), 2))  # [m, 1, s, d] -> [s, m, 3, d]
         grads = empty_gradients(q, k, v)
         for groups in blocks(m, s * r * d * q.element_size(), q.device):
             operands = by_head(q[:, groups], k[:, groups], v[:, groups])
@@ -204,5 +204,5 @@ class CPUFlash:
 def by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Permute [s, m, r|1, d] to [m, r, s, d] without a copy."""
     r = q.shape[2]
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    return q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1)
+    q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+    return (q, k, v) if r == 1 else (q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1))

@@ -89,7 +89,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
 
         y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
         return y, (stats,)
-    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
+    if spec.kind == "RMSNorm" and _is_for_torchs_rms_norm(x, spec):
         return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
     if spec.kind == "LayerNorm":
         if is_small(x):
@@ -127,7 +127,7 @@ def norm_backward(
         from megatron_sp.ops.kernels import norms
 
         return norms.backward(grad, x, weight, stats[0], need, add, zero_centered=spec.zero_centered)
-    if x.is_cuda and _is_for_torchs_rms_norm(x, spec):
+    if spec.kind == "RMSNorm" and _is_for_torchs_rms_norm(x, spec):
         scale = _scale(weight, spec.zero_centered).to(x.dtype)
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
             grad.contiguous(), x.contiguous(), (x.shape[-1],), stats[0], scale, [need[0], need[1]]
@@ -257,13 +257,13 @@ def _layer_norm_backward(
 
 
 def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
-    """Return whether torch's own kernel computes the RMSNorm of x, on a GPU, from torch 2.10 on.
+    """Return whether torch's own kernel computes the RMSNorm of x: on a GPU, from torch 2.10 on.
 
     It adds nothing to the gradient, and gives that of a 16-bit weight in 16 bits. A 16-bit 1 + weight would lose what the
     weight learns: then several kernels of torch's compute the norm in fp32.
     """
     rounds = spec.zero_centered and x.dtype != torch.float32
-    return spec.kind == "RMSNorm" and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
+    return x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
 
 def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -116,19 +116,20 @@ class _AttentionBlock(torch.autograd.Function):
         if run.replays:
             going = run.results_of_first_pass(x)
         else:
-            normed, _ = normed_by(x, options.norm)
-            a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
+            normed, _ = normed_by(rows_of(x), options.norm)
+            a = plan.tp.enter_async(normed).wait()  # [s/sp * b, h]
             del normed
-            going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
+            going = run.forward(a, params.w_qkv, params.b_qkv)
             del a
         residual = x if plan.add_input else None
         y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
+        columns, contents = zip(*pieces, strict=True)
         if plan.kept is not None and plan.keeps_received and not plan.kept.replays:
-            plan.kept.keep("received", *(piece for _, piece in pieces))
+            plan.kept.keep("received", *contents)
         if train:
-            ctx.save_for_backward(x, *(piece for _, piece in pieces), *run.release())
+            ctx.save_for_backward(x, *contents, *run.release())
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]
+        ctx.options, ctx.run, ctx.columns = options, run, columns
         plan.sp.mark(OTHER)
         return y, x.view_as(x)
 
@@ -138,12 +139,10 @@ class _AttentionBlock(torch.autograd.Function):
         if options is None:
             raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
         if grad is None:  # only the residual branch was used
-            grads = _Grads(x=passed)
-            of_core: list[Tensor | None] = [None] * len(options.core.parameters)
-        else:
-            backward = _Backward(ctx, options)
-            ctx.options = ctx.run = None  # masks, tables and keys end with backward, not with the graph
-            grads, of_core = backward.run_phases(grad, passed)
+            return None, passed, *[None] * (options.num_passed + len(options.core.parameters))
+        backward = _Backward(ctx, options)
+        ctx.options = ctx.run = None  # masks, tables and keys end with backward, not with the graph
+        grads, of_core = backward.run_phases(grad, passed)
         return None, *grads[: 1 + options.num_passed], *of_core
 
 

@@ -7,16 +7,16 @@ next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.parallel.router_pass import RouterPass
@@ -94,6 +94,7 @@ class ForwardContext:
         row_slice: the slice of the sequence that is computed; None: all of it.
         num_tokens: positions of this rank that are not padding at the end, outside of tensor-parallel regions; None: all.
         routers: of a training step of a model with experts.
+        lse_kernels: ``attention.lse_kernel``'s answers, which are the same for all layers of a pass: by window, shapes and strides.
     """
 
     mask: AttentionMask
@@ -116,6 +117,7 @@ class ForwardContext:
     row_slice: RowSlice | None = None
     num_tokens: int | None = None
     routers: RouterPass | None = None
+    lse_kernels: dict[Any, LseKernel | None] = field(default_factory=dict, init=False)
 
 
 def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> RowMask:

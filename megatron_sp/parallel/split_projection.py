@@ -50,7 +50,9 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
 
 def take(weight: Tensor, rows: list[slice]) -> Tensor:
     """Return rows of a tensor, in order; a view if they are one run."""
-    return weight[rows[0]] if len(rows) == 1 else torch.cat([weight[run] for run in rows]) if rows else weight[:0]
+    if len(rows) == 1:
+        return weight if rows[0] == slice(0, weight.shape[0]) else weight[rows[0]]
+    return torch.cat([weight[run] for run in rows]) if rows else weight[:0]
 
 
 def project_pieces(

@@ -217,12 +217,13 @@ class HeadsPass:
         positions = x.shape[0] * plan.tp.parts
         self.sp, self.batch, self.tokens = plan.sp, x.shape[1], positions * x.shape[1]
         self.padded_length = positions * plan.sp.size
+        self.is_alone = plan.sp.size == 1 and positions == plan.seq_length  # what is exchanged comes back as it is
         self.is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
         self.replays = plan.kept is not None and plan.kept.replays
         self.has_received = self.replays and plan.keeps_received
         self.remakes = train and (self.replays or plan.remakes_heads)
         self.results_are_own = self.remakes and not self.replays
-        self.results = KeptTensors()  # those of a recomputation are not in here
+        self.results = KeptTensors() if self.results_are_own else None
         self.of_chunks: list[KeptTensors | None] = []
         self.states: list[_Graph | _Call | None] = []
 
@@ -245,14 +246,17 @@ class HeadsPass:
                 uses = chunk.shares[self.sp.rank].uses
                 if not any(later.shares[self.sp.rank].uses == uses for later in chunks[index + 1 :]):
                     shared.pop(uses.start, None)
-            going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
+            going.append(self._send_back(chunk, out))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
     def release(self) -> list[Tensor]:
         """Hand out the tensors that backward needs and no graph has saved, until ``restore``."""
-        released = [tensor for state in self.states if state is not None for tensor in state.release()]
-        return released + self.results.release()
+        released: list[Tensor] = []
+        for state in self.states:
+            if state is not None:
+                released += state.release()
+        return released if self.results is None else released + self.results.release()
 
     def restore(self, saved: Sequence[Tensor]) -> None:
         """Take back what ``release`` has handed out."""
@@ -260,7 +264,7 @@ class HeadsPass:
         for state in self.states:
             if state is not None:
                 state.restore(tensors)
-        if self.results_are_own:
+        if self.results is not None:
             self.results.restore(tensors)
 
     def results_of_first_pass(self, like: Tensor) -> list[Handle]:
@@ -278,7 +282,7 @@ class HeadsPass:
             self.states.append(None)
             if not self.has_received:
                 out = _output_of(results) if results is not None else like.new_empty(self.plan.seq_length, 0)
-                going.append(self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk)))
+                going.append(self._send_back(chunk, out))
         return going
 
     def _project_and_send(self, messages: tuple[Message, ...], projection: Projection) -> list[Handle]:
@@ -289,7 +293,7 @@ class HeadsPass:
         for message in messages:
             rows, _, widths = message.table(self.plan.head_dim)
             if self.sp.size == 1 and len(rows) == 1:
-                handles.append(done(projected(a, take(weight, rows), None if bias is None else take(bias, rows)).view(-1)))
+                handles.append(done(projected(a, take(weight, rows), None if bias is None else take(bias, rows))))
                 continue
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
             project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
@@ -304,7 +308,7 @@ class HeadsPass:
             self.states.append(None)
             self.of_chunks.append(None)
             return recv_buffers[0].new_empty(self.plan.seq_length, 0)
-        root = self.plan.kept if self.plan.kept is not None else self.results if self.results_are_own else None
+        root = self.plan.kept if self.plan.kept is not None else self.results
         results = None if root is None else root.section("chunk")
         state = self._state(chunk.messages, recv_buffers, share, shared, results, train=self.train and not self.remakes)
         if results is not None and not any(state.out is tensor for tensor in results.find("attention")):
@@ -325,11 +329,11 @@ class HeadsPass:
             train: keep what backward needs.
         """
         s, group = self.plan.seq_length, share.uses.start
-        buffers: dict[str, Tensor] = {
-            message.part: buffer.view(self.padded_length, self.batch, -1)[:s]
-            for message, buffer in zip(messages, recv_buffers, strict=True)
-            if message.rows[self.sp.rank]
-        }
+        buffers: dict[str, Tensor] = {}
+        for message, buffer in zip(messages, recv_buffers, strict=True):
+            if message.rows[self.sp.rank]:
+                whole = buffer.view(self.padded_length, self.batch, -1)
+                buffers[message.part] = whole if self.padded_length == s else whole[:s]
         found = self.core.call(buffers, share, shared.get(group)) if train else None
         if found is not None:
             kernel, *operands = found
@@ -348,6 +352,10 @@ class HeadsPass:
             leaves = (_leaf(q, train), *shared[group])
             out = self.core.attend(*leaves, share, results)
         return _Graph(buffers, heads, leaves, out)
+
+    def _send_back(self, chunk: HeadChunk, out: Tensor) -> Handle:
+        """Start sending a chunk's attention output to the ranks of its positions."""
+        return done(out) if self.is_alone else self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk))
 
     def _padded(self, x: Tensor) -> Tensor:
         """Flatten [s, ...], with zeros after the real positions."""
@@ -368,7 +376,7 @@ class HeadsPass:
         d, chunks = self.plan.head_dim, self.plan.chunks
         count = self.sp.size * len(chunks)
         if count == 1 and not self.has_received:
-            yield slice(0, len(chunks[0].shares[0].queries) * d), going[0].wait().view(self.tokens, -1)
+            yield slice(0, len(chunks[0].shares[0].queries) * d), going[0].wait().reshape(self.tokens, -1)
             return
         joins = count > 1 and (count > _FEW or self.is_16_bit)
         n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
@@ -399,7 +407,7 @@ class HeadsPass:
         waiting, current, at, arrived = iter(going), None, 0, torch.empty(0)
         for columns, chunk in self._columns():
             if chunk is not current:
-                current, at, arrived = chunk, 0, next(waiting).wait()
+                current, at, arrived = chunk, 0, next(waiting).wait().reshape(-1)
             width = columns.stop - columns.start
             yield columns, arrived[at : at + self.tokens * width].view(self.tokens, width)
             at += self.tokens * width
@@ -460,10 +468,11 @@ class HeadsPass:
         """Compute the gradient of a chunk's attention output, and start sending it to the ranks of its heads."""
         self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
-        to_me, from_me = self._counts_back(chunk)  # the way back, reversed
         if self.sp.size == 1:
             queries = chunk.shares[0].queries
-            return done(projected_by(grad, w_proj[:, queries.start * d : queries.stop * d]).view(-1))
+            is_whole = len(queries) * d == w_proj.shape[1]
+            return done(projected_by(grad, w_proj if is_whole else w_proj[:, queries.start * d : queries.stop * d]))
+        to_me, from_me = self._counts_back(chunk)  # the way back, reversed
         send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
         starts, ranks = [share.queries.start * d for share in chunk.shares], self.sp.size
         apart, left = divmod(w_proj.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
@@ -490,7 +499,7 @@ class HeadsPass:
             d_shared: gradients of keys and values from a group's later chunks, whose backward ran first.
         """
         s, group = self.plan.seq_length, share.uses.start
-        d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
+        d_out = (d_out if self.padded_length == s else d_out.view(self.padded_length, -1)[:s]).view(state.out.shape)
         if isinstance(state, _Call):
             d_q, *d_kv = state.kernel.backward(d_out, *state.tensors)
         else:
@@ -523,6 +532,8 @@ class HeadsPass:
         self, messages: tuple[Message, ...], d_recv_buffers: dict[str, Tensor], like: Tensor
     ) -> list[tuple[Message, Handle]]:
         """Start sending the gradients of what this rank received for a chunk back to where it came from."""
+        if self.sp.size == 1:
+            return [(message, done(d_recv_buffers[message.part])) for message in reversed(messages)]
         started = []
         for message in reversed(messages):  # v first: its gradient needs no rotation; the receiver waits for the messages in this order
             widths = message.table(self.plan.head_dim).widths
