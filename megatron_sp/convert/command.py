@@ -14,7 +14,7 @@ import torch
 
 from megatron_sp import __version__
 from megatron_sp.checkpoint.finite_tensors import FiniteTensors
-from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
+from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.foreign_model import ForeignModel
 from megatron_sp.convert.formats.format import Format

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
+from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.overrides import Overrides
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.torch_files import DTYPES, TensorRecord, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.utils.errors import CheckpointError
 
@@ -25,9 +24,8 @@ class TorchFiles:
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._found: dict[str, tuple[TorchFile, TensorRecord]] = {}
-        with PickleReader() as reader:
-            for name in names:
-                self._take(TorchFile(folder / name, reader))
+        for name in names:
+            self._take(TorchFile(folder / name))
         self._tensors = {name: _info(file.path, name, record) for name, (file, record) in self._found.items()}
 
     def _take(self, file: TorchFile) -> None:
@@ -55,9 +53,8 @@ class TorchFiles:
 
 
 def _info(path: Path, name: str, record: TensorRecord) -> TensorInfo:
-    dtype = DTYPES.get(record.dtype)
-    if dtype is None:
+    if record.dtype not in DTYPES.values():
         raise CheckpointError(
-            f"{path}: {name[:200]} is of {record.dtype[:60]}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
+            f"{path}: {name[:200]} is of {record.dtype}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
         )
-    return TensorInfo(record.shape, dtype)
+    return TensorInfo(record.shape, record.dtype)

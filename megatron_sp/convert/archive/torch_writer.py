@@ -1,36 +1,213 @@
-"""Streaming writer of ``torch.save`` files: lazy tensors of the tree are in memory one at a time.
+"""Streaming writer of ``torch.save`` files and of pickles that other programs load: torch (also with ``weights_only=True``),
+Megatron-LM, DeepSpeed.
 
-Plain data, tensors and ordered dicts load with ``weights_only=True``; for a Namespace its class must be allowlisted, as
-Megatron does.
+Lazy tensors of the tree are in memory one at a time, so a file may be larger than memory. A class name is written as
+text, so a pickle of another program's object (``Object``) can be made without installing that program; it is never
+looked up. Protocol 2, with the opcodes that torch's restricted loader knows. Source: the comments of CPython's
+``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import uuid
-from collections.abc import Callable, Iterator
-from functools import partial
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megatron_sp.convert.archive.pickle_writer import LazyFlat, TreeWriter
-from megatron_sp.convert.archive.torch_file import memory_of
-from megatron_sp.convert.archive.zip_entries import ZipWriter
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.archive.torch_files import Object, memory_of
 from megatron_sp.utils.files import fsync_dir
+
+ALIGNMENT = 64  # of the contents of every entry, as torch has it, so that they can be memory-mapped
+_STORAGES = {
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage", torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage", torch.int32: "IntStorage", torch.int16: "ShortStorage", torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage", torch.bool: "BoolStorage", torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is created just before it is written, and released afterwards.
+
+    ``make`` returns it on any device and with any strides, with this shape and dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    def parts(self) -> Iterator[Tensor]:
+        """Make the tensor and yield its elements in row-major order on the CPU."""
+        tensor = self.make()
+        if tuple(tensor.shape) != tuple(self.shape) or tensor.dtype != self.dtype:
+            raise ValueError(f"announced {list(self.shape)} {self.dtype}, made {list(tensor.shape)} {tensor.dtype}")
+        yield tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class LazyFlat:
+    """A long vector whose parts are created one after the other; together they have ``numel`` elements."""
+
+    numel: int
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[Tensor]]
+
+
+class _Storage:
+    """A storage to be written after the pickle: ``parts`` yields its elements."""
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, parts: Callable[[], Iterable[Tensor]]) -> None:
+        self.num_bytes, self.dtype, self.parts = num_bytes, dtype, parts
+
+
+class TreeWriter:
+    """Writer of one pickle; collects the storages that it refers to, in the order of their keys "0", "1", ..."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._keys: dict[Any, str] = {}
+        self.storages: list[_Storage] = []
+
+    def dumps(self, tree: Any) -> bytes:
+        """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, namespaces, ``Tensor``, ``LazyTensor``,
+        ``LazyFlat``, dtypes and ``Object``. Two references to one list become two lists; tensors that share a storage still share it.
+
+        Raises:
+            TypeError: the tree contains something else.
+        """
+        self._parts = [b"\x80\x02"]
+        self._value(tree)
+        return b"".join([*self._parts, b"."])
+
+    def _out(self, *parts: bytes) -> None:
+        self._parts += parts
+
+    def _value(self, value: Any) -> None:
+        if value is None or isinstance(value, bool):
+            self._out({None: b"N", True: b"\x88", False: b"\x89"}[value])
+        elif isinstance(value, int):
+            self._int(value)
+        elif isinstance(value, float):
+            self._out(b"G", struct.pack(">d", value))
+        elif isinstance(value, str):
+            data = value.encode("utf-8")
+            self._out(b"X", struct.pack("<I", len(data)), data)
+        elif isinstance(value, bytes):
+            self._call("_codecs.encode", value.decode("latin-1"), "latin1")
+        elif isinstance(value, torch.Size):
+            self._call("torch.Size", tuple(value))
+        elif isinstance(value, tuple):
+            self._items(value)
+            self._out(b"t")
+        elif isinstance(value, list):
+            self._out(b"]")
+            self._items(value)
+            self._out(b"e")
+        elif isinstance(value, dict):
+            if isinstance(value, OrderedDict):
+                self._call("collections.OrderedDict")
+            else:
+                self._out(b"}")
+            self._items(part for pair in value.items() for part in pair)
+            self._out(b"u")
+        elif isinstance(value, Namespace):
+            self._value(Object("argparse.Namespace", state=vars(value)))
+        elif isinstance(value, Object):
+            self._object(value)
+        elif isinstance(value, torch.dtype):
+            self._global(str(value))
+        elif isinstance(value, Tensor):
+            self._tensor(value.detach().cpu())
+        elif isinstance(value, (LazyTensor, LazyFlat)):
+            shape = value.shape if isinstance(value, LazyTensor) else (value.numel,)
+            stride = torch.empty(shape, device="meta").stride()
+            self._rebuild(object(), value.dtype, torch.Size(shape).numel(), value.parts, 0, tuple(shape), stride)
+        else:
+            raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written into a torch file")
+
+    def _items(self, items: Iterable[Any]) -> None:
+        self._out(b"(")
+        for item in items:
+            self._value(item)
+
+    def _int(self, value: int) -> None:
+        if -(1 << 31) <= value < 1 << 31:
+            self._out(b"J", struct.pack("<i", value))
+            return
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        if len(data) > 255:
+            raise ValueError(f"an integer of {len(data):,} bytes cannot be written into a torch file")
+        self._out(b"\x8a", bytes([len(data)]), data)
+
+    def _global(self, name: str) -> None:
+        module, _, last = name.rpartition(".")
+        self._out(f"c{module}\n{last}\n".encode())
+
+    def _call(self, name: str, *args: Any) -> None:
+        self._global(name)
+        self._value(args)
+        self._out(b"R")
+
+    def _object(self, value: Object) -> None:
+        if value.args:
+            self._call(value.name, *value.args)
+        else:
+            self._global(value.name)
+            self._out(b")\x81")
+        if value.state is not None:
+            self._value(value.state)
+            self._out(b"b")
+
+    def _tensor(self, value: Tensor) -> None:
+        """Write a tensor as torch does: its whole storage once, however many tensors share it."""
+        numel = value.untyped_storage().nbytes() // value.element_size()
+        flat = value.as_strided((numel,), (1,), 0)
+        identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
+        self._rebuild(identity, value.dtype, numel, lambda: [flat], int(value.storage_offset()), tuple(value.shape), value.stride())
+
+    def _rebuild(
+        self, identity: Any, dtype: torch.dtype, numel: int, parts: Callable[[], Iterable[Tensor]], offset: int,
+        shape: tuple[int, ...], stride: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Write the call that makes a tensor; ``identity`` is equal for tensors that share a storage."""
+        num_bytes = numel * dtype.itemsize
+        if identity not in self._keys:
+            self._keys[identity] = str(len(self.storages))
+            self.storages.append(_Storage(num_bytes, dtype, parts))
+        typed = _STORAGES.get(dtype)  # newer dtypes have no class of storages: their bytes have, and the tensor its dtype
+        self._global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}")
+        self._out(b"((")
+        self._value("storage")
+        self._global(f"torch.{typed or 'storage.UntypedStorage'}")
+        for part in (self._keys[identity], "cpu", numel if typed else num_bytes):
+            self._value(part)
+        self._out(b"tQ")
+        for part in (offset, shape, stride, False, OrderedDict(), *(() if typed else (dtype,))):
+            self._value(part)
+        self._out(b"tR")
 
 
 def write_torch_file(path: str | Path, tree: Any) -> int:
     """Write a file of torch.save atomically: afterwards it is complete and synced to disk, or it does not exist.
 
     Args:
-        tree: as in ``pickle_writer.TreeWriter.dumps``; a ``LazyTensor`` is made when its turn comes.
+        tree: as in ``TreeWriter.dumps``; a ``LazyTensor`` is made when its turn comes.
     Returns:
         Size of the file in bytes.
     Raises:
         FileExistsError: the file exists already.
         OSError: e.g. no space; nothing is left behind.
-        TypeError, ValueError: the tree contains something that cannot be written, or a LazyTensor makes another tensor
+        TypeError, ValueError: the tree contains something that cannot be written, or a lazy tensor makes another one
             than announced.
     """
     path = Path(path)
@@ -38,8 +215,9 @@ def write_torch_file(path: str | Path, tree: Any) -> int:
         raise FileExistsError(f"{path} is there already")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(temporary, "xb", buffering=0) as file:
-            size = stream_torch_file(lambda data: write_all(file, data), tree)
+        with open(temporary, "xb") as file:
+            size = append_torch_file(file, tree)
+            file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
@@ -50,32 +228,49 @@ def write_torch_file(path: str | Path, tree: Any) -> int:
     return size
 
 
-def stream_torch_file(write: Callable[[memoryview | bytes], object], tree: Any) -> int:
-    """Stream a file of torch.save to a sink that accepts all bytes it is given; return the number of bytes."""
+def append_torch_file(file: IO[bytes], tree: Any) -> int:
+    """Write a file of torch.save at the end of an open file; return its length."""
     writer = TreeWriter()
     pickled = writer.dumps(tree)
-    archive = ZipWriter(write)
-    archive.add("archive/data.pkl", pickled)
-    archive.add("archive/byteorder", b"little")
-    for key, numbers in enumerate(writer.storages):
-        if isinstance(numbers, LazyFlat):
-            archive.add_parts(f"archive/data/{key}", numbers.numel * numbers.dtype.itemsize, partial(_memories, numbers))
-        else:
-            archive.add(f"archive/data/{key}", memory_of(numbers()))
-    archive.add("archive/version", b"3\n")
-    archive.finish()
-    return archive.position
+    tail = _Tail(file)
+    with zipfile.ZipFile(tail, "w") as archive:  # type: ignore[call-overload]
+
+        def add(name: str, size: int, parts: Iterable[bytes | memoryview]) -> None:
+            info = zipfile.ZipInfo(f"archive/{name}")  # its date is constant: equal contents give equal files
+            info.file_size = size
+            wide = 20 if size * 1.05 > zipfile.ZIP64_LIMIT else 0  # which zipfile adds to the header then
+            length = -(tail.tell() + 30 + len(info.filename) + 4 + wide) % ALIGNMENT
+            info.extra = b"FB" + struct.pack("<H", length) + b"Z" * length
+            with archive.open(info, "w") as entry:
+                for part in parts:
+                    entry.write(part)
+            if info.file_size != size:
+                raise ValueError(f"{name}: announced {size:,} bytes, made {info.file_size:,}")
+
+        add("data.pkl", len(pickled), [pickled])
+        add("byteorder", 6, [b"little"])
+        for key, storage in enumerate(writer.storages):
+            add(f"data/{key}", storage.num_bytes, _memories(storage))
+        add("version", 2, [b"3\n"])
+    return tail.tell()
 
 
-def _memories(flat: LazyFlat) -> Iterator[memoryview]:
-    for part in flat.parts():
-        if part.dtype != flat.dtype:
-            raise ValueError(f"announced {flat.dtype}, made {part.dtype}")
+def _memories(storage: _Storage) -> Iterator[memoryview]:
+    for part in storage.parts():
+        if part.dtype != storage.dtype:
+            raise ValueError(f"announced {storage.dtype}, made {part.dtype}")
         yield memory_of(part.detach().cpu().contiguous())
 
 
-def write_all(file: Any, data: memoryview | bytes) -> None:
-    """Write all of ``data`` to an unbuffered file, whose ``write`` may accept only a part."""
-    done = 0
-    while done < len(data):
-        done += file.write(data[done:])
+class _Tail:
+    """The end of an open file as a file of its own: a zip file's positions count from its own start."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._start = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(position + (self._start if whence == os.SEEK_SET else 0), whence) - self._start

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import PrecisionConfig
-from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.model import LossScale, Model
 
 Read = Callable[[TensorRecord], Tensor]

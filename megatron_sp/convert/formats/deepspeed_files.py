@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.torch_files import DTYPES, TensorRecord, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.utils.errors import CheckpointError
 
@@ -30,7 +29,6 @@ class Files:
     """Torch files by path; a limited number is kept parsed (half the limit of open files, at least 16), others are parsed again."""
 
     def __init__(self) -> None:
-        self._reader = PickleReader()
         self._open: OrderedDict[Path, TorchFile] = OrderedDict()
         self._most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
@@ -48,8 +46,7 @@ class Files:
         if path in self._open:
             yield self._open[path]
             return
-        with TorchFile(path, self._reader) as file:
-            yield file
+        yield TorchFile(path)
 
     def read(self, path: Path, record: TensorRecord) -> Tensor:
         """Read a tensor of the file. Raises CheckpointError."""
@@ -58,8 +55,8 @@ class Files:
     def _get(self, path: Path) -> TorchFile:
         if path not in self._open:
             while len(self._open) >= self._most:
-                self._open.popitem(last=False)[1].close()
-            self._open[path] = TorchFile(path, self._reader)
+                self._open.popitem(last=False)
+            self._open[path] = TorchFile(path)
         self._open.move_to_end(path)
         return self._open[path]
 
@@ -146,6 +143,6 @@ def is_contiguous(record: TensorRecord) -> bool:
 
 def dtype_of(path: Path, record: TensorRecord) -> torch.dtype:
     """Return the dtype of a tensor. Raises CheckpointError: it is not supported."""
-    if record.dtype not in DTYPES:
+    if record.dtype not in DTYPES.values():
         raise CheckpointError(f"{path} has a tensor of {record.dtype}, which cannot be read: save it as one of {', '.join(DTYPES)}")
-    return DTYPES[record.dtype]
+    return record.dtype

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.archive.pickle_tree import Object
+from megatron_sp.convert.archive.torch_files import Object
 from megatron_sp.convert.families.parts import Sizes
 from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import TensorRecord
+from megatron_sp.convert.archive.torch_files import TensorRecord
 from megatron_sp.convert.copies import TensorInfo, TensorStore, is_same
 from megatron_sp.convert.formats.counters import scale_of_deepspeed
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches, dtype_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.formats.deepspeed_files import Files
 from megatron_sp.utils.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.deepspeed_files import Files, dtype_of, is_contiguous
 from megatron_sp.convert.formats.deepspeed_states import as_dict

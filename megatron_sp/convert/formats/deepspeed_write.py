@@ -23,9 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import Object
-from megatron_sp.convert.archive.pickle_writer import LazyFlat
-from megatron_sp.convert.archive.torch_writer import write_torch_file
+from megatron_sp.convert.archive.torch_files import Object
+from megatron_sp.convert.archive.torch_writer import LazyFlat, write_torch_file
 from megatron_sp.convert.copies import Correspondence, Scattered
 from megatron_sp.convert.formats.counters import deepspeed_scaler
 from megatron_sp.convert.formats.deepspeed_patterns import parameter_entry, universal_info

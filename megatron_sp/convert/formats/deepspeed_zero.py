@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, dtype_of
 from megatron_sp.convert.formats.deepspeed_owners import require_padding

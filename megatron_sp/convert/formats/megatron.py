@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.archive.pickle_tree import PickleReader
 from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.coverage import match_tensors
 from megatron_sp.convert.families.settings import Settings
@@ -49,8 +48,7 @@ class Megatron:
             raise CheckpointError(
                 f"{path} has no mp_rank_XX folders with a model_optim_rng.pt: give the checkpoint's folder or one of its iterations"
             )
-        with PickleReader() as reader:
-            return _read(folder, open_ranks(folders, reader), reader, options)
+        return _read(folder, open_ranks(folders), options)
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         megatron_write.write(model, megatron_write.make_plan(model, options), path, options, progress)
@@ -59,7 +57,7 @@ class Megatron:
         return megatron_write.size(megatron_write.make_plan(model, options))
 
 
-def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) -> Model:
+def _read(folder: Path, opened: Opened, options: Options) -> Model:
     settings, there = Settings(opened.args, str(opened.files[0].file.path)), places(opened)
     notes: list[str] = []
     _require_ranks(opened, settings, folder)
@@ -82,7 +80,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     if options.optimizer:
         if config.has_experts and any("optimizer" in file.tree for file in opened.files):
             raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give --no-optimizer")
-        found = megatron_optimizer.find(opened, store, reader)
+        found = megatron_optimizer.find(opened, store)
         fates += found.fates
         for kind in found.kinds:
             more, padding = shard_copies(cut, shapes, there, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.", tied_heads=heads)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sp.convert.archive.dist_file import DistFolder
-from megatron_sp.convert.archive.pickle_tree import Object, PickleReader
-from megatron_sp.convert.archive.torch_file import TorchFile
+from megatron_sp.convert.archive.dist_folder import DistFolder
+from megatron_sp.convert.archive.torch_files import Object, TorchFile
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered
 from megatron_sp.convert.coverage import match_tensors
 from megatron_sp.convert.families.settings import Settings
@@ -57,8 +56,7 @@ class MegatronDist:
                 f"{path} has no .metadata, and so is not a torch_dist checkpoint: give its folder or one of its iterations"
             )
         _require_backend(folder)
-        with PickleReader() as reader:
-            return _read(folder, DistFolder(folder, reader, options.max_metadata_mb << 20), options, reader)
+        return _read(folder, DistFolder(folder, options.max_metadata_mb << 20), options)
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         megatron_dist_write.write(model, path, options, progress)
@@ -77,13 +75,13 @@ def _require_backend(folder: Path) -> None:
         )
 
 
-def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader) -> Model:
-    common, num_updates, loss_scale = _common(folder, dist, reader)
+def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
+    common, num_updates, loss_scale = _common(folder, dist)
     args = common.get("args")
     document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
     if document.get("ckpt_format") == "fsdp_dtensor" or any(key.startswith("model.module.") for key in dist.tensors):
         raise CheckpointError(f"{folder} is of Megatron's FSDP (fsdp_dtensor), which cannot be converted: save it as torch_dist")
-    settings, store = Settings(document, str(folder)), DistStore(dist, reader)
+    settings, store = Settings(document, str(folder)), DistStore(dist)
     if options.optimizer:
         refuse_buffers(dist)
     version = common.get("checkpoint_version", 3.0)
@@ -133,11 +131,11 @@ class _Common(NamedTuple):
     loss_scale: LossScale | None
 
 
-def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> _Common:
+def _common(folder: Path, dist: DistFolder) -> _Common:
     """Read the common state from its own file, or from an object of the folder."""
     if (folder / COMMON).exists():
-        with TorchFile(folder / COMMON, reader) as file:
-            return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
+        file = TorchFile(folder / COMMON)
+        return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
     tree: Any = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
     return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder), lambda record: torch.tensor(0)))  # tensors in it are not needed
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.dist_file import DistFolder, StoredChunk
-from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.dist_folder import DistFolder, StoredChunk
+from megatron_sp.convert.archive.torch_files import DTYPES, TensorRecord, TorchFile
 from megatron_sp.convert.copies import Copy, TensorInfo, View
 from megatron_sp.convert.formats.megatron_names import canonical
 from megatron_sp.utils.errors import CheckpointError
@@ -48,8 +48,8 @@ class DistStore:
         CheckpointError: two keys are the same parameter, or there are more blocks than in any model.
     """
 
-    def __init__(self, folder: DistFolder, reader: PickleReader) -> None:
-        self._folder, self._reader = folder, reader
+    def __init__(self, folder: DistFolder) -> None:
+        self._folder = folder
         self.sources: dict[str, Source] = {}
         stack = "encoder" if "lm_head.dense.weight" in folder.tensors else "decoder"
         for key, tensor in folder.tensors.items():
@@ -76,9 +76,9 @@ class DistStore:
 
     def _info(self, source: Source) -> TensorInfo:
         tensor = self._folder.tensors[source.key]
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} is of {tensor.dtype[:60]}, which cannot be converted")
-        return TensorInfo(tensor.shape if source.block is None else tensor.shape[1:], DTYPES[tensor.dtype])
+        if tensor.dtype not in DTYPES.values():
+            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} is of {tensor.dtype}, which cannot be converted")
+        return TensorInfo(tensor.shape if source.block is None else tensor.shape[1:], tensor.dtype)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -102,15 +102,13 @@ class DistStore:
     def _read_block(self, key: str, chunk: StoredChunk, number: int) -> Tensor:
         """Read one block of a chunk, and nothing else of it."""
         place = chunk.place
-        with TorchFile(self._folder.path / place.file, self._reader, (place.offset, place.length)) as file:
-            record = file.tree
-            wanted = (chunk.rect.sizes, self._folder.tensors[key].dtype)
-            if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != wanted:
-                raise CheckpointError(
-                    f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged"
-                )
-            offset = record.offset + number * record.stride[0]
-            return file.read(TensorRecord(record.storage, offset, record.shape[1:], record.stride[1:], record.dtype))
+        file = TorchFile(self._folder.path / place.file, (place.offset, place.length))
+        record = file.tree
+        wanted = (chunk.rect.sizes, self._folder.tensors[key].dtype)
+        if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != wanted:
+            raise CheckpointError(f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged")
+        offset = record.offset + number * record.stride[0]
+        return file.read(replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]))
 
 
 def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

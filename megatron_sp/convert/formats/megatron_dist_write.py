@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.archive.dist_writer import DistFolderWriter, NewChunk
+from megatron_sp.convert.archive.dist_folder import DistFolderWriter, NewChunk
 from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Scattered
 from megatron_sp.convert.formats.format import Progress

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_sp.convert.archive.pickle_tree import Object, PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.torch_files import DTYPES, Object, TensorRecord, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.megatron_folder import MODEL, RankFolder
@@ -95,12 +94,11 @@ class RankFiles:
 
 
 def _info(stored: Stored) -> TensorInfo:
-    dtype = DTYPES.get(stored.record.dtype)
-    if dtype is None:
+    if stored.record.dtype not in DTYPES.values():
         raise CheckpointError(
-            f"{stored.shown} is of {stored.record.dtype[:60]}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
+            f"{stored.shown} is of {stored.record.dtype}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
         )
-    return TensorInfo(stored.record.shape, dtype)
+    return TensorInfo(stored.record.shape, stored.record.dtype)
 
 
 @dataclass
@@ -157,7 +155,7 @@ class Opened:
         return values[0]
 
 
-def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
+def open_ranks(folders: list[RankFolder]) -> Opened:
     """Open the files of all ranks without reading tensors.
 
     Raises:
@@ -165,7 +163,7 @@ def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
     """
     files = []
     for rank in folders:
-        opened_file = TorchFile(rank.path / MODEL, reader)
+        opened_file = TorchFile(rank.path / MODEL)
         if not isinstance(opened_file.tree, dict):
             raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that Megatron writes")
         files.append(RankFile(rank, opened_file, opened_file.tree))

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import TorchFile
+import torch
+
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile
 from megatron_sp.convert.formats.counters import of_megatron
 from megatron_sp.convert.formats.megatron_files import ModelChunk, Opened, RankFile, RankFiles, Stored
 from megatron_sp.convert.formats.megatron_folder import OPTIMIZER
@@ -30,7 +32,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 _WAY_OUT = "give --no-optimizer to convert the weights alone"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_HALF = ("bfloat16", "float16")
+_HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 64
 
 
@@ -56,7 +58,7 @@ class Parameter(NamedTuple):
         return self.weight.record.shape
 
 
-def find(opened: Opened, store: RankFiles, reader: PickleReader) -> Found:
+def find(opened: Opened, store: RankFiles) -> Found:
     """Add the optimizer's tensors to a store, as ``prefix + kind + "." + name``.
 
     Raises:
@@ -74,7 +76,7 @@ def find(opened: Opened, store: RankFiles, reader: PickleReader) -> Found:
         parameters = list(_parameters(opened, file))
         is_half = parameters[0].weight.record.dtype in _HALF
         if (file.rank.path / OPTIMIZER).exists():
-            _add_distributed(opened, file, parameters, store, reader, fates, is_half)
+            _add_distributed(opened, file, parameters, store, fates, is_half)
         else:
             _add_plain(file, parameters, store, is_half)
     first = opened.files[0]
@@ -187,9 +189,9 @@ def _shapes_fit(groups: list[list[Parameter]], numbers: list[list[Any]], state: 
 
 
 def _add_distributed(
-    opened: Opened, file: RankFile, parameters: list[Parameter], store: RankFiles, reader: PickleReader, fates: list[Fate], is_half: bool
+    opened: Opened, file: RankFile, parameters: list[Parameter], store: RankFiles, fates: list[Fate], is_half: bool
 ) -> None:  # fmt: skip
-    opened_file = TorchFile(file.rank.path / OPTIMIZER, reader)
+    opened_file = TorchFile(file.rank.path / OPTIMIZER)
     chunks = list({id(p.chunk): p.chunk for p in parameters}.values())
     buffers = _buffers(opened_file, len(chunks))
     for number, (chunk, rows) in enumerate(zip(chunks, buffers, strict=True)):
@@ -226,7 +228,7 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
         row = inner.get(key) if isinstance(inner, dict) else None
         if isinstance(row, list) and len(row) == 1:  # older than 2024-02: a single tensor for each bucket
             row = row[0]
-        if not isinstance(row, TensorRecord) or len(row.shape) != 1 or row.stride != (1,) or row.dtype != "float32":
+        if not isinstance(row, TensorRecord) or len(row.shape) != 1 or row.stride != (1,) or row.dtype != torch.float32:
             raise CheckpointError(f"{file.path}: {key} is not one row of fp32 numbers: its form is not known here; {_WAY_OUT}")
         found[key] = row
     if len({row.shape for row in found.values()}) != 1:
@@ -236,7 +238,7 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
 
 def _part(row: TensorRecord, start: int, shape: tuple[int, ...]) -> TensorRecord:
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return TensorRecord(row.storage, row.offset + start, shape, tuple(stride), row.dtype)
+    return replace(row, offset=row.offset + start, shape=shape, stride=tuple(stride))
 
 
 def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: TensorRecord) -> list[int]:

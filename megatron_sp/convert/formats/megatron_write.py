@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import Config
-from megatron_sp.convert.archive.pickle_writer import LazyTensor
-from megatron_sp.convert.archive.torch_writer import write_torch_file
+from megatron_sp.convert.archive.torch_writer import LazyTensor, write_torch_file
 from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
 from megatron_sp.convert.formats.counters import megatron_scaler
 from megatron_sp.convert.formats.format import Progress

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.convert.archive.pickle_tree import Object
+from megatron_sp.convert.archive.torch_files import Object
 from megatron_sp.utils.errors import CheckpointError
 
 WAY_OUT = "files were renamed, or copied from another rank: copy them anew"

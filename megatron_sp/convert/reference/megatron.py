@@ -8,7 +8,6 @@ read: that of Megatron-LM until 2024 and Megatron-DeepSpeed, and that of Megatro
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES, DistFolder
-from megatron_sp.convert.archive.pickle_tree import Name, Object, PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import TorchFile
+from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES, DistFolder
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.convert.reference.computed import MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
 from megatron_sp.convert.reference.model import Block, Shape, Shard
@@ -121,11 +119,11 @@ class DistPart:
 
     def _row(self, name: str, row: int) -> Tensor:
         tensor = self.folder.tensors[name]
-        made = torch.empty(tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
+        made = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
         for (offsets, sizes), place in tensor.chunks:
             if offsets[0] <= row < offsets[0] + sizes[0]:
-                with TorchFile(self.path / place.file, part=(place.offset, place.length)) as file:
-                    chunk = file.read(file.tree)
+                file = TorchFile(self.path / place.file, (place.offset, place.length))
+                chunk = file.read(file.tree)
                 made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = chunk[row - offsets[0]]
         return made
 
@@ -353,17 +351,13 @@ def open_folder(
     """
     if (folder / ".metadata").is_file():
         dist = DistFolder(folder, max_metadata_bytes=max_metadata_mb << 20)
-        model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
-        weakref.finalize(model, dist.close)
-        return model
+        return Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
     if any(_OF_EXPERTS.fullmatch(child.name) for child in folder.iterdir()):
         raise Unsupported("it does not compute experts")
     files = _rank_files(folder)
     tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
     parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
-    model = Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
-    weakref.finalize(model, _close, list(files.values()))
-    return model
+    return Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
 
 
 def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
@@ -382,8 +376,8 @@ def _common(folder: Path) -> Mapping[str, Any]:
     """Read common.pt, the data of a distributed checkpoint besides its tensors."""
     if not (folder / "common.pt").is_file():
         raise Unsupported("the folder has no common.pt")
-    with TorchFile(folder / "common.pt") as file:
-        return file.tree if isinstance(file.tree, dict) else {}
+    tree = TorchFile(folder / "common.pt").tree
+    return tree if isinstance(tree, dict) else {}
 
 
 def iteration_folder(path: Path, step: int | None) -> Path:
@@ -420,18 +414,12 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
             found[int(match[1]), int(match[2] or 0)] = file
     if not found:
         raise Unsupported("there are no mp_rank files with whole slices of the model")
-    with PickleReader() as reader:
-        opened = {place: TorchFile(file, reader) for place, file in found.items()}
+    opened = {place: TorchFile(file) for place, file in found.items()}
     if not all(isinstance(file.tree, dict) for file in opened.values()):
         raise Unsupported("a file does not hold names")
     if any((folder / name).exists() for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")):
         raise Unsupported("the weights are in other files than those of the mp ranks")
     return opened
-
-
-def _close(files: list[TorchFile]) -> None:
-    for file in files:
-        file.close()
 
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -440,7 +428,7 @@ def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
     values = args.attributes if isinstance(args, Object) else args
     if not isinstance(values, dict):
         return {}
-    return {str(name): None if isinstance(value, (Name, Object)) else value for name, value in values.items()}
+    return {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
 
 
 def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

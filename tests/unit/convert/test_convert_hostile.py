@@ -84,7 +84,7 @@ def test_a_stack_of_a_billion_blocks() -> None:
     tensor = SimpleNamespace(shape=(1 << 40, 4), dtype="float32", chunks=[])
     folder: Any = SimpleNamespace(tensors={"decoder.layers.mlp.linear_fc1.weight": tensor}, path="ckpt")
     with pytest.raises(CheckpointError, match="has 1,099,511,627,776 blocks"):
-        DistStore(folder, None)  # type: ignore[arg-type]
+        DistStore(folder)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,12 @@ from torch import Tensor, serialization
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sp.convert.archive.dist_file import METADATA, STORAGE_INFO, DistFolder
-from megatron_sp.convert.archive.dist_writer import DistFolderWriter, NewChunk
-from megatron_sp.convert.archive.pickle_tree import Object, PickleReader
-from megatron_sp.convert.archive.pickle_writer import TreeWriter
-from megatron_sp.convert.archive.torch_file import DTYPES
+from megatron_sp.convert.archive.dist_folder import METADATA, STORAGE_INFO, DistFolder, DistFolderWriter, NewChunk
+from megatron_sp.convert.archive.torch_files import DTYPES, Object, read_records
+from megatron_sp.convert.archive.torch_writer import TreeWriter
 from megatron_sp.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PickleReader]:
-    with PickleReader() as shared:
-        yield shared
 
 
 def theirs(folder: Path, state: dict[str, Any], **options: Any) -> Path:
@@ -46,17 +38,17 @@ def a_state() -> dict[str, Any]:
     return state
 
 
-def test_what_torch_writes_is_read(tmp_path: Path, reader: PickleReader) -> None:
+def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     state = a_state()
-    with DistFolder(theirs(tmp_path / "a", state), reader) as folder:
-        flat = {f"model.{name}": tensor for name, tensor in state["model"].items()} | {"empty": state["empty"], "t": state["t"]}
-        assert set(folder.tensors) == set(flat) and set(folder.objects) == {"args.lr", "args.layers"}
-        for name, tensor in flat.items():
-            got = folder.read(name)
-            assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
-            assert (folder.tensors[name].shape, folder.tensors[name].dtype) == (tensor.shape, str(tensor.dtype).removeprefix("torch."))
-        assert (folder.read_object("args.lr"), folder.read_object("args.layers")) == (1e-4, [1, "x"])
-        assert folder.planner_data["model.w"] == ("model", "w") and folder.extra == {}
+    folder = DistFolder(theirs(tmp_path / "a", state))
+    flat = {f"model.{name}": tensor for name, tensor in state["model"].items()} | {"empty": state["empty"], "t": state["t"]}
+    assert set(folder.tensors) == set(flat) and set(folder.objects) == {"args.lr", "args.layers"}
+    for name, tensor in flat.items():
+        got = folder.read(name)
+        assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
+        assert (folder.tensors[name].shape, folder.tensors[name].dtype) == (tensor.shape, tensor.dtype)
+    assert (folder.read_object("args.lr"), folder.read_object("args.layers")) == (1e-4, [1, "x"])
+    assert folder.planner_data["model.w"] == ("model", "w") and folder.extra == {}
 
 
 def written(path: Path, w: Tensor, paths: dict[str, Any] | None = None, **extra: Any) -> Path:
@@ -73,7 +65,7 @@ def written(path: Path, w: Tensor, paths: dict[str, Any] | None = None, **extra:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16])
-def test_what_is_written_torch_loads_bit_for_bit(tmp_path: Path, reader: PickleReader, dtype: torch.dtype) -> None:
+def test_what_is_written_torch_loads_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     w = torch.arange(20).view(4, 5).to(dtype)
     folder = written(tmp_path / "a", w, {"model.w": ("model", "w")})
     assert sorted(p.name for p in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
@@ -86,18 +78,18 @@ def test_what_is_written_torch_loads_bit_for_bit(tmp_path: Path, reader: PickleR
     assert torch.equal(got["model"]["w"], w) and got["step"].dtype == torch.int64 and got["empty"].shape == (0, 3)
 
 
-def test_what_is_written_is_read(tmp_path: Path, reader: PickleReader) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     w = torch.randn(4, 5)
-    with DistFolder(written(tmp_path / "a", w, mcore_data={"model.w": {"shape": (4, 5)}}), reader) as folder:
-        assert torch.equal(folder.read("model.w"), w) and len(folder.tensors["model.w"].chunks) == 3
-        assert int(folder.read("step")) == 7 and folder.read("empty").shape == (0, 3)
-        got = folder.read_object("args")
-        assert got[0] == 1 and torch.equal(got[1]["a"], torch.ones(2))
-        assert folder.extra == {"mcore_data": {"model.w": {"shape": (4, 5)}}}
-        with pytest.raises(CheckpointError, match="no tensor 'x'"):
-            folder.read("x")
-        with pytest.raises(CheckpointError, match=r"no object 'model\.w'"):
-            folder.read_object("model.w")
+    folder = DistFolder(written(tmp_path / "a", w, mcore_data={"model.w": {"shape": (4, 5)}}))
+    assert torch.equal(folder.read("model.w"), w) and len(folder.tensors["model.w"].chunks) == 3
+    assert int(folder.read("step")) == 7 and folder.read("empty").shape == (0, 3)
+    got = folder.read_object("args")
+    assert got[0] == 1 and torch.equal(got[1]["a"], torch.ones(2))
+    assert folder.extra == {"mcore_data": {"model.w": {"shape": (4, 5)}}}
+    with pytest.raises(CheckpointError, match="no tensor 'x'"):
+        folder.read("x")
+    with pytest.raises(CheckpointError, match=r"no object 'model\.w'"):
+        folder.read_object("model.w")
 
 
 @pytest.mark.parametrize(
@@ -110,23 +102,23 @@ def test_what_is_written_is_read(tmp_path: Path, reader: PickleReader) -> None:
         ([((0, 0), (4, 5)), ((0, 0), (0, 5))], "an empty one"),
     ],
 )
-def test_chunks_must_cover_the_tensor(tmp_path: Path, reader: PickleReader, chunks: list[Any], message: str) -> None:
+def test_chunks_must_cover_the_tensor(tmp_path: Path, chunks: list[Any], message: str) -> None:
     with DistFolderWriter(tmp_path / "a") as writer, pytest.raises(ValueError, match=f"w \\[4, 5\\]: .*{message}"):
         writer.add_tensor("w", (4, 5), torch.float32, [NewChunk(o, s, lambda s=s: torch.zeros(s)) for o, s in chunks])  # type: ignore[misc]
     assert not (tmp_path / "a" / ".metadata").exists()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        DistFolder(tmp_path / "a", reader)
+        DistFolder(tmp_path / "a")
 
 
-def test_tensors_inside_settings_are_read(tmp_path: Path, reader: PickleReader) -> None:
+def test_tensors_inside_settings_are_read(tmp_path: Path) -> None:
     with DistFolderWriter(tmp_path / "a") as writer:
         writer.add_object("args", argparse.Namespace(x=torch.ones(2)))
         writer.finish()
-    with DistFolder(tmp_path / "a", reader) as folder:
-        assert torch.equal(folder.read_object("args").attributes["x"], torch.ones(2))
+    folder = DistFolder(tmp_path / "a")
+    assert torch.equal(folder.read_object("args").attributes["x"], torch.ones(2))
 
 
-def test_nothing_is_written_twice(tmp_path: Path, reader: PickleReader) -> None:
+def test_nothing_is_written_twice(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", torch.randn(4, 5))
     with pytest.raises(FileExistsError):
         DistFolderWriter(folder)
@@ -136,9 +128,9 @@ def test_nothing_is_written_twice(tmp_path: Path, reader: PickleReader) -> None:
             writer.add_object("x", 1)
 
 
-def rewrite(folder: Path, reader: PickleReader, change: Callable[[dict[str, Any]], object]) -> Path:
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The folder with another .metadata: ``change`` gets its attributes, of plain data and Object."""
-    metadata = reader.read((folder / ".metadata").read_bytes(), "metadata")
+    metadata = read_records((folder / ".metadata").read_bytes(), "metadata")
     change(metadata.state)
     (folder / ".metadata").write_bytes(TreeWriter().dumps(metadata))
     return folder
@@ -174,12 +166,10 @@ def described(state: dict[str, Any]) -> dict[str, Any]:
         (lambda s: described(s).update(chunks=[1]), "a chunk without offsets and sizes"),
     ],
 )
-def test_metadata_that_cannot_be_is_named(
-    tmp_path: Path, reader: PickleReader, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
-    folder = rewrite(written(tmp_path / "a", torch.randn(4, 5)), reader, change)
+def test_metadata_that_cannot_be_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    folder = rewrite(written(tmp_path / "a", torch.randn(4, 5)), change)
     with pytest.raises(CheckpointError, match=f"a/.metadata cannot be used: .*{message}"):
-        DistFolder(folder, reader)
+        DistFolder(folder)
 
 
 def lie_about_the_shape(state: dict[str, Any]) -> None:
@@ -203,61 +193,58 @@ def lie_about_the_shape(state: dict[str, Any]) -> None:
         (lambda s: info_of(s, "step").update(offset=5), "is not a file of torch.save|not a complete torch file"),
     ],
 )
-def test_chunks_that_are_not_there_are_named(
-    tmp_path: Path, reader: PickleReader, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
-    with (
-        DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), reader, change), reader) as folder,
-        pytest.raises(CheckpointError, match=message),
-    ):
+def test_chunks_that_are_not_there_are_named(tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    folder = DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), change))
+    with pytest.raises(CheckpointError, match=message):
         folder.read("step")
 
 
-def test_no_memory_is_taken_for_a_shape_alone(tmp_path: Path, reader: PickleReader) -> None:
-    with DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), reader, lie_about_the_shape), reader) as folder:
-        needs = r"model\.w \[274877906944, 5\] needs 5,497,558,138,880 bytes, its chunks have"
-        with pytest.raises(CheckpointError, match=needs):
-            folder.read("model.w")
+def test_no_memory_is_taken_for_a_shape_alone(tmp_path: Path) -> None:
+    folder = DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), lie_about_the_shape))
+    needs = r"model\.w \[274877906944, 5\] needs 5,497,558,138,880 bytes, its chunks have"
+    with pytest.raises(CheckpointError, match=needs):
+        folder.read("model.w")
 
 
-def test_a_hostile_folder_runs_nothing(tmp_path: Path, reader: PickleReader) -> None:
+def test_a_hostile_folder_runs_nothing(tmp_path: Path) -> None:
     call = b"cposix\nsystem\nX" + len(command := f"touch {tmp_path}/canary".encode()).to_bytes(4, "little") + command + b"\x85R."
     folder = written(tmp_path / "a", torch.randn(4, 5))
     good = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(b"\x80\x02" + call)
     with pytest.raises(CheckpointError, match=r"a/\.metadata: its pickle names 'posix\.system'"):
-        DistFolder(folder, reader)
+        DistFolder(folder)
     (folder / ".metadata").write_bytes(good)
     data = (folder / "__1_0.distcp").read_bytes()
-    with DistFolder(folder, reader) as opened:
-        place = opened.objects["args"]
-        (folder / "__1_0.distcp").write_bytes(data[: place.offset] + b"\x80\x02" + call.ljust(place.length, b"."))
-        with pytest.raises(CheckpointError, match=r"__1_0\.distcp.*(cut short|names 'posix\.system')"):
-            opened.read_object("args")
-        (folder / "__1_0.distcp").unlink()
-        (folder / "__1_0.distcp").symlink_to(folder / "__0_0.distcp")
-        with pytest.raises(CheckpointError, match="symbolic link"):
-            opened.read_object("args")
+    opened = DistFolder(folder)
+    place = opened.objects["args"]
+    (folder / "__1_0.distcp").write_bytes(data[: place.offset] + b"\x80\x02" + call.ljust(place.length, b"."))
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp.*(cut short|names 'posix\.system')"):
+        opened.read_object("args")
+    (folder / "__1_0.distcp").unlink()
+    (folder / "__1_0.distcp").symlink_to(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        opened.read_object("args")
     assert not (tmp_path / "canary").exists()
 
 
-def test_other_kinds_of_folders_are_refused_by_name(tmp_path: Path, reader: PickleReader) -> None:
+def test_other_kinds_of_folders_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "__0.metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match="use_collectives=False"):
-        DistFolder(tmp_path / "b", reader)
+        DistFolder(tmp_path / "b")
     (tmp_path / "b" / ".metadata").write_bytes(b"\x80\x02N.")
     with pytest.raises(CheckpointError, match="not a description of a checkpoint"):
-        DistFolder(tmp_path / "b", reader)
+        DistFolder(tmp_path / "b")
     folder = theirs(tmp_path / "c", {"w": torch.ones(3)}, serialization_format=SerializationFormat.SAFETENSORS)
-    with DistFolder(folder, reader) as opened, pytest.raises(CheckpointError, match="safetensors"):
+    opened = DistFolder(folder)
+    with pytest.raises(CheckpointError, match="safetensors"):
         opened.read("w")
 
 
-def test_a_storage_class_of_another_program_is_named(tmp_path: Path, reader: PickleReader) -> None:
+def test_a_storage_class_of_another_program_is_named(tmp_path: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         for info in state["storage_data"].values():
             info.name = STORAGE_INFO.replace("_StorageInfo", "_Other")
 
     with pytest.raises(CheckpointError, match=r"stores by .*_Other"):
-        DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), reader, change), reader)
+        DistFolder(rewrite(written(tmp_path / "a", torch.randn(4, 5)), change))

@@ -1,15 +1,18 @@
-"""Reader of ``torch.distributed.checkpoint`` folders, the format of Megatron's torch_dist, that runs no code from them.
+"""Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist: read without running code from them, and written.
 
 ``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
-torch file embedded in a ``.distcp`` file, given by its byte range. Both kinds of pickle go through ``pickle_tree.py``.
-A tensor is assembled chunk by chunk, after checking that its chunks cover it exactly once. Writing: ``dist_writer.py``.
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
+torch file embedded in a ``.distcp`` file, given by its byte range. A tensor is assembled chunk by chunk, after checking
+that its chunks cover it exactly once. The writer needs one process only: the rank of a chunk determines no more than
+the file it is written to. Classes of torch are referred to by name; these names are stable, because torch must load
+older folders. Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeGuard
@@ -18,15 +21,15 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.pickle_tree import MEMORY_OF_PICKLE, Name, Object, PickleReader, TensorRecord
-from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.torch_files import DTYPES, MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records
+from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import is_count, read_small_file
 
 METADATA = "torch.distributed.checkpoint.metadata."
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
-_COST_OF_METADATA = 16  # cost of its values per byte, as it consists of small records: 48 MiB of values
 
 
 class ByteRange(NamedTuple):
@@ -48,50 +51,32 @@ class StoredTensor(NamedTuple):
     """A tensor of the folder."""
 
     shape: tuple[int, ...]
-    dtype: str  # as in torch.<dtype>
+    dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]  # cover it exactly once
 
 
 class DistFolder:
-    """An open folder; ``close`` it, or use it in a ``with`` statement.
+    """A folder.
 
     ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of
     ``.metadata``: ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's
     ``mcore_data`` with the original shapes.
 
     Args:
-        reader: interprets the pickles; a new one is created by default.
         max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times
             its size.
     Raises:
         CheckpointError: ``.metadata`` is missing, cut short, damaged, or of an unsupported kind.
     """
 
-    def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
+    def __init__(self, path: str | Path, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
         self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
-        self._own_reader = None if reader else PickleReader()
-        self._reader: PickleReader = reader or self._own_reader  # type: ignore[assignment]
-        try:
-            attributes = self._read_metadata()
-            self.tensors: dict[str, StoredTensor] = {}
-            self.objects: dict[str, ByteRange] = {}
-            self.planner_data = attributes.get("planner_data")
-            self.extra = {name: value for name, value in attributes.items() if name not in _KNOWN}
-            self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> DistFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the reader process, if it is our own."""
-        if self._own_reader is not None:
-            self._own_reader.close()
+        attributes = self._read_metadata()
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, ByteRange] = {}
+        self.planner_data = attributes.get("planner_data")
+        self.extra = {name: value for name, value in attributes.items() if name not in _KNOWN}
+        self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor into CPU memory; needs the memory of the tensor and of one chunk.
@@ -102,9 +87,9 @@ class DistFolder:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         tensor = self.tensors[name]
-        dtype = DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, which is not read ({', '.join(DTYPES)} are)")
+        dtype = tensor.dtype
+        if dtype not in DTYPES.values():
+            raise CheckpointError(f"{self.path}: {name} is {dtype}, which is not read ({', '.join(DTYPES)} are)")
         if len(tensor.chunks) == 1:
             return self._read_chunk(name, tensor, tensor.chunks[0])
         stored, needed = sum(chunk.place.length for chunk in tensor.chunks), math.prod(tensor.shape) * dtype.itemsize
@@ -124,22 +109,22 @@ class DistFolder:
         """Return a saved object that is not a tensor, as plain data; tensors inside it are read."""
         if name not in self.objects:
             raise CheckpointError(f"{self.path} has no object {name!r}")
-        with self._open(self.objects[name]) as file:
-            return _with_tensors(file, file.tree)
+        file = self._open(self.objects[name])
+        return _with_tensors(file, file.tree)
 
     def _open(self, place: ByteRange) -> TorchFile:
-        return TorchFile(self.path / place.file, self._reader, (place.offset, place.length))
+        return TorchFile(self.path / place.file, (place.offset, place.length))
 
     def _read_chunk(self, name: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
-        with self._open(chunk.place) as file:
-            record = file.tree
-            found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
-            if found != (chunk.rect.sizes, tensor.dtype):
-                raise CheckpointError(
-                    f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)} should be "
-                    f"{list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is damaged, or of two saves"
-                )
-            return file.read(record)
+        file = self._open(chunk.place)
+        record = file.tree
+        found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
+        if found != (chunk.rect.sizes, tensor.dtype):
+            raise CheckpointError(
+                f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)} should be "
+                f"{list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is damaged, or of two saves"
+            )
+        return file.read(record)
 
     def _read_metadata(self) -> dict[str, Any]:
         path = self.path / ".metadata"
@@ -151,7 +136,7 @@ class DistFolder:
                 f" {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory: if there is as much, give --max-metadata-mb {-(-size // 2**20)}"
             )
         data = read_small_file(path, self._max_metadata_bytes)
-        metadata = self._reader.read(data, str(path), self._max_metadata_bytes, _COST_OF_METADATA * self._max_metadata_bytes)
+        metadata = read_records(data, str(path))
         if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
             raise self._damaged("it is not a description of a checkpoint")
         return metadata.attributes
@@ -201,7 +186,7 @@ class DistFolder:
         dtype = properties.state[0] if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state else None
         if isinstance(properties, Object) and dtype is None:
             dtype = properties.attributes.get("dtype")
-        if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, Name)):
+        if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, torch.dtype)):
             raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
         found = []
         for chunk in chunks:
@@ -212,7 +197,7 @@ class DistFolder:
                 found.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
         if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
-        return StoredTensor(shape, dtype.name.removeprefix("torch."), tuple(found))
+        return StoredTensor(shape, dtype, tuple(found))
 
 
 _KNOWN = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -229,7 +214,132 @@ def _with_tensors(file: TorchFile, tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _with_tensors(file, value) for key, value in tree.items()}
     if isinstance(tree, Object):
-        return Object(tree.name, tree.args, _with_tensors(file, tree.state), tree.items)
+        return Object(tree.name, tree.args, _with_tensors(file, tree.state))
     if isinstance(tree, (list, tuple)):
         return type(tree)(_with_tensors(file, value) for value in tree)
     return tree
+
+
+class NewChunk(NamedTuple):
+    """A rectangle of a tensor to be written; ``make`` returns it when its turn comes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    make: Callable[[], Tensor]
+    rank: int = 0  # rank whose file it is written to
+
+
+class DistFolderWriter:
+    """Writer of a folder: add tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which closes it.
+
+    Without ``finish`` there is no ``.metadata``, so the folder is not recognized as a checkpoint.
+
+    Args:
+        path: a folder without ``.metadata``; created if it does not exist.
+    Raises:
+        FileExistsError: it already contains a checkpoint, or a file that would be overwritten.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if (self.path / ".metadata").exists():
+            raise FileExistsError(f"{self.path} has a checkpoint in it already")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._files: dict[int, Any] = {}
+        self._described: dict[str, Object] = {}
+        self._stored: dict[Object, Object] = {}
+
+    def __enter__(self) -> DistFolderWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files, whatever state they are in."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files = {}
+
+    def add_tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[NewChunk]) -> None:
+        """Write the chunks of a tensor, one after the other.
+
+        Raises:
+            ValueError: the chunks do not cover the tensor exactly once, the name is taken, or a chunk is not as
+                announced.
+            OSError: e.g. no space.
+        """
+        self._check_new(name)
+        rects = [Rect(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+        problem = tiling_problem(tuple(shape), rects)
+        if problem is None and (not rects or (0 not in shape and not all(rect.numel for rect in rects))):
+            problem = "it has no chunk, or an empty one"
+        if problem is not None:
+            raise ValueError(f"{name} {list(shape)}: {problem}")
+        for number, (rect, chunk) in enumerate(zip(rects, chunks, strict=True)):
+            index = _record("MetadataIndex", fqn=name, index=number, offset=torch.Size(rect.offsets))
+            self._stored[index] = self._append(chunk.rank, LazyTensor(rect.sizes, dtype, chunk.make))
+        self._described[name] = _record(
+            "TensorStorageMetadata",
+            properties=_properties(dtype),
+            size=torch.Size(shape),
+            chunks=[_record("ChunkStorageMetadata", offsets=torch.Size(rect.offsets), sizes=torch.Size(rect.sizes)) for rect in rects],
+        )
+
+    def add_object(self, name: str, tree: Any, rank: int = 0) -> None:
+        """Write an object that is not a tensor; ``tree`` as accepted by ``TreeWriter``."""
+        self._check_new(name)
+        self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(rank, tree)
+        self._described[name] = Object(f"{METADATA}BytesStorageMetadata", state={})
+
+    def finish(self, paths: Mapping[str, Sequence[str | int]] | None = None, extra: Mapping[str, Any] | None = None) -> None:
+        """Sync the files to disk, then write ``.metadata``.
+
+        Args:
+            paths: path of each name in the nested state; the name itself by default.
+            extra: further attributes of the metadata, such as Megatron's ``mcore_data``.
+        """
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        planner_data = {name: tuple((paths or {}).get(name, (name,))) for name in self._described}
+        metadata = _record(
+            "Metadata",
+            state_dict_metadata=self._described,
+            planner_data=planner_data,
+            storage_data=self._stored,
+            storage_meta=_record("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+            version="1.0.0",
+            **(extra or {}),
+        )
+        temporary = self.path / ".metadata.tmp"
+        temporary.unlink(missing_ok=True)
+        write_synced(temporary, TreeWriter().dumps(metadata))
+        os.rename(temporary, self.path / ".metadata")
+        fsync_dir(self.path)
+
+    def _check_new(self, name: str) -> None:
+        if name in self._described:
+            raise ValueError(f"{name} is written twice")
+
+    def _append(self, rank: int, tree: Any) -> Object:
+        """Append a torch file to the rank's file and return the record of its byte range."""
+        if rank not in self._files:
+            self._files[rank] = open(self.path / f"__{rank}_0.distcp", "xb")  # noqa: SIM115 - closed in close()
+        file = self._files[rank]
+        offset = file.tell()
+        length = append_torch_file(file, tree)
+        return Object(STORAGE_INFO, state={"relative_path": f"__{rank}_0.distcp", "offset": offset, "length": length})
+
+
+def _record(name: str, **attributes: Any) -> Object:
+    return Object(f"{METADATA}{name}", state=attributes)
+
+
+def _properties(dtype: torch.dtype) -> Object:
+    """Return torch's TensorProperties: dtype, layout, requires_grad, memory format, pinned."""
+    layout = Object("torch.serialization._get_layout", ("torch.strided",))
+    memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
+    return Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False))
