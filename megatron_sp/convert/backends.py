@@ -1,4 +1,4 @@
-"""The two sides of a comparison: our own model, the class of transformers, or the reference that reads the files independently."""
+"""The two sides of a comparison: our own model, the class of transformers, or the reference for Megatron's files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.convert import reference
 from megatron_sp.convert.model import Model, build, stored_names
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.reference import hugging_face, model
-from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
-from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.reference import CLASSES, MASKED, NEXT, ORDER, Cast, Rows
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.experts import is_expert_bias
@@ -27,7 +26,6 @@ from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import CheckpointError
 
-Cast = Callable[[Tensor], Tensor]
 Computed = Iterator[tuple[str, Tensor]]
 
 
@@ -122,14 +120,16 @@ def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
 
 
 class Reference:
-    """A model computed from another program's files without the conversion's own code."""
+    """A model of Megatron's computed from its files without the conversion's own code."""
 
-    def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str, dtype: torch.dtype | None = None) -> None:
-        self.open_files, self.label, self.dtype = open_files, label, dtype
+    label = "the reference in plain torch"
+
+    def __init__(self, open_files: Callable[[Cast], reference.Megatron], dtype: torch.dtype | None = None) -> None:
+        self.open_files, self.dtype = open_files, dtype
 
     @torch.no_grad()
     def compute(self, rows: Rows, cast: Cast) -> Computed:
-        yield from model.run(self.open_files(cast), rows)
+        yield from self.open_files(cast).run(rows)
 
 
 class Transformers:
@@ -234,60 +234,50 @@ def _offline() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def backend_of(format_name: str, path: Path, read: Model, options: Options, *, wide: bool, tell: Callable[[str], None]) -> Backend:
+def backend_of(format_name: str, path: Path, read: Model, options: Options, tell: Callable[[str], None]) -> Backend:
     """Return the most independent backend available for a checkpoint.
 
     Args:
         format_name: format of the checkpoint at ``path``.
         read: the model that the format read from it.
         options: the options it was read with.
-        wide: compute in fp64, which transformers does not support for rotary positions.
         tell: called with a note if a more independent backend cannot be used.
     """
     if format_name == "megatron_sp":
         return Ours(read)
     if format_name == "hf":
-        return _of_folder(path, read, wide=wide, tell=tell)
-    from megatron_sp.convert.reference import megatron
-
-    try:
-        return _of_ranks(path, read, options)
-    except megatron.Unsupported as why:
-        tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
-        return Ours(read, f"megatron_sp, from {format_name}")
+        why = _without_transformers(path, read)
+        if not why:
+            return cast("Backend", Transformers(path, read.settings["hf"], [fate.name for fate in read.fates]))
+    else:
+        try:
+            return _of_ranks(path, read, options)
+        except reference.Unsupported as error:
+            why = str(error)
+    tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
+    return Ours(read, f"megatron_sp, from {format_name}")
 
 
 def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
     """Return the reference for ranks' files. Raises Unsupported: the reference does not compute such files."""
-    from megatron_sp.convert.reference import megatron
-
-    folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
+    folder, vocab_size = reference.iteration_folder(path, options.step), read.config.vocab_size or 0
     known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
-    found = megatron.open_folder(folder, lambda t: t, *known)  # before anything is compared
-    label = "the reference in plain torch"
+    found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
     # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks compute
     # with
-    return Reference(lambda cast: megatron.open_folder(folder, cast, *known), label, found.dtype)
+    return Reference(lambda cast: reference.open_folder(folder, cast, *known), found.dtype)
 
 
-def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Backend:
+def _without_transformers(path: Path, read: Model) -> str:
+    """Return why transformers cannot compute a folder; empty if it can."""
     if not any(path.glob("*.safetensors")):
-        tell(f"note: {path} is computed by megatron_sp on what it has read itself: the reference reads safetensors alone")
-        return Ours(read, "megatron_sp, from hf")
-    reference = Reference(lambda cast: hugging_face.open_folder(path, cast), "the reference in plain torch")
-    found = availability.installed("transformers")
-    if not found.available:
-        return reference
-    if wide and read.config.position_embedding_type == "rope":
-        tell("note: transformers has rotary positions in fp32 only: the reference in plain torch takes its place")
-        return reference
-    needed, there = sum(torch.Size(info.shape).numel() for info in read.weights().values()) * (8 if wide else 4), _available_bytes()
+        return "transformers is asked to read safetensors alone"
+    if not availability.installed("transformers").available:
+        return "transformers is not installed (pip install transformers)"
+    needed, there = 4 * sum(torch.Size(info.shape).numel() for info in read.weights().values()), _available_bytes()
     if there is not None and needed > 0.6 * there:
-        free = f"{there / 2**30:.1f} GiB that are free"
-        tell(f"note: transformers would take {needed / 2**30:.1f} of the {free}: the reference takes its place")
-        return reference
-    names = [fate.name for fate in read.fates]
-    return cast("Backend", Transformers(path, read.settings["hf"], names))
+        return f"transformers would take {needed / 2**30:.1f} of the {there / 2**30:.1f} GiB that are free"
+    return ""
 
 
 def _available_bytes() -> int | None:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.convert.backends import Backend, Cast, backend_of
+from megatron_sp.convert.backends import Backend, Transformers, backend_of
 from megatron_sp.convert.copies import widest
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER, OUTPUTS
-from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.reference import CLASSES, MASKED, NEXT, ORDER, OUTPUTS, Cast, Rows
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import CONFIG, name_files
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
@@ -56,12 +55,9 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
     of_output = replace(options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size)
     after = target.read(output, of_output)
     dtypes = _dtype_of(before), _dtype_of(after)
-    compute = torch.float64 if dtypes == (torch.float64, torch.float64) else torch.float32
-    wide = compute == torch.float64
-    sides = (
-        backend_of(source.name, input, before, options, wide=wide, tell=tell),
-        backend_of(target.name, output, after, of_output, wide=wide, tell=tell),
-    )
+    sides = backend_of(source.name, input, before, options, tell), backend_of(target.name, output, after, of_output, tell)
+    is_narrow = before.config.position_embedding_type == "rope" and any(isinstance(side, Transformers) for side in sides)
+    compute = torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32  # their rotary positions are
     dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
     casts = _casts(dtypes, compute)
     tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{_rounded(dtypes)}")

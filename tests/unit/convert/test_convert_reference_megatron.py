@@ -13,12 +13,12 @@ from support.convert_models import BERT, LLAMA, SIZES, Tensors
 from support.megatron_files import Kind, rank_trees, save
 
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert import reference as megatron
 from megatron_sp.convert.backends import Ours, Reference
 from megatron_sp.convert.formats.megatron import Megatron
 from megatron_sp.convert.model import Model, parameter_shapes
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.reference import megatron
-from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.reference import Rows
 from megatron_sp.convert.verify import LIMITS, Result, compare
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def computed(folder: Path, shape: str, kind: Kind, layout: str | None = None, **
 def against_reference(model: Model, folder: Path, layout: str | None, given: dict[str, Any] | None = None) -> list[Result]:
     tokens = torch.randint(37, (3, 16), generator=torch.Generator().manual_seed(4))
     rows = Rows(tokens, [16, 9, 1], (torch.arange(16) > 6).long().repeat(3, 1))
-    reference = Reference(lambda cast: megatron.open_folder(folder, cast, layout, 37, given), "reference")
+    reference = Reference(lambda cast: megatron.open_folder(folder, cast, layout, 37, given))
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         return t.double()

@@ -18,15 +18,12 @@ from megatron_sp.commands.cli import main
 from megatron_sp.convert import backends as sides
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.reference.computed import NEXT
+from megatron_sp.convert.reference import NEXT
 from megatron_sp.convert.verify import _compare, _tell_all, verify
 from megatron_sp.ops.availability import Kernel
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_NUMERICS, EXIT_OK, ConfigError
 
-
-@pytest.fixture(autouse=True)
-def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides.availability, "installed", lambda name: Kernel(name, False))
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
 
 def converted(folder: Path, name: str, dtype: torch.dtype = torch.float32, *more: str) -> tuple[Path, Path]:
@@ -50,14 +47,24 @@ def compared(run: Path, folder: Path, text: str | None = None, **options: Any) -
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gpt2", "qwen2", "llama-one-group", "megatron-bert")
                                                else pytest.mark.long) for n in MODELS])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)])
-def test_our_model_and_the_reference_agree(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    run, folder = converted(tmp_path, name, dtype)
+def test_our_model_and_transformers_agree(tmp_path: Path, name: str) -> None:
+    run, folder = converted(tmp_path, name)
     code, told = compared(run, folder)
     assert code == EXIT_OK, told
-    assert f"against the reference in plain torch on {folder}, in {str(dtype).removeprefix('torch.')}" in told
+    assert f"against transformers {transformers.__version__}, " in told and f" on {folder}, in float32" in told
     outputs = {"bert": 2, "megatron-bert": 2}.get(name, 1)
     assert told.count(": ok") == outputs and told.endswith("verify: the same") and "NOT" not in told
+
+
+def test_without_transformers_the_check_is_said_to_be_a_weak_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, folder = converted(tmp_path, "gpt2", torch.float64)
+    assert "in float64" in compared(run, folder)[1]
+    monkeypatch.setattr(sides, "_available_bytes", lambda: 1000)
+    assert "without an independent reference: transformers would take" in compared(run, folder)[1]
+    monkeypatch.setattr(sides.availability, "installed", lambda name: Kernel(name, False))
+    code, told = compared(run, folder)
+    assert code == EXIT_OK and f"against megatron_sp, from hf on {folder}" in told
+    assert "without an independent reference: transformers is not installed" in told
 
 
 def test_weights_that_the_conversion_rounds_are_rounded_before_they_are_compared(tmp_path: Path) -> None:

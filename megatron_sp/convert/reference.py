@@ -1,0 +1,561 @@
+"""Megatron's GPT and BERT computed from its files alone, in plain torch, as the reference for conversions.
+
+Nothing here uses the conversion's lists of tensors, or our model and its ops. A block is computed as tensor-parallel
+ranks would: each slice is split into its own heads, in the row order of its checkpoint version; outputs of row-parallel
+layers are summed over the ranks; vocabulary shards are looked up and multiplied one by one. Both naming schemes are
+read: that of Megatron-LM until 2024 and Megatron-DeepSpeed, and that of Megatron core. The weights of one block are in
+memory at a time.
+
+Letters: b sequences, s positions, h hidden, n query heads, g key/value heads, d channels of a head, f width of the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES, DistFolder
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+Cast = Callable[[Tensor], Tensor]
+NEXT, MASKED, ORDER, CLASSES = "next-token logits", "masked-token logits", "order logits", "class logits"
+OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)
+"""[b, s, v], [b, s, v], [b, 2] and [b, classes]."""
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
+_NUMBERED = re.compile(r"(?:model)(\d*)")
+# Each part of a block: its names in core, and in older files.
+_NAMES = {
+    "qkv": ("self_attention.linear_qkv", "self_attention.query_key_value", "attention.query_key_value"),
+    "out": ("self_attention.linear_proj", "self_attention.dense", "attention.dense"),
+    "up": ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
+    "down": ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
+    "first": ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
+    "second": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm", "post_attention_layernorm"),
+    "query norm": ("self_attention.q_layernorm",),
+    "key norm": ("self_attention.k_layernorm",),
+}
+_OF_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+")
+_ORDERS = ("interleaved", "flat", "v0", "v1")
+_GIVEN = {  # settings of --set that this reference computes, by the names of Megatron's arguments
+    "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu", "gelu_approximate",
+    "position_embedding_type", "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+    "rope_scaling_original_length", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "window_size",
+}  # fmt: skip
+_BY_SHAPE = {  # settings that follow from the tensors, or that do not change the logits
+    "num_layers", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "disable_bias_linear", "add_qkv_bias", "add_proj_bias",
+    "add_mlp_bias", "num_tokentypes", "bert_no_binary_head", "seq_length", "make_vocab_size_divisible_by", "vocab_size", "model_family",
+    "attention_dropout", "hidden_dropout", "init_method_std",
+}  # fmt: skip
+_STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.transformer.")
+
+
+class Rows(NamedTuple):
+    """Sequences on which models are compared.
+
+    Attributes:
+        tokens: int64 [b, s], right-padded.
+        lengths: length of each sequence.
+        types: int64 [b, s], segment ids, for BERT.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    types: Tensor
+
+
+class Pair(NamedTuple):
+    """Weight and bias: of a linear layer, y = x weight^T + bias with weight [out, in], or of a norm."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: the base.
+        dim: number of channels of each head that are rotated, which are the first ones.
+        divided_by: divisor of all positions (linear interpolation).
+        stretched: (factor, low, high, original length) of Llama 3.1's scaling, or None.
+        neighbours: channels 2 i and 2 i + 1 turn together, not i and i + dim/2.
+    """
+
+    theta: float
+    dim: int
+    divided_by: float = 1.0
+    stretched: tuple[float, float, float, float] | None = None
+    neighbours: bool = False
+
+    def angles(self, positions: int, dtype: torch.dtype) -> Tensor:
+        """Return the rotation angles [s, dim/2]."""
+        speeds = torch.tensor([self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)], dtype=torch.float64)
+        if self.stretched is not None:  # low frequencies are divided, high ones kept, and those in between interpolated
+            factor, low, high, length = self.stretched
+            share = ((length * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by turns in the original length
+            speeds = share * speeds + (1 - share) * speeds / factor
+        return torch.outer(torch.arange(positions, dtype=torch.float64), speeds / self.divided_by).to(dtype)
+
+    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate pairs of channels of each head. x: [b, s, n, d], angles: [s, dim/2]."""
+        half = angles.shape[1]
+        cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+        turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+        first, second = (turning[..., ::2], turning[..., 1::2]) if self.neighbours else turning.split(half, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.cat([torch.stack(turned, dim=-1).flatten(-2) if self.neighbours else torch.cat(turned, dim=-1), rest], dim=-1)
+
+
+def norm(x: Tensor, scale: Pair, eps: float, *, rms: bool) -> Tensor:
+    """Apply LayerNorm or RMSNorm over the last dim."""
+    if not rms:
+        x = x - x.mean(-1, keepdim=True)
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * scale.weight
+    return y if scale.bias is None else y + scale.bias
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Return softmax(q k / sqrt(d)) v as [b, s, n * d]. q: [b, s, n, d], k and v: [b, s, g, d], allowed: bool [b, 1, s, s]."""
+    each = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(each, dim=2) for t in (k, v))
+    scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+    shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("bnst,btnd->bsnd", shares, v).flatten(2)
+
+
+def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | None) -> Tensor:
+    """Return the attention mask, bool [b, 1, s, s], True = attend. Padding rows attend to the first key, so that they stay finite."""
+    query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
+    seen = torch.ones(s, s, dtype=torch.bool)
+    if causal:
+        seen &= key <= query
+    if window is not None:
+        seen &= key > query - window
+    ends = torch.tensor(lengths)[:, None, None]
+    return ((seen & (key < ends)) | ((query >= ends) & (key == 0)))[:, None]
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply an activation of Megatron."""
+    if name == "squared_relu":
+        return x.clamp(min=0) ** 2
+    if name == "silu":
+        return x * torch.sigmoid(x)
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Hyperparameters that all blocks share; ``vocab_size``: rows of the embedding that represent tokens, the others are padding."""
+
+    num_layers: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    activation: str
+    causal: bool = True
+    rms: bool = False
+    gated: bool = False  # the first half of fc1 is activated and multiplied with the second
+    rotary: Rotary | None = None
+    window: int | None = None
+
+
+class Unsupported(Exception):
+    """Checkpoint that the reference does not compute; the message gives the reason."""
+
+
+class Part:
+    """The tensors of one part of the model on one rank, by flattened names."""
+
+    def __init__(self, file: TorchFile, tree: Any, cast: Cast) -> None:
+        self.names: Mapping[str, Any] = dict(_flat(tree, ""))
+        self.file, self.cast, self.path = file, cast, file.path
+
+    def get(self, *names: str) -> Tensor:
+        """Read the first of these tensors that exists. Raises CheckpointError: none does."""
+        found = self.get_if(*names)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
+        return found
+
+    def get_if(self, *names: str) -> Tensor | None:
+        """Read the first of these tensors that exists, or return None."""
+        known = next((name for name in names if name in self.names), None)
+        return None if known is None else self.cast(self.file.read(self.names[known]))
+
+    def layers(self) -> int:
+        """Number of layers in this part."""
+        return len({match[1] for name in self.names if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))})
+
+
+def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, TensorRecord]]:
+    if isinstance(tree, TensorRecord):
+        yield prefix[:-1], tree
+    elif isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from _flat(value, f"{prefix}{name}.")
+
+
+class DistPart(Part):
+    """The tensors of a torch.distributed.checkpoint folder: whole tensors in chunks, with those of all layers stacked or not.
+
+    Of a stack, only the chunks that contain the requested layer are read.
+    """
+
+    def __init__(self, folder: DistFolder, cast: Cast) -> None:
+        self.path, self.folder, self.cast = folder.path, folder, cast
+        self.names = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith("optimizer.")}
+
+    def get_if(self, *names: str) -> Tensor | None:
+        for name in names:
+            stacked = _LAYER.fullmatch(name)
+            if name in self.names:
+                return self.cast(self.folder.read(name))
+            if stacked is not None and stacked[1] + stacked[3] in self.names:
+                return self.cast(self._row(stacked[1] + stacked[3], int(stacked[2])))
+        return None
+
+    def _row(self, name: str, row: int) -> Tensor:
+        tensor = self.folder.tensors[name]
+        made = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
+        for (offsets, sizes), place in tensor.chunks:
+            if offsets[0] <= row < offsets[0] + sizes[0]:
+                file = TorchFile(self.path / place.file, (place.offset, place.length))
+                chunk = file.read(file.tree)
+                made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = chunk[row - offsets[0]]
+        return made
+
+    def layers(self) -> int:
+        numbered = {match[2] for name in self.names if (match := _LAYER.fullmatch(name))}
+        return len(numbered) or max((t.shape[0] for name, t in self.names.items() if ".layers." in name), default=0)
+
+
+class Megatron:
+    """A Megatron model, computed from its parts.
+
+    Args:
+        parts: ``parts[t]`` are the parts of the model on tp rank t, in the order of the layers.
+        tree: data stored beside the weights: args, checkpoint_version.
+        qkv_layout: --qkv-layout; None: as specified by the files, or else by checkpoint_version.
+        vocab_size: number of entries without padding.
+        given: fields of our configuration from --set, which override the arguments in the files.
+    Raises:
+        Unsupported: the reference does not compute such files.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[Part]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any]
+    ) -> None:
+        self.parts, self.tp, self.args = parts, len(parts), {**_arguments(tree), **_as_arguments(given)}
+        if self.args.get("num_attention_heads") is None:
+            raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N stands for them")
+        if self.args.get("num_experts") not in (None, 0, 1, [1]):
+            raise Unsupported("it does not compute experts")
+        version = float(tree.get("checkpoint_version", 0) or 0)
+        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in self.parts[0][0].names)
+        said = tree.get("qkv_layout")
+        self.order = qkv_layout or (said if said in _ORDERS else "v0" if version < 1 else "v1" if version < 2 else "interleaved")
+        if self._is_core:
+            self.order = "interleaved"
+        self.shape = self._shape(vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights, taken from the embedding."""
+        return self._words(0).dtype
+
+    def _shape(self, vocab_size: int) -> Shape:
+        a, first = self.args, self.parts[0][0]
+        heads, hidden = int(a["num_attention_heads"]), int(a.get("hidden_size") or self._words(0).shape[1])
+        head_dim = int(a.get("kv_channels") or hidden // heads)
+        self._heads = heads // self.tp
+        self._is_bert = any("lm_head.dense" in name for name in self.parts[0][-1].names)
+        qkv_bias = self._pair(first, 0, "qkv").bias is not None
+        normalization = a.get("normalization") or ("LayerNorm" if self._pair(first, 0, "first").bias is not None else "RMSNorm")
+        up, down = self._pair(first, 0, "up").weight, self._pair(first, 0, "down").weight
+        gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
+        fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", qkv_bias))
+        tanh = fused or (not self._is_core and bool(a.get("openai_gelu", False)))
+        tanh = a.get("gelu_approximate", "tanh" if tanh else "none") == "tanh"
+        is_rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
+        window = a.get("window_size")
+        self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
+        return Shape(
+            sum(part.layers() for part in self.parts[0]), head_dim, vocab_size,
+            float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5),
+            "silu" if gated else "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu",
+            causal=not self._is_bert, rms=str(normalization).lower() == "rmsnorm",  # Megatron-DeepSpeed spells it in lower case
+            gated=gated, rotary=self._rotary(head_dim) if is_rotary else None,
+            window=window[0] + 1 if isinstance(window, (tuple, list)) and window[0] >= 0 else None,
+        )  # fmt: skip
+
+    def _rotary(self, head_dim: int) -> Rotary:
+        a = self.args
+        low, high = (float(a.get(f"rope_scaling_{end}_freq_factor") or usual) for end, usual in (("low", 1.0), ("high", 4.0)))
+        length = float(a.get("rope_scaling_original_length") or 8192)
+        stretched = (float(a.get("rope_scaling_factor") or 8.0), low, high, length) if a.get("use_rope_scaling") else None
+        return Rotary(
+            float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), int(head_dim * float(a.get("rotary_percent") or 1.0)),
+            float(a.get("rotary_seq_len_interpolation_factor") or 1.0), stretched, neighbours=bool(a.get("rotary_interleaved")),
+        )  # fmt: skip
+
+    def run(self, rows: Rows) -> Iterator[tuple[str, Tensor]]:
+        """Yield the hidden states [b, s, h] after the embedding and each block, then each output, all with their names."""
+        shape = self.shape
+        x = self._embed(rows.tokens, rows.types)
+        yield "embedding", x
+        allowed = allowed_pairs(rows.lengths, x.shape[1], causal=shape.causal, window=shape.window)
+        for layer in range(shape.num_layers):
+            x = self._block(x, layer, allowed)
+            yield f"layer {layer}", x
+        yield from self._outputs(x)
+
+    def _embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        x = sum(self._looked_up(rank, tokens) for rank in range(self.tp))
+        assert isinstance(x, Tensor)
+        for kind, index in (("position", slice(tokens.shape[1])), ("tokentype", types)):
+            name = f"embedding.{kind}_embeddings.weight"
+            table = self.parts[0][0].get_if(name, f"language_model.{name}")
+            x = x if table is None else x + table[index]
+        return x
+
+    def _looked_up(self, rank: int, tokens: Tensor) -> Tensor:
+        """Look up tokens in a rank's rows of the vocabulary; zero for tokens of other ranks."""
+        table = self._words(rank)
+        at = tokens - rank * len(table)
+        return table[at.clamp(0, len(table) - 1)] * ((at >= 0) & (at < len(table)))[..., None]
+
+    def _words(self, rank: int) -> Tensor:
+        return self.parts[rank][0].get("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+
+    def _block(self, x: Tensor, layer: int, allowed: Tensor) -> Tensor:
+        """Compute one pre-norm block, [b, s, h] -> [b, s, h]: the sum of what its ranks compute, and row-parallel biases once."""
+        places = [self._place(rank, layer) for rank in range(self.tp)]
+        for part, norm_name, compute in (("out", "first", self._attention), ("down", "second", self._mlp)):
+            y = norm(x, self._scale(*places[0], norm_name), self.shape.eps, rms=self.shape.rms)
+            total = sum((compute(y, *place, allowed) for place in places), torch.zeros_like(x))
+            bias = self._pair(*places[0], part).bias
+            x = x + (total if bias is None else total + bias)
+        return x
+
+    def _attention(self, x: Tensor, part: Part, layer: int, allowed: Tensor) -> Tensor:
+        fused, shape = self._pair(part, layer, "qkv"), self.shape
+        weights = self._split(fused.weight)
+        biases = self._split(fused.bias) if fused.bias is not None else (None, None, None)
+        q, k, v = (rearrange(Pair(*pair)(x), "... (n d) -> ... n d", d=shape.head_dim) for pair in zip(weights, biases, strict=True))
+        if self._find(part, layer, "query norm", "weight") is not None:
+            scales = (self._scale(part, layer, f"{which} norm") for which in ("query", "key"))
+            q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), scales, strict=True))
+        if shape.rotary is not None:
+            angles = shape.rotary.angles(x.shape[1], x.dtype)
+            q, k = (shape.rotary.rotate(t, angles) for t in (q, k))
+        return attend(q, k, v, allowed) @ self._pair(part, layer, "out").weight.T
+
+    def _mlp(self, x: Tensor, part: Part, layer: int, _allowed: Tensor) -> Tensor:
+        wide = self._pair(part, layer, "up")(x)
+        if self.shape.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = activate(self.shape.activation, gate) * up
+        else:
+            wide = activate(self.shape.activation, wide)
+        return wide @ self._pair(part, layer, "down").weight.T
+
+    def _place(self, rank: int, layer: int) -> tuple[Part, int]:
+        """Return the part that contains a layer, and its number in that part."""
+        for part in self.parts[rank]:
+            if layer < part.layers():
+                return part, layer
+            layer -= part.layers()
+        raise AssertionError(f"layer {layer} is after the last")
+
+    def _find(self, part: Part, layer: int, which: str, kind: str) -> Tensor | None:
+        # Transformer Engine keeps a norm in the linear layer after it, as layer_norm_weight
+        ends = [f"{name}{'_' if name.endswith('.layer_norm') else '.'}{kind}" for name in _NAMES[which]]
+        return part.get_if(*(f"{stack}layers.{layer}.{end}" for stack in _STACKS for end in ends))
+
+    def _pair(self, part: Part, layer: int, which: str) -> Pair:
+        weight = self._find(part, layer, which, "weight")
+        if weight is None:
+            raise CheckpointError(f"{part.path}: layer {layer} has no {' or '.join(_NAMES[which])}")
+        return Pair(weight, self._find(part, layer, which, "bias"))
+
+    def _scale(self, part: Part, layer: int, which: str) -> Pair:
+        return self._made(*self._pair(part, layer, which))
+
+    def _made(self, weight: Tensor, bias: Tensor | None) -> Pair:
+        return Pair(weight + 1 if self._plus_one else weight, bias)
+
+    def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a rank's fused rows into queries, keys and values."""
+        n, d = self._heads, self.shape.head_dim
+        g = (fused.shape[0] // d - n) // 2
+        if self.order == "flat":
+            q, k, v = fused.split([n * d, g * d, g * d])
+        elif self.order == "v0":
+            q, k, v = rearrange(fused, "(qkv n) ... -> qkv n ...", qkv=3)
+        elif self.order == "v1":
+            q, k, v = rearrange(fused, "(n d qkv) ... -> qkv (n d) ...", n=n, qkv=3)
+        else:  # a group's queries, its key, its value
+            groups = rearrange(fused, "(g heads d) ... -> heads g d ...", g=g, d=d)
+            q = rearrange(groups[:-2], "r g d ... -> (g r d) ...")
+            k, v = (rearrange(rows, "g d ... -> (g d) ...") for rows in groups[-2:])
+        return q, k, v
+
+    def _outputs(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        last, shape = self.parts[0][-1], self.shape
+        final = (last.get_if(*(f"{stack}final_layernorm.{kind}" for stack in _STACKS)) for kind in ("weight", "bias"))
+        x = norm(x, self._made(*final), shape.eps, rms=shape.rms)  # type: ignore[arg-type]
+        if not self._is_bert:
+            yield NEXT, torch.cat([x @ self._head(rank).T for rank in range(self.tp)], dim=-1)[..., : shape.vocab_size]
+            return
+        y = Pair(last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))(x)
+        y = activate("gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu", y)
+        scale = self._made(*(last.get(f"lm_head.layer_norm.{kind}", f"lm_head.layernorm.{kind}") for kind in ("weight", "bias")))
+        y = norm(y, scale, shape.eps, rms=shape.rms)
+        shares = [
+            y @ self._words(rank).T + self.parts[rank][-1].get("output_layer.bias", "lm_head.bias") for rank in range(self.tp)
+        ]  # fmt: skip
+        yield MASKED, torch.cat(shares, dim=-1)[..., : shape.vocab_size]
+        order = last.get_if("binary_head.weight")
+        if order is not None:
+            pooler = Pair(*(last.get(f"pooler.dense.{kind}", f"language_model.pooler.dense.{kind}") for kind in ("weight", "bias")))
+            yield ORDER, Pair(order, last.get_if("binary_head.bias"))(torch.tanh(pooler(x[:, 0])))
+
+    def _head(self, rank: int) -> Tensor:
+        names = ("output_layer.weight", "language_model.output_layer.weight")
+        last = self.parts[rank][-1]
+        is_untied = self.args.get("untie_embeddings_and_output_weights", any(name in last.names for name in names))
+        return last.get(*names) if is_untied else self._words(rank)
+
+
+def open_folder(
+    folder: Path,
+    cast: Cast,
+    qkv_layout: str | None,
+    vocab_size: int,
+    given: Mapping[str, Any] | None = None,
+    max_metadata_mb: int = MAX_METADATA_BYTES >> 20,
+) -> Megatron:
+    """Return the model of an iteration.
+
+    Supported are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and
+    distributed checkpoints.
+
+    Args:
+        folder: folder of the iteration.
+        cast: applied to each tensor.
+        qkv_layout, vocab_size, given: as in ``Megatron``.
+        max_metadata_mb: largest .metadata of a distributed checkpoint to read, in MiB.
+    Raises:
+        Unsupported: the reference does not compute such files.
+    """
+    if (folder / ".metadata").is_file():
+        dist = DistFolder(folder, max_metadata_bytes=max_metadata_mb << 20)
+        return Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
+    if any(_OF_EXPERTS.fullmatch(child.name) for child in folder.iterdir()):
+        raise Unsupported("it does not compute experts")
+    files = _rank_files(folder)
+    tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
+    parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
+    return Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
+
+
+def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
+    """Return the parts of one tp rank in the order of the layers: the first chunk of every stage, then the second, ..."""
+    found: list[tuple[int, int, Part]] = []
+    for stage, file in enumerate(files):
+        trees = {key: value for key, value in file.tree.items() if _NUMBERED.fullmatch(str(key))} or {"model": file.tree.get("module")}
+        for key, tree in trees.items():
+            match = _NUMBERED.fullmatch(key)
+            assert match is not None
+            found.append((int(match[1] or 0), stage, Part(file, tree, cast)))
+    return [part for _, _, part in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _common(folder: Path) -> Mapping[str, Any]:
+    """Read common.pt, the data of a distributed checkpoint besides its tensors."""
+    if not (folder / "common.pt").is_file():
+        raise Unsupported("the folder has no common.pt")
+    tree = TorchFile(folder / "common.pt").tree
+    return tree if isinstance(tree, dict) else {}
+
+
+def iteration_folder(path: Path, step: int | None) -> Path:
+    """Return the folder of an iteration, given that folder, a rank's folder in it, or the root whose tracker file names it.
+
+    Raises:
+        Unsupported: the root has no folder for the step or the iteration in the tracker file.
+    """
+    if _RANK.fullmatch(path.name):
+        return path.parent
+    if (path / ".metadata").is_file():
+        return path
+    if any(_RANK.fullmatch(child.name.removesuffix("_model_states.pt")) for child in path.iterdir()):
+        return path
+    if step is not None:
+        names = [f"iter_{step:07d}", f"global_step{step}"]
+    else:
+        notes = [path / name for name in ("latest", "latest_checkpointed_iteration.txt")]
+        said = next((note.read_text().strip() for note in notes if note.is_file()), "")
+        names = [f"iter_{int(said):07d}" if said.isdecimal() else said]
+    found = next((path / name for name in names if name and Path(name).name == name and (path / name).is_dir()), None)
+    if found is None:
+        raise Unsupported(f"the note of the newest iteration names no folder in {path}")
+    return found
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
+    """Open the files of all ranks: (tp rank, stage) -> file."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name.removesuffix("_model_states.pt"))
+        file = path / "model_optim_rng.pt" if path.is_dir() else path
+        if match is not None and file.is_file():
+            found[int(match[1]), int(match[2] or 0)] = file
+    if not found:
+        raise Unsupported("there are no mp_rank files with whole slices of the model")
+    opened = {place: TorchFile(file) for place, file in found.items()}
+    if not all(isinstance(file.tree, dict) for file in opened.values()):
+        raise Unsupported("a file does not hold names")
+    if any((folder / name).exists() for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")):
+        raise Unsupported("the weights are in other files than those of the mp ranks")
+    return opened
+
+
+def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the arguments of the training in the files; empty if there are none."""
+    args = tree.get("args")
+    values = args.attributes if isinstance(args, Object) else args
+    if not isinstance(values, dict):
+        return {}
+    return {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
+
+
+def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert our settings to Megatron's arguments. Raises Unsupported: the reference does not compute one of them."""
+    if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
+        raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
+    found = {name: value for name, value in given.items() if name in _GIVEN}
+    if "position_embedding_type" in found:
+        found["use_rotary_position_embeddings"] = False
+    if found.get("window_size") is not None:
+        found["window_size"] = (found["window_size"] - 1, 0)
+    return found
