@@ -183,7 +183,7 @@ def ours(shape: dict[str, int], *, seq: bool) -> Callable[[Any, Any], Any]:
 
     from megatron_sp.config.schema import KernelConfig, ModelConfig
     from megatron_sp.convert.copies import Correspondence, Gathered
-    from megatron_sp.convert.families.llama import Llama
+    from megatron_sp.convert.families.decoders import Llama
     from megatron_sp.convert.model import parameter_shapes
     from megatron_sp.models.gpt import GPTModel
     from megatron_sp.ops.attention import AttentionMask

@@ -20,10 +20,8 @@ from megatron_sp.convert.foreign_model import ForeignModel
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
-from megatron_sp.convert.options import Options
-from megatron_sp.convert.overrides import Overrides
-from megatron_sp.convert.progress import Bar
-from megatron_sp.convert.run import convert, require_absent
+from megatron_sp.convert.options import Options, Overrides
+from megatron_sp.convert.run import Bar, convert, require_absent
 from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.format import format_parameters

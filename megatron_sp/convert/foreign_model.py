@@ -18,7 +18,7 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.native import find_step, tokenizer_of
 from megatron_sp.convert.model import OPTIMIZER
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.tokenizer_files import copy_files
+from megatron_sp.convert.tokenizers import copy_files
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 

@@ -8,9 +8,20 @@ from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import Copy, Index, View
-from megatron_sp.convert.families.family import Tensors, misfit
-from megatron_sp.convert.families.parts import BIAS, WEIGHT, Sizes, blocks, same, separate_qkv
-from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
+from megatron_sp.convert.families.family import (
+    ACTIVATIONS,
+    BIAS,
+    WEIGHT,
+    Settings,
+    Sizes,
+    Tensors,
+    blocks,
+    misfit,
+    same,
+    separate_qkv,
+    set_activation,
+    word_of,
+)
 from megatron_sp.utils.errors import CheckpointError
 
 _BOTH = (WEIGHT, BIAS)

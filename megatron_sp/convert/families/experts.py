@@ -13,9 +13,8 @@ from typing import Any
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.config.schema_experts import MOST_LAYERS
 from megatron_sp.convert.copies import Copy, Index, View
-from megatron_sp.convert.families.llama import Llama
-from megatron_sp.convert.families.parts import gate_up, same
-from megatron_sp.convert.families.settings import Settings, set_biases
+from megatron_sp.convert.families.decoders import Llama
+from megatron_sp.convert.families.family import Settings, gate_up, same, set_biases
 from megatron_sp.utils.errors import CheckpointError
 
 _MOST_EXPERTS = 1 << 12  # of a stacked tensor of a file, whose shape is taken at its word

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.convert.families.bert import Bert, MegatronBert
+from megatron_sp.convert.families.decoders import GPT2, GPTNeoX, Llama, Mistral, Qwen2
 from megatron_sp.convert.families.experts import Mixtral, Olmoe, Qwen3Moe
 from megatron_sp.convert.families.family import Family
-from megatron_sp.convert.families.gpt2 import GPT2
-from megatron_sp.convert.families.llama import Llama, Mistral, Qwen2
-from megatron_sp.convert.families.neox import GPTNeoX
 from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
+from megatron_sp.utils.errors import CheckpointError
 
 Progress = Callable[[int], None]
 """Told how many bytes have been written since the last call."""
@@ -65,3 +66,16 @@ class Format(Protocol):
     def size(self, model: Model, options: Options) -> int:
         """Return the size in bytes of the tensors that ``write`` will write."""
         ...
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Refuse a folder that is in ``root`` only through a symbolic link; ``root`` itself may be a link, since the user named it.
+
+    Raises:
+        CheckpointError: a part of the path is a link; the message names it.
+    """
+    for part in (folder, *folder.parents):
+        if part == root:
+            return
+        if part.is_symlink():
+            raise CheckpointError(f"{part} is a symbolic link: a checkpoint consists of plain files and folders, copy the folder there")

@@ -12,18 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert import special_ids, tokenizer_words
-from megatron_sp.convert.archive.plain_safetensors import SafetensorsFiles, divide, write_tensors
-from megatron_sp.convert.archive.torch_store import TorchFiles
 from megatron_sp.convert.copies import Correspondence, Gathered, Index, LastRead, Scattered, TensorInfo, TensorStore
-from megatron_sp.convert.coverage import Coverage, match_tensors
-from megatron_sp.convert.families.family import Family, Tensors
+from megatron_sp.convert.families.family import ROTARY, Family, Settings, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
-from megatron_sp.convert.families.settings import ROTARY, Settings
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import Model, parameter_shapes, require_sound
+from megatron_sp.convert.formats.hugging_face_files import SafetensorsFiles, TorchFiles, divide, write_tensors
+from megatron_sp.convert.model import Coverage, Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.tokenizer_files import copy_files, find_files
+from megatron_sp.convert.tokenizers import copy_files, find_files, special_ids, write_generation_config, write_tokenizer_config
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import parse_object, read_small_file
@@ -77,13 +73,13 @@ class HuggingFace:
         copy_files(model.tokenizer, path)
         document = _document(model, family, dtypes)
         if not _is_of(model, family):  # a model that came from there keeps its own
-            ids, notes = special_ids.of_model(model, path)
+            ids, notes = special_ids(model, path)
             document |= ids
             if not model.config.is_bert:
-                notes += special_ids.write_generation_config(ids, path, model.config.vocab_size or 0)
+                notes += write_generation_config(ids, path, model.config.vocab_size or 0)
             model.notes += notes
         _write_json(path / CONFIG, document)
-        model.notes += tokenizer_words.write(model, path, family.model_type)
+        model.notes += write_tokenizer_config(model, path, family.model_type)
         fsync_dir(path)
 
     def size(self, model: Model, options: Options) -> int:

@@ -18,10 +18,10 @@ from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Scattered
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace
-from megatron_sp.convert.formats.megatron_folder import TRACKER
+from megatron_sp.convert.formats.megatron_facts import padded_size
+from megatron_sp.convert.formats.megatron_files import TRACKER
 from megatron_sp.convert.formats.megatron_names import extra_states, written
 from megatron_sp.convert.formats.megatron_shards import Cut
-from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.formats.megatron_write import make_plan, optimizer_groups, require_layout
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options

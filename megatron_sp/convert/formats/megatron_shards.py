@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import Copy, View
-from megatron_sp.convert.families.parts import ALL, Sizes
+from megatron_sp.convert.families.family import ALL, Sizes
 
 QkvOrder = Literal["interleaved", "flat", "v0", "v1"]
 WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

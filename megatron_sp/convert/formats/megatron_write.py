@@ -16,11 +16,10 @@ from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, Tens
 from megatron_sp.convert.formats.counters import megatron_scaler
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
-from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
-from megatron_sp.convert.formats.megatron_names import Names, extra_states, written
-from megatron_sp.convert.formats.megatron_order import LAST, is_decayed, position, registered
+from megatron_sp.convert.formats.megatron_facts import padded_size
+from megatron_sp.convert.formats.megatron_files import MODEL, TRACKER, rank_name
+from megatron_sp.convert.formats.megatron_names import LAST, Names, extra_states, is_decayed, position, registered, written
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Shard, shard_copies
-from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import ConfigError

@@ -18,13 +18,11 @@ from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, writ
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, DataConfig
-from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
-from megatron_sp.convert.coverage import match_tensors
-from megatron_sp.convert.folders import require_inside
-from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
+from megatron_sp.convert.formats.format import Progress, require_inside
+from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
+from megatron_sp.convert.tokenizers import copy_files, enter_tokenizer, find_files, find_named
 from megatron_sp.data.tokenizers import kept
 from megatron_sp.models.experts import is_expert_bias, stored_dtype
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
@@ -76,7 +74,7 @@ class Native:
         tensors = {name: Source(info.shape, info.dtype, _Reading(store, name)) for name, info in store.tensors().items()}
         if model.tokenizer:
             (path / TOKENIZER_FOLDER).mkdir()
-            tokenizer_files.copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
+            copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
             state["tokenizer"] = _record(model, state, path / TOKENIZER_FOLDER)
         write_checkpoint(path, model.step, tensors, state, progress=progress)
 
@@ -181,11 +179,11 @@ def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: O
         DataError: the run's own copy is damaged.
     """
     if options.tokenizer is not None:
-        return tokenizer_files.find_files(options.tokenizer), []
+        return find_files(options.tokenizer), []
     record = kept.Record.from_json(state.get("tokenizer"))
     beside = kept.find(record, folder) if record is not None else folder.parent.parent / TOKENIZER_FOLDER
     if beside is not None and beside.is_dir():
-        return tokenizer_files.find_files(beside), []
+        return find_files(beside), []
     try:
         kept.take(config.data, record, folder)
     except DataError as error:
@@ -194,7 +192,7 @@ def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: O
     kind = _tokenizer_type(config, state)
     if not named and kind is not None:
         return {}, [f"no tokenizer goes along: {kind} has no files"]
-    return tokenizer_files.find_named(named), []
+    return find_named(named), []
 
 
 def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
@@ -209,7 +207,7 @@ def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
 def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """Return the record in state.json of the tokenizer whose files are in a folder; None if they are not a tokenizer."""
     data = DataConfig()
-    tokenizer_files.tell(data, {name: folder / name for name in model.tokenizer}, folder)
+    enter_tokenizer(data, {name: folder / name for name in model.tokenizer}, folder)
     before, kind = kept.Record.from_json(state.get("tokenizer")), model.tokenizer_type or data.tokenizer_type
     if kind is None:
         return None
@@ -231,7 +229,7 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     settle_gelu(config.model)
     dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER) and not is_expert_bias(name)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
-    tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
+    enter_tokenizer(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
     return {
         "consumed_samples": model.consumed_samples, "scheduled_samples": model.scheduled, "consumed_tokens": 0,
         "bad_steps": 0, "skipped_steps": 0,

@@ -17,7 +17,7 @@ from torch import Tensor, serialization
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG

@@ -1,0 +1,358 @@
+"""GPT-2: ``GPT2LMHeadModel``. Its projections are Conv1D, stored [in, out], with q, k and v concatenated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.copies import Copy, Index, View
+from megatron_sp.convert.families.family import (
+    ACTIVATIONS,
+    ALL,
+    BIAS,
+    WEIGHT,
+    Settings,
+    Sizes,
+    Tensors,
+    blocks,
+    gate_up,
+    key,
+    kinds,
+    misfit,
+    query,
+    same,
+    separate_qkv,
+    set_activation,
+    set_biases,
+    value,
+    word_of,
+)
+from megatron_sp.utils.errors import CheckpointError
+
+_TURNED = (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj"))
+
+
+class GPT2:
+    """transformers' GPT-2."""
+
+    model_type, prefix = "gpt2", "transformer."
+
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
+        settings.require("scale_attn_weights", True, "leaves attention scores as they are")
+        settings.require("scale_attn_by_inverse_layer_idx", False, "divides attention scores by the number of the layer")
+        settings.require("add_cross_attention", False, "attends to another model")
+        hidden = settings.count("n_embd")
+        config = ModelConfig(
+            num_layers=settings.count("n_layer"), hidden_size=hidden, num_attention_heads=settings.count("n_head"),
+            seq_length=settings.count("n_positions"), max_position_embeddings=settings.count("n_positions"),
+            ffn_hidden_size=settings.count("n_inner", None) or 4 * hidden, vocab_size=settings.count("vocab_size"),
+            norm_epsilon=settings.get("layer_norm_epsilon", float, 1e-5),
+            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, True),
+            attention_dropout=settings.get("attn_pdrop", float, 0.1), hidden_dropout=settings.get("resid_pdrop", float, 0.1),
+            init_method_std=settings.get("initializer_range", float, 0.02),
+        )  # fmt: skip
+        set_activation(config, settings.choice("activation_function", ACTIVATIONS, "gelu_new"))
+        return config
+
+    def renamed(self, name: str) -> str:
+        return name
+
+    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
+        return {r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which is not a weight"}
+
+    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
+        s = Sizes.of(config)
+        yield from same("embedding.word_embeddings", "transformer.wte")
+        yield from same("embedding.position_embeddings", "transformer.wpe")
+        for i, ours in blocks(config):
+            theirs = f"transformer.h.{i}."
+            yield from same(f"{ours}input_layernorm", f"{theirs}ln_1", (WEIGHT, BIAS))
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}ln_2", (WEIGHT, BIAS))
+            for part, rows in enumerate((query, key, value)):
+                wide = (s.g, s.r, s.d) if part == 0 else (s.n, s.d)
+                bias = View(f"{theirs}attn.c_attn.bias", (3, *wide), (part,), stored=(3 * s.h,))
+                turned = (*range(1, len(wide) + 1), 0)
+                weight = View(f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored=(s.h, 3 * s.h))
+                yield Copy(rows(f"{ours}self_attention.linear_qkv", s, BIAS), bias)
+                yield Copy(rows(f"{ours}self_attention.linear_qkv", s, WEIGHT), weight)
+            for a, b in _TURNED:
+                yield from same(f"{ours}{a}", f"{theirs}{b}", (BIAS,))
+                yield Copy(View(f"{ours}{a}.weight"), View(f"{theirs}{b}.weight", order=(1, 0)))
+        yield from same("decoder.final_layernorm", "transformer.ln_f", (WEIGHT, BIAS))
+        if config.untie_embeddings_and_output_weights:
+            yield from same("output_layer", "lm_head")
+
+    def architecture(self, config: ModelConfig, num_classes: int) -> str:
+        return "GPT2LMHeadModel"
+
+    def num_classes(self, tensors: Tensors) -> int:
+        return 0
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
+
+    def fits(self, config: ModelConfig) -> str | None:
+        assert config.num_attention_heads
+        return misfit(
+            config, model_family="gpt", position_embedding_type="learned_absolute", normalization="LayerNorm", swiglu=False,
+            relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False, apply_layernorm_1p=False,
+            num_groups=config.num_attention_heads, head_dim=(config.hidden_size or 0) // config.num_attention_heads,
+        )  # fmt: skip
+
+    def document(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads,
+            "n_positions": config.max_positions, "n_inner": config.ffn_size, "vocab_size": config.vocab_size,
+            "activation_function": word_of(config.activation),
+            "layer_norm_epsilon": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "attn_pdrop": config.attention_dropout, "resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout,
+            "initializer_range": config.init_method_std, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        }  # fmt: skip
+
+
+_LINEAR = (
+    ("self_attention.linear_qkv", "attention.query_key_value", "qkv_bias"), ("self_attention.linear_proj", "attention.dense", "proj_bias"),
+    ("mlp.linear_fc1", "mlp.dense_h_to_4h", "mlp_bias"), ("mlp.linear_fc2", "mlp.dense_4h_to_h", "mlp_bias"),
+)  # fmt: skip
+
+
+class GPTNeoX:
+    """transformers' GPT-NeoX (Pythia)."""
+
+    model_type, prefix = "gpt_neox", "gpt_neox."
+
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
+        positions = settings.count("max_position_embeddings", 2048)
+        config = ModelConfig(
+            num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
+            num_attention_heads=settings.count("num_attention_heads"), ffn_hidden_size=settings.count("intermediate_size"),
+            seq_length=positions, vocab_size=settings.count("vocab_size"), position_embedding_type="rope",
+            norm_epsilon=settings.get("layer_norm_eps", float, 1e-5),
+            use_parallel_residual=settings.get("use_parallel_residual", bool, True),
+            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
+            attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=settings.get("hidden_dropout", float, 0.0),
+            init_method_std=settings.get("initializer_range", float, 0.02),
+        )  # fmt: skip
+        set_activation(config, settings.choice("hidden_act", ACTIVATIONS, "gelu"))
+        attention = settings.get("attention_bias", bool, True)
+        set_biases(config, qkv=attention, proj=attention, mlp=True)
+        settings.take_rotary(config, share=0.25, base="rotary_emb_base", percent="rotary_pct")
+        return config
+
+    def renamed(self, name: str) -> str:
+        return "embed_out.weight" if name == "lm_head.weight" else name  # the class and its files name it differently
+
+    def num_classes(self, tensors: Tensors) -> int:
+        return 0
+
+    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
+        return {
+            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which is not a weight",
+            r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq": "rotary frequencies, which are worked out",
+        }
+
+    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
+        yield from same("embedding.word_embeddings", "gpt_neox.embed_in")
+        for i, ours in blocks(config):
+            theirs = f"gpt_neox.layers.{i}."
+            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm", (WEIGHT, BIAS))
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", (WEIGHT, BIAS))
+            for a, b, bias in _LINEAR:
+                yield from same(f"{ours}{a}", f"{theirs}{b}", kinds(getattr(config, bias)))
+        yield from same("decoder.final_layernorm", "gpt_neox.final_layer_norm", (WEIGHT, BIAS))
+        if config.untie_embeddings_and_output_weights:
+            yield from same("output_layer", "embed_out")
+
+    def architecture(self, config: ModelConfig, num_classes: int) -> str:
+        return "GPTNeoXForCausalLM"
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
+
+    def fits(self, config: ModelConfig) -> str | None:
+        assert config.num_attention_heads
+        return misfit(
+            config, model_family="gpt", position_embedding_type="rope", normalization="LayerNorm", is_gated=False, squared_relu=False,
+            relu=config.relu, qk_layernorm=False, apply_layernorm_1p=False, num_groups=config.num_attention_heads, mlp_bias=True,
+            head_dim=(config.hidden_size or 0) // config.num_attention_heads, proj_bias=config.qkv_bias,
+            use_parallel_residual=config.use_parallel_residual, rope_scaling=config.rope_scaling,
+            rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
+        )  # fmt: skip
+
+    def document(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
+            "intermediate_size": config.ffn_size, "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
+            "hidden_act": word_of(config.activation), "layer_norm_eps": config.norm_epsilon,
+            "use_parallel_residual": config.use_parallel_residual, "attention_bias": config.qkv_bias,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights, "attention_dropout": config.attention_dropout,
+            "hidden_dropout": config.hidden_dropout, "initializer_range": config.init_method_std,
+            **Settings.rotary(config, base="rotary_emb_base", percent="rotary_pct"),
+        }  # fmt: skip
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
+
+class Llama:
+    """transformers' Llama 1 to 3.2; base of the families that differ from it in few entries."""
+
+    model_type, prefix, name = "llama", "model.", "Llama"
+    groups_if_absent: int | None = None
+    eps_if_absent, theta_if_absent = 1e-6, 10000.0
+
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
+        heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
+        settings.choice("hidden_act", dict.fromkeys(("silu", "swish")), "silu")  # two names of one function
+        config = ModelConfig(
+            num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
+            num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),
+            seq_length=settings.count("max_position_embeddings", 2048), ffn_hidden_size=settings.count("intermediate_size"),
+            vocab_size=settings.count("vocab_size"), position_embedding_type="rope", normalization="RMSNorm",
+            norm_epsilon=settings.get("rms_norm_eps", float, self.eps_if_absent), swiglu=True, disable_bias_linear=True,
+            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
+            attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=0.0,
+            init_method_std=settings.get("initializer_range", float, 0.02),
+        )  # fmt: skip
+        settings.take_rotary(config, theta=self.theta_if_absent)
+        self.take_own(config, settings)
+        return config
+
+    def _groups(self, settings: Settings, heads: int) -> int:
+        """Return the number of query groups: that of the heads for null, and for a missing entry unless the class has its own default."""
+        absent = "num_key_value_heads" not in settings.document
+        return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        """Set the fields that are specific to this member of the family."""
+        attention = settings.get("attention_bias", bool, False)
+        set_biases(config, qkv=attention, proj=attention, mlp=settings.get("mlp_bias", bool, False))
+
+    def renamed(self, name: str) -> str:
+        return name
+
+    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
+        return {_ROTARY: "rotary frequencies, which are worked out"}
+
+    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
+        s = Sizes.of(config)
+        yield from same("embedding.word_embeddings", "model.embed_tokens")
+        for i, ours in blocks(config):
+            theirs = f"model.layers.{i}."
+            attention = f"{theirs}self_attn."
+            qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm")
+            yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(config.qkv_bias))
+            yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(config.proj_bias))
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
+            yield from self.of_mlp(config, i, f"{ours}mlp.", f"{theirs}mlp.")
+            if config.qk_layernorm:
+                yield from same(f"{ours}self_attention.q_layernorm", f"{attention}q_norm")
+                yield from same(f"{ours}self_attention.k_layernorm", f"{attention}k_norm")
+        yield from same("decoder.final_layernorm", "model.norm")
+        if config.untie_embeddings_and_output_weights:
+            yield from same("output_layer", "lm_head")
+
+    def of_mlp(self, config: ModelConfig, layer: int, ours: str, theirs: str) -> Iterable[Copy]:
+        """Yield the copies of a layer's MLP; the arguments are the prefixes of the names."""
+        which = kinds(config.mlp_bias)
+        yield from gate_up(f"{ours}linear_fc1", f"{theirs}gate_proj", f"{theirs}up_proj", config.ffn_size, which)
+        yield from same(f"{ours}linear_fc2", f"{theirs}down_proj", which)
+
+    def architecture(self, config: ModelConfig, num_classes: int) -> str:
+        return f"{self.name}ForCausalLM"
+
+    def num_classes(self, tensors: Tensors) -> int:
+        return 0
+
+    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        return {}
+
+    def fits(self, config: ModelConfig) -> str | None:
+        wanted = {
+            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm", "swiglu": True,
+            "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
+            "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
+        }  # fmt: skip
+        return misfit(config, **{**wanted, **self.own(config)})
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the required values of the fields that are specific to this member of the family."""
+        return {"proj_bias": config.qkv_bias}
+
+    def document(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
+            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size, "hidden_act": "silu",
+            "rms_norm_eps": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "attention_dropout": config.attention_dropout, "initializer_range": config.init_method_std, **Settings.rotary(config),
+            **self.own_entries(config),
+        }  # fmt: skip
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the entries of config.json that are specific to this member of the family."""
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+class Mistral(Llama):
+    """Llama with a sliding window and without biases."""
+
+    model_type, name = "mistral", "Mistral"
+    groups_if_absent = 8
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        """Set the window: null means none, a missing entry means 4096, the default of transformers."""
+        config.window_size = settings.count("sliding_window", None) if "sliding_window" in settings.document else 4096
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        return {"window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "mlp_bias": False}
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {"sliding_window": config.window_size}
+
+
+class Qwen2(Llama):
+    """Llama with biases on queries, keys and values only, and a sliding window in all layers or in none."""
+
+    model_type, name = "qwen2", "Qwen2"
+    groups_if_absent = 32
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        absent = "sliding_window" not in settings.document  # null means no window
+        window = settings.count("sliding_window", 4096 if absent else None) if settings.get("use_sliding_window", bool, False) else None
+        config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
+        set_biases(config, qkv=True, proj=False, mlp=False)
+
+    def _window(self, settings: Settings, window: int | None, layers: int) -> int | None:
+        """Return the window of all layers. Raises CheckpointError: the layers differ or are unsupported, or the window size is missing."""
+        first, where = settings.get("max_window_layers", int, 28), settings.where
+        usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
+        kinds = [str(kind) for kind in settings.get("layer_types", list, usual)]
+        if others := set(kinds) - {_FULL, _SLIDING}:
+            raise CheckpointError(
+                f"{where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another attention: only {_FULL!r} and {_SLIDING!r}"
+                " can be converted"
+            )
+        if len(kinds) != layers:
+            raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries, and there are {layers} layers")
+        if len(set(kinds)) > 1:
+            raise CheckpointError(
+                f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window (max_window_layers {first}, layer_types), and a model"
+                " here has one in all of its layers or in none: it cannot be converted"
+            )
+        if kinds[0] == _FULL:
+            return None
+        if window is None:
+            raise CheckpointError(f"{where}: layer_types gives every layer a window, and use_sliding_window and sliding_window give none")
+        return window
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        return {"window_size": config.window_size, "qkv_bias": True, "proj_bias": False, "mlp_bias": False}
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        if config.window_size is None:
+            return {"use_sliding_window": False}
+        return {"use_sliding_window": True, "sliding_window": config.window_size, "max_window_layers": 0}

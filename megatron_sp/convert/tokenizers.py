@@ -1,0 +1,226 @@
+"""Ids of the bos, eos and pad tokens for transformers: in config.json, and in generation_config.json for models that generate.
+
+Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
+whatever the tokenizer's are, and ``generate()`` may never stop. The tokenizer's ids are written; one that it lacks is
+null. Checkpoints that came from Hugging Face keep their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
+from megatron_sp.convert.model import Model
+from megatron_sp.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.files import CONFIG, TOKENIZER_MODEL, name_files
+from megatron_sp.data.tokenizers.hugging_face import FILE, GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
+from megatron_sp.data.tokenizers.spm_json import library_tokenizer, pieces_have_their_ids
+from megatron_sp.data.tokenizers.wordpiece import UNKNOWN, BertWordPieceTokenizer
+from megatron_sp.utils.errors import CheckpointError, ReportedError
+from megatron_sp.utils.files import fsync_dir, write_synced
+from megatron_sp.utils.strict_json import open_regular
+
+GENERATION = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list[str]]:
+    """Return the entries, and notes for the user.
+
+    Args:
+        folder: contains the files of the model's tokenizer already.
+    """
+    tokenizer, why = _tokenizer(model, folder)
+    if tokenizer is None:
+        notes = [] if model.config.is_bert else [f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"]
+        return dict.fromkeys(_IDS), notes
+    is_bert, vocab_size = model.config.is_bert, model.config.vocab_size or 0
+    ids = dict(zip(_IDS, (None, None, tokenizer.pad) if is_bert else (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
+    beyond = [name for name, token in ids.items() if token is not None and token >= vocab_size]
+    notes = [f"{name} is null: the tokenizer's is {ids[name]}, and the model's vocabulary has {vocab_size} entries" for name in beyond]
+    return {name: None if name in beyond else token for name, token in ids.items()}, notes
+
+
+def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size: int) -> list[str]:
+    """Write generation_config.json unless the tokenizer came with one that fits the vocabulary; return user notes. Raises OSError."""
+    path = folder / GENERATION
+    notes = []
+    if path.exists():
+        if (beyond := _beyond(path, vocab_size)) is None:
+            return []
+        notes.append(f"{GENERATION} beside the tokenizer has {beyond}, and the model's vocabulary has {vocab_size} entries: made anew")
+        path.unlink()
+    write_synced(path, (json.dumps(ids, indent=2) + "\n").encode("utf-8"))
+    return notes
+
+
+def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
+    """Return the model's tokenizer, or None and the reason."""
+    data = DataConfig(eod_id=model.eod_id)
+    try:
+        if name_files(data, model.tokenizer, folder):
+            if model.tokenizer_type in WORDPIECE and data.tokenizer_type in WORDPIECE:
+                data.tokenizer_type = model.tokenizer_type  # type: ignore[assignment]
+            return build_tokenizer(data), ""
+    except ReportedError as error:
+        return None, str(error)
+    if model.tokenizer_type == "ByteTokenizer":
+        return build_tokenizer(replace(data, tokenizer_type="ByteTokenizer")), ""
+    if model.tokenizer_type == "NullTokenizer" and model.config.vocab_size:
+        return NullTokenizer(model.config.vocab_size, model.eod_id), ""
+    return None, "no tokenizer is known; --tokenizer names one"
+
+
+def _beyond(path: Path, vocab_size: int) -> str | None:
+    """Describe an entry of the file that is not an id of the vocabulary; None if there is none."""
+    try:
+        document: Any = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError, OSError):
+        return "no JSON"
+    for name in _IDS:
+        value = document.get(name) if isinstance(document, dict) else "no object"
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not (type(token) is int and 0 <= token < vocab_size):
+                return f"{name} {str(token)[:40]}"
+    return None
+
+
+NAMES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+MAX_BYTES = 64 << 20
+_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # they complete a file that is given alone
+
+
+def find_files(path: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer in a folder, or a single file, by the names that they must have.
+
+    Raises:
+        CheckpointError: ``path`` is missing or not a tokenizer, or a file is a link or far too large.
+    """
+    if path.is_dir():
+        found = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
+    elif path.suffix in (".model", ".json", ".txt"):
+        found = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
+        found |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
+    else:
+        raise CheckpointError(f"{path} is not a tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model or a vocab.txt")
+    _check(found)
+    return found
+
+
+def find_named(paths: list[Path]) -> dict[str, Path]:
+    """Return the files of a tokenizer for the paths given to a training: a file, a folder, or GPT-2's two files with any names."""
+    if len(paths) < 2:
+        return find_files(paths[0]) if paths else {}
+    found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
+    _check(found)
+    return found
+
+
+def _check(found: dict[str, Path]) -> None:
+    for file in found.values():
+        with open(open_regular(file), "rb"):
+            if file.stat().st_size > MAX_BYTES:
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: more than the {MAX_BYTES:,} that such a file can have")
+
+
+def copy_files(files: dict[str, Path], folder: Path) -> None:
+    """Copy the files of a tokenizer into a folder. Raises OSError."""
+    for name, path in files.items():
+        with open(open_regular(path), "rb") as source, open(folder / name, "xb") as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+    fsync_dir(folder)
+
+
+def enter_tokenizer(data: DataConfig, files: dict[str, Path], folder: Path) -> None:
+    """Enter the tokenizer whose files will be in ``folder`` in a configuration. Raises DataError: the tokenizer is not supported."""
+    name_files(data, files, folder, files.get(CONFIG))
+
+
+_BY_SENTENCEPIECE = "SentencePieceBackend"
+"""The class of transformers that reads a .model file with the library that made it; of version 5."""
+_NOT_BY_SENTENCEPIECE = ("mistral", "qwen2")
+"""Models whose tokenizer transformers takes for one of the tokenizers library, whatever tokenizer_config.json says."""
+_NO_JSON = f"this SentencePiece model is not BPE on unchanged text, of which alone a {FILE} gives the same ids"
+
+
+def write_tokenizer_config(model: Model, folder: Path, model_type: str) -> list[str]:
+    """Add ``tokenizer_config.json`` to a folder that contains the tokenizer's files already.
+
+    Args:
+        model_type: ``model_type`` of config.json.
+    Returns:
+        Notes for the user: if transformers may interpret the files differently, or needs the sentencepiece package for
+        them.
+    Raises:
+        OSError.
+    """
+    if CONFIG in model.tokenizer or "hf" in model.settings or not model.tokenizer:
+        return []
+    data = DataConfig(eod_id=model.eod_id)
+    try:
+        if not name_files(data, model.tokenizer, folder):
+            return []
+        if any(model.tokenizer_type in kinds and data.tokenizer_type in kinds for kinds in (WORDPIECE, SENTENCEPIECE)):
+            data.tokenizer_type = model.tokenizer_type  # type: ignore[assignment]
+        words = _words(data, folder, model_type)
+    except ReportedError as error:
+        return [f"transformers is told nothing of the tokenizer: {error}"]
+    if isinstance(words, str):
+        return [f"transformers may read {', '.join(model.tokenizer)} otherwise than this training did: {words}"]
+    words |= {"model_max_length": model.config.max_positions, "clean_up_tokenization_spaces": False}
+    write_synced(folder / CONFIG, (json.dumps(words, indent=2) + "\n").encode("utf-8"))
+    if words["tokenizer_class"] != _BY_SENTENCEPIECE:
+        return []
+    bos = f"; it puts no {words['bos_token']} before a text, as this training did" if data.tokenizer_type == "Llama2Tokenizer" else ""
+    return [f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions from 5 on){bos}"]
+
+
+def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
+    """Return the entries, or why there are none; for a SentencePiece model also write an equivalent ``tokenizer.json``, if one exists."""
+    tokenizer = build_tokenizer(data)
+    assert isinstance(tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer))
+    ids = {role: getattr(tokenizer, role) for role in ("cls", "sep", "mask", "pad")}
+    roles = {f"{role}_token": tokenizer.piece(token) for role, token in ids.items() if token is not None}
+    end = tokenizer.piece(tokenizer.eod)
+    if isinstance(tokenizer, BertWordPieceTokenizer):
+        lowers = data.tokenizer_type == "BertWordPieceLowerCase"
+        return {"tokenizer_class": "BertTokenizer", "do_lower_case": lowers, "unk_token": UNKNOWN, **roles}
+    if isinstance(tokenizer, GPT2BPETokenizer):
+        named = {f"{role}_token": end for role in ("bos", "eos", "unk")}
+        return {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **named, **roles}
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, **roles}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return words
+    if tokenizer.bos is not None:
+        words["bos_token"] = tokenizer.piece(tokenizer.bos)
+    if (made := library_tokenizer(tokenizer)) is not None:
+        if tokenizer.begin:
+            made.post_processor = _front(tokenizer)
+        write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
+        return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
+    if model_type in _NOT_BY_SENTENCEPIECE:
+        return f"{_NO_JSON}, and of a {model_type} it reads nothing else: use the sentencepiece package on {TOKENIZER_MODEL}"
+    if not pieces_have_their_ids(tokenizer):
+        return f"{_NO_JSON}, and letters it has no piece for spell a special one: use the sentencepiece package on {TOKENIZER_MODEL}"
+    unknown = tokenizer.piece(tokenizer.unknown)
+    return {**words, "tokenizer_class": _BY_SENTENCEPIECE, "unk_token": unknown, "split_special_tokens": True}
+
+
+def _front(tokenizer: SentencePieceTokenizer) -> Any:
+    """Return a template of the tokenizers library that puts BOS before a text."""
+    from tokenizers import processors
+
+    pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]
+    return processors.TemplateProcessing(single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces)
