@@ -88,9 +88,11 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         (ids int64 [c], most probable first, on ties the lower id first; probabilities fp64 [c], which sum to 1).
     """
     wide = logits.detach().to("cpu", torch.float64)
-    ordered, ids = torch.sort(wide, descending=True, stable=True)
-    if 0 < sampling.top_k < ids.numel():
-        ordered, ids = ordered[: sampling.top_k], ids[: sampling.top_k]
+    number = sampling.top_k if 0 < sampling.top_k < wide.numel() else wide.numel()
+    # a sort of a whole vocabulary takes longer than the step of a small model: those below the k-th are left out, its equals are not
+    ids = (wide >= torch.topk(wide, number).values[-1]).nonzero()[:, 0] if number < wide.numel() else torch.arange(number)
+    ordered, places = torch.sort(wide[ids], descending=True, stable=True)
+    ordered, ids = ordered[:number], ids[places[:number]]
     # the maximum is subtracted before the division, so that no temperature overflows
     probs = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
     if sampling.top_p < 1:
