@@ -23,7 +23,7 @@ from megatron_sp.inference.kv_cache import KVCache, RowPass, StepPass
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, KernelName
 from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
-from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.forward_context import Cache, ForwardContext
 from megatron_sp.utils.errors import ConfigError
 
 _LEAST_SPAN = 256
@@ -68,7 +68,7 @@ class Decoder:
         self._device = model.embedding.word_embeddings.weight.device
         self._has_told = False
         self.lengths: list[int] = []
-        self._prompt = 0, 0  # row and length of the prompt that was read last: it stays there when its row is dropped
+        self._prompt = 0, 0  # row and length of the prompt that was read last
         self._allocate(0)
 
     def _allocate(self, length: int) -> None:
@@ -107,8 +107,7 @@ class Decoder:
             Logits [s, v] or [1, v].
         """
         ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
-        cache = RowPass(self._cache, len(self.lengths), 0) if keep else None
-        context = ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache)
+        context = self._context(RowPass(self._cache, len(self.lengths), 0) if keep else None)
         logits = self.model.all_logits(ids, context)[:, 0] if everywhere else self.model.next_logits(ids, context)
         if keep:
             assert len(self.lengths) < self.max_rows, "there is no room for another sequence"
@@ -125,11 +124,8 @@ class Decoder:
 
     def drop(self, row: int) -> None:
         """Drop a row; the last one takes its number."""
-        last, (source, length) = len(self.lengths) - 1, self._prompt
-        if source == row != last:
-            self._cache.exchange(row, last, max(length, self.lengths[last]))
-            self._prompt = last, length
-        elif row != last:
+        last = len(self.lengths) - 1
+        if row != last:  # behind the row of the prompt that was read last are samples of the same: it stays there
             self._cache.copy(last, row, self.lengths[last])
         self.lengths[row] = self.lengths[last]
         del self.lengths[last]
@@ -137,19 +133,26 @@ class Decoder:
     def step(self, tokens: list[int]) -> Tensor:
         """Append a token to each row; return the logits after them, [rows, v]."""
         given, longest = torch.tensor([tokens, self.lengths]), max(self.lengths) + 1
-        logits = self._eager(given, longest) if self._maker is None else self._in_graph(given, _span(longest))
+        if self._maker is not None:
+            logits = self._in_graph(given, _span(longest))
+        elif len(tokens) > 1:
+            logits = self._eager(given, longest)
+        else:  # without a mask
+            context = self._context(RowPass(self._cache, 0, self.lengths[0]))
+            logits = self.model.next_logits(given[:1].to(self._device), context)[:, : self.vocab_size].cpu()
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 
-    def _eager(self, given: Tensor, span: int) -> Tensor:
-        is_exact = self._maker is None and given.shape[1] == 1
-        return self._run(given.to(self._device), span, is_exact=is_exact)[:, : self.vocab_size].cpu()
+    def _context(self, cache: Cache | None) -> ForwardContext:
+        return ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache)
 
-    def _run(self, given: Tensor, span: int, *, is_exact: bool = False) -> Tensor:
+    def _eager(self, given: Tensor, span: int) -> Tensor:
+        return self._run(given.to(self._device), span)[:, : self.vocab_size].cpu()
+
+    def _run(self, given: Tensor, span: int) -> Tensor:
         """Compute the logits [b, v] after tokens ``given[0]`` that are appended to rows of lengths ``given[1]``; nothing else of
         the host's is read."""
-        cache = StepPass(self._cache, given[1], span, is_exact=is_exact)
-        return self.model.next_logits(given[0][:, None], ForwardContext(AttentionMask(), kernel=self._kernel, cache=cache))
+        return self.model.next_logits(given[0][:, None], self._context(StepPass(self._cache, given[1], span)))
 
     def _in_graph(self, given: Tensor, span: int) -> Tensor:
         shape = given.shape[1], span

@@ -18,15 +18,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_sp.inference.decoder import Decoder
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.ops.attention import AttentionMask, KernelName
-from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.ops.attention import KernelName
 from megatron_sp.parallel.gather import agreed
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
@@ -170,8 +169,8 @@ def generate(
         chosen = [choose(of_one, sampling or Sampling(), s.sample, len(s.tokens)) for of_one, s in zip(logits, sequences, strict=True)]
         return agreed(chosen, model.layout, device)
 
-    made = decoder or (Decoder(model, 1, vocab_size, kernel=kernel) if use_cache else _WithoutCache(model, vocab_size, kernel))
-    return _generate(made, pick, starts, ending, num_samples)
+    kind = Decoder if use_cache else _WithoutCache
+    return _generate(decoder or kind(model, 1, vocab_size, kernel=kernel), pick, starts, ending, num_samples)
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
@@ -226,20 +225,8 @@ class _Sequence:
     finish: FinishReason = ""
 
 
-class _Rows(Protocol):
-    """What ``_generate`` needs of a ``Decoder``."""
-
-    max_rows: int
-
-    def reserve(self, length: int) -> None: ...
-    def read(self, tokens: list[int]) -> Tensor: ...
-    def again(self) -> None: ...
-    def step(self, tokens: list[int]) -> Tensor: ...
-    def drop(self, row: int) -> None: ...
-
-
 def _generate(
-    decoder: _Rows,
+    decoder: Decoder,
     pick: Callable[[Tensor, list[_Sequence]], list[int]],
     starts: list[list[int]],
     ending: _Ending,
@@ -272,30 +259,23 @@ def _generate(
                 del running[-1]
 
 
-class _WithoutCache:
-    """A ``Decoder`` of one row that computes all positions for every token."""
-
-    max_rows = 1
-
-    def __init__(self, model: GPTModel, vocab_size: int | None, kernel: KernelName) -> None:
-        self._next = lambda ids: model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel))[:, :vocab_size]
-        self._device = model.embedding.word_embeddings.weight.device
-        self._prompt: list[int] = []
+class _WithoutCache(Decoder):
+    """A decoder of one row that computes all positions for every token."""
 
     def reserve(self, length: int) -> None:
         pass
 
-    def read(self, tokens: list[int]) -> Tensor:
-        self._prompt = tokens
+    def read(self, tokens: list[int], keep: bool = True, everywhere: bool = False) -> Tensor:
+        self._read = tokens
         self.again()
-        return self.step([])
+        return super().read(tokens, keep=False)
 
     def again(self) -> None:
-        self._tokens = list(self._prompt)
+        self._tokens = list(self._read)
 
     def step(self, tokens: list[int]) -> Tensor:
         self._tokens += tokens
-        return self._next(torch.tensor([self._tokens], dtype=torch.int64, device=self._device))
+        return super().read(self._tokens, keep=False)
 
     def drop(self, row: int) -> None:
         pass

@@ -47,11 +47,6 @@ class KVCache:
         for buffer in self._buffers():
             buffer[:length, to] = buffer[:length, row]
 
-    def exchange(self, row: int, other: int, length: int) -> None:
-        """Exchange the first ``length`` positions of two rows."""
-        for buffer in self._buffers():
-            buffer[:length, row], buffer[:length, other] = buffer[:length, other].clone(), buffer[:length, row].clone()
-
     def clear(self) -> None:
         """Remove what is left of a pass that failed, which need not be numbers."""
         for buffer in self._buffers():
@@ -92,11 +87,10 @@ class StepPass:
         cache: of the rows.
         lengths: int64 [b], of the sequences in them, on their device.
         span: number of keys that are read, more than the longest sequence has.
-        is_exact: there is one sequence, and it has ``span`` - 1 positions.
     """
 
-    def __init__(self, cache: KVCache, lengths: Tensor, span: int, *, is_exact: bool) -> None:
-        self._cache, self._lengths, self._span, self._is_exact = cache, lengths, span, is_exact
+    def __init__(self, cache: KVCache, lengths: Tensor, span: int) -> None:
+        self._cache, self._lengths, self._span = cache, lengths, span
         self._places = lengths * cache.max_rows + torch.arange(lengths.shape[0], device=lengths.device)
         self._dtype = torch.float32
         self._bias: Tensor | None = None
@@ -118,8 +112,6 @@ class StepPass:
 
     def mask(self, groups: int, window: int | None) -> AttentionMask:
         """See ``Cache``; the layers share one."""
-        if self._is_exact:
-            return AttentionMask(window=window)
         if self._bias is None:
             at, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
             hidden = at > last if window is None else (at > last) | (at <= last - window)

@@ -1,4 +1,4 @@
-"""Tiny GPTs of every kind that text is generated with, in fp64."""
+"""Tiny GPTs of every kind that text is generated with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str = "learned", **changes: object) -> GPTModel:
+def build(name: str = "learned", dtype: torch.dtype = torch.float64, **changes: object) -> GPTModel:
     shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "seq_length": 20, "vocab_size": VOCAB, "init_method_std": 0.3}
     config = ModelConfig(**{**shape, **MODELS[name], **changes})
-    return GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64)
+    return GPTModel(config, KernelConfig(), seed=5, dtype=dtype)

@@ -113,7 +113,7 @@ def test_a_window_is_put_where_the_kind_of_mask_has_it() -> None:
     layer = attention(window_size=3)
     causal = layer.mask(ForwardContext(AttentionMask()), groups=2)
     assert causal.causal and causal.window == 3 and causal.bias is None
-    new = StepPass(KVCache(1, 2, 8), torch.tensor([4, 6]), 8, is_exact=False)
+    new = StepPass(KVCache(1, 2, 8), torch.tensor([4, 6]), 8)
     one_new = layer.mask(ForwardContext(AttentionMask(), cache=new), groups=2)
     assert one_new.window is None and one_new.bias is not None
     seen = [[at for at, added in enumerate(row) if added == 0] for row in one_new.bias[:, 0, 0].tolist()]
