@@ -31,6 +31,7 @@ import common  # noqa: E402
 import context_block  # noqa: E402
 import context_plan  # noqa: E402
 import flash_attn_cpu  # noqa: E402
+import generated_tokens  # noqa: E402
 import step_vs_hf  # noqa: E402
 import ulysses_replay  # noqa: E402
 import wire  # noqa: E402
@@ -55,6 +56,18 @@ def test_stats_and_ratios() -> None:
         common.Stats.of([])
     with pytest.raises(ValueError):
         common.ratios([1.0], [1.0, 2.0])
+
+
+def test_every_contender_generates_as_many_tokens() -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    shape, cpu = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}, torch.device("cpu")
+    for name, (rows, generate) in generated_tokens.build_ours(shape, cpu, torch.float32).items():
+        assert [len(sample) for (sample,) in generate()] == [generated_tokens.NEW] * rows, name
+    contenders = generated_tokens.build_peer(shape, cpu, torch.float32)
+    for name, (rows, generate) in contenders.items():
+        assert generate().shape == (rows, generated_tokens.PROMPT + generated_tokens.NEW), name
+    found = generated_tokens.measure(contenders, cpu, 2)
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(contenders, 2)
 
 
 def test_results_are_kept_as_medians_and_ranges_a_line_each() -> None:
