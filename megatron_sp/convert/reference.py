@@ -187,7 +187,7 @@ class Part:
 
     def __init__(self, file: TorchFile, tree: Any, cast: Cast) -> None:
         self.names: Mapping[str, Any] = dict(_flat(tree, ""))
-        self.file, self.cast, self.path = file, cast, file.path
+        self.cast, self.path = cast, file.path
 
     def get(self, *names: str) -> Tensor:
         """Read the first of these tensors that exists. Raises CheckpointError: none does."""
@@ -199,7 +199,7 @@ class Part:
     def get_if(self, *names: str) -> Tensor | None:
         """Read the first of these tensors that exists, or return None."""
         known = next((name for name in names if name in self.names), None)
-        return None if known is None else self.cast(self.file.read(self.names[known]))
+        return None if known is None else self.cast(self.names[known].read())
 
     def layers(self) -> int:
         """Number of layers in this part."""
@@ -238,8 +238,7 @@ class DistPart(Part):
         made = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
         for (offsets, sizes), place in tensor.chunks:
             if offsets[0] <= row < offsets[0] + sizes[0]:
-                file = TorchFile(self.path / place.file, (place.offset, place.length))
-                chunk = file.read(file.tree)
+                chunk = TorchFile(self.path / place.file, (place.offset, place.length)).tree.read()
                 made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = chunk[row - offsets[0]]
         return made
 

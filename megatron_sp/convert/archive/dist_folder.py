@@ -106,25 +106,23 @@ class DistFolder:
         return torch.empty(tensor.shape, dtype=dtype) if result is None else result
 
     def read_object(self, name: str) -> Any:
-        """Return a saved object that is not a tensor, as plain data; tensors inside it are read."""
+        """Return a saved object that is not a tensor, as ``TorchFile.tree``."""
         if name not in self.objects:
             raise CheckpointError(f"{self.path} has no object {name!r}")
-        file = self._open(self.objects[name])
-        return _with_tensors(file, file.tree)
+        return self._open(self.objects[name]).tree
 
     def _open(self, place: ByteRange) -> TorchFile:
         return TorchFile(self.path / place.file, (place.offset, place.length))
 
     def _read_chunk(self, name: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
-        file = self._open(chunk.place)
-        record = file.tree
+        record = self._open(chunk.place).tree
         found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
         if found != (chunk.rect.sizes, tensor.dtype):
             raise CheckpointError(
                 f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)} should be "
                 f"{list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is damaged, or of two saves"
             )
-        return file.read(record)
+        return record.read()
 
     def _read_metadata(self) -> dict[str, Any]:
         path = self.path / ".metadata"
@@ -205,19 +203,6 @@ _KNOWN = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta",
 
 def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
     return isinstance(value, tuple) and all(map(is_count, value))
-
-
-def _with_tensors(file: TorchFile, tree: Any) -> Any:
-    """Return the tree with every TensorRecord replaced by its tensor."""
-    if isinstance(tree, TensorRecord):
-        return file.read(tree)
-    if isinstance(tree, dict):
-        return {key: _with_tensors(file, value) for key, value in tree.items()}
-    if isinstance(tree, Object):
-        return Object(tree.name, tree.args, _with_tensors(file, tree.state))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_tensors(file, value) for value in tree)
-    return tree
 
 
 class NewChunk(NamedTuple):

@@ -198,14 +198,24 @@ def _guarded(where: str, num_bytes: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRecord:
-    """Location of a tensor's elements in a storage; ``offset`` and ``stride`` in elements."""
+    """A tensor of a file, not read yet: the location of its elements in a storage; ``offset`` and ``stride`` in elements."""
 
+    file: TorchFile
     storage: int  # position of its first byte in the file; of a file from before torch 1.6 its number
     num_bytes: int  # of the storage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def read(self) -> Tensor:
+        """Read the tensor into CPU memory, as ``TorchFile.read``."""
+        return self.file.read(self)
 
 
 class _Plain:
@@ -494,7 +504,7 @@ class TorchFile:
         else:
             place = next((i for i, one in enumerate(self._storages) if one.data_ptr() == storage.data_ptr()), len(self._storages))
             self._storages[place:] = [storage] if place == len(self._storages) else self._storages[place:]
-        return TensorRecord(place, storage.nbytes(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return TensorRecord(self, place, storage.nbytes(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def read(self, record: TensorRecord) -> Tensor:
         """Read a tensor into CPU memory, with the elements and strides that were saved.

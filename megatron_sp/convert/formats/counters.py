@@ -14,7 +14,7 @@ Source: megatron-core 0.16.1, optimizer/grad_scaler.py; deepspeed 0.19.8, runtim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,56 +24,55 @@ from megatron_sp.config.schema import PrecisionConfig
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord
 from megatron_sp.convert.model import LossScale, Model
 
-Read = Callable[[TensorRecord], Tensor]
 _DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 
 
-def single(value: Any, read: Read) -> float | None:
+def single(value: Any) -> float | None:
     """Return a finite number, which may be given as a tensor of one element; None for anything else."""
     if isinstance(value, TensorRecord) and math.prod(value.shape) == 1:
-        value = read(value)
+        value = value.read()
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
     return value if is_number and math.isfinite(value) else None
 
 
-def whole(value: Any, read: Read) -> int | None:
+def whole(value: Any) -> int | None:
     """Return a non-negative integer, which may be given as in ``single``; None for anything else."""
-    found = single(value, read)
+    found = single(value)
     return int(found) if found is not None and found >= 0 and found == int(found) else None
 
 
-def updates_of(state: Mapping[Any, Any], read: Read) -> int | None:
+def updates_of(state: Mapping[Any, Any]) -> int | None:
     """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups. None: not stated."""
     by_number, groups = state.get("state"), state.get("param_groups")
     by_number = by_number if isinstance(by_number, dict) else {}
     first = next((one for one in by_number.values() if isinstance(one, dict)), {})
     settings = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     places = (first.get("step"), by_number.get("common_step"), *(group.get("step") for group in settings[:1]))
-    return next((found for place in places if (found := whole(place, read)) is not None), None)
+    return next((found for place in places if (found := whole(place)) is not None), None)
 
 
-def scale_of_megatron(state: Any, read: Read) -> LossScale | None:
+def scale_of_megatron(state: Any) -> LossScale | None:
     """Return the loss scale in ``grad_scaler``; None: there is none, or it is constant."""
     if not isinstance(state, dict):
         return None
-    return _scale(single(state.get("scale"), read), *(whole(state.get(name), read) for name in ("growth_tracker", "hysteresis_tracker")))
+    return _scale(single(state.get("scale")), *(whole(state.get(name)) for name in ("growth_tracker", "hysteresis_tracker")))
 
 
-def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossScale | None]:
+def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
     """Return updates and loss scale of the state saved under "optimizer", which is Adam's own or that of a wrapper."""
     outer = tree.get("optimizer")
     if not isinstance(outer, dict):
         return None, None
     inner = next((outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer)
-    return updates_of(inner, read), scale_of_megatron(outer.get("grad_scaler"), read)
+    return updates_of(inner), scale_of_megatron(outer.get("grad_scaler"))
 
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
     """Return the samples counted by Megatron's learning rate scheduler, which excludes skipped steps; None: not stated."""
     state: Mapping[Any, Any] = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
-    found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key), _no_tensor)) is not None), None)
+    found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
     return found if found is not None and found <= consumed else None
 
 
@@ -84,11 +83,7 @@ def scale_of_deepspeed(scaler: Any) -> LossScale | None:
     there = scaler.attributes
     now, last = (there.get(name) for name in ("cur_iter", "last_overflow_iter"))
     good = now - last - 1 if isinstance(now, int) and isinstance(last, int) else None
-    return _scale(single(there.get("cur_scale"), _no_tensor), whole(good, _no_tensor), whole(there.get("cur_hysteresis"), _no_tensor))
-
-
-def _no_tensor(record: TensorRecord) -> Tensor:
-    return torch.tensor(math.nan)
+    return _scale(single(there.get("cur_scale")), whole(good), whole(there.get("cur_hysteresis")))
 
 
 def _scale(scale: float | None, good_steps: int | None, hysteresis_left: int | None) -> LossScale | None:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import TensorRecord
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile
 from megatron_sp.convert.copies import Correspondence, Gathered, TensorInfo, TensorStore, is_same
 from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats import deepspeed_write
-from megatron_sp.convert.formats.counters import scale_of_deepspeed, scheduled_of
+from megatron_sp.convert.formats.counters import scale_of_deepspeed, scheduled_of, whole
 from megatron_sp.convert.formats.deepspeed_files import (
-    Files,
     PipelineNames,
     StepFolder,
     Stored,
@@ -30,7 +29,7 @@ from megatron_sp.convert.formats.deepspeed_files import (
 )
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
-from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS, gather, require_devices, whole_number, written_by
+from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS, gather, require_devices, written_by
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of, true_size
@@ -56,9 +55,9 @@ class MegatronDeepSpeed:
         return is_there(path)
 
     def read(self, path: Path, options: Options) -> Model:
-        folder, files = find(path, options.step), Files()
-        ranks = Loader(files, folder, moments=options.optimizer).load()
-        return _Reading(folder, files, ranks, options).model()
+        folder = find(path, options.step)
+        ranks = Loader(folder, moments=options.optimizer).load()
+        return _Reading(folder, ranks, options).model()
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         deepspeed_write.write(model, path, options, progress)
@@ -70,8 +69,8 @@ class MegatronDeepSpeed:
 class _Reading:
     """Conversion of the tensors of ranks to a model of ours."""
 
-    def __init__(self, folder: StepFolder, files: Files, ranks: Ranks, options: Options) -> None:
-        self.folder, self.files, self.ranks, self.options = folder, files, ranks, options
+    def __init__(self, folder: StepFolder, ranks: Ranks, options: Options) -> None:
+        self.folder, self.ranks, self.options = folder, ranks, options
         args = ranks.states.args
         self.settings = Settings(args.attributes if args else {}, str(ranks.states.path))
         self.facts = self._facts()
@@ -83,11 +82,11 @@ class _Reading:
         self.shapes = parameter_shapes(self.config)
 
     def model(self) -> Model:
-        weights = Weights(self.files, self.ranks, wide=self._takes_copies())
+        weights = Weights(self.ranks, wide=self._takes_copies())
         fitted = self._fit(weights, self.shapes)
         parts: list[tuple[str, Gathered]] = [("", Gathered(fitted.correspondence, weights))]
         for kind in self._kinds():
-            store = kept(self.files, self.ranks, kind)
+            store = kept(self.ranks, kind)
             parts.append((f"{OPTIMIZER}{kind}.", Gathered(self._fit(store, self._trained()).correspondence, store)))
         states = self.ranks.states
         step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step or 0
@@ -262,9 +261,9 @@ class Loader:
         moments: whether to load the optimizer's moments.
     """
 
-    def __init__(self, files: Files, folder: StepFolder, *, moments: bool) -> None:
-        self.files, self.folder, self.moments = files, folder, moments
-        self.states = {mp: ModelStates.of(files, path) for mp, path in self._model_files().items()}
+    def __init__(self, folder: StepFolder, *, moments: bool) -> None:
+        self.folder, self.moments = folder, moments
+        self.states = {mp: ModelStates.of(path) for mp, path in self._model_files().items()}
         self.layers = dict(self._layer_tensors())
         self._raw = [*self.layers, *(name for s in self.states.values() for name in (*s.module, *s.shapes)), *folder.universal]
         self.is_pipeline = bool(folder.layers) or is_pipeline(self._raw)
@@ -277,7 +276,7 @@ class Loader:
 
     def load(self) -> Ranks:
         """Load everything in the folder. Raises CheckpointError."""
-        require_one_save(written_by(self.files, self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
+        require_one_save(written_by(self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
         self._add_modules()
         if self.folder.universal:
             self._add_universal()
@@ -295,9 +294,9 @@ class Loader:
         """Yield the tensors in the files of layers, named "<tp rank>|<layer>.<name>"."""
         for layer, by_tp in sorted(self.folder.layers.items()):
             for tp_rank, path in sorted(by_tp.items()):
-                for name, item in as_dict(self.files.tree(path), str(path)).items():
+                for name, item in as_dict(TorchFile(path).tree, str(path)).items():
                     if isinstance(item, TensorRecord) and isinstance(name, str):
-                        yield f"{tp_rank}|{layer}.{plain_name(name)}", Stored.whole(path, item)
+                        yield f"{tp_rank}|{layer}.{plain_name(name)}", Stored.whole(item)
 
     def _tp(self) -> int:
         """Return the number of ranks that share each tensor: all, unless there are stages."""
@@ -349,19 +348,19 @@ class Loader:
                 if self.folder.zero_models and 0 in record.shape:
                     self.ranks.dropped.append(Fate(f"mp_rank_{mp:02d}: {raw}", "", _PARTITIONED))
                     if (name := self._name(raw, mp // self.tp)) is not None:
-                        self.ranks.dtypes[prefix_of(mp % self.tp) + name] = dtype_of(states.path, record)
+                        self.ranks.dtypes[prefix_of(mp % self.tp) + name] = dtype_of(record)
                 else:
-                    self._put(self.ranks.modules, mp, raw, Stored.whole(states.path, record))
+                    self._put(self.ranks.modules, mp, raw, Stored.whole(record))
         self.ranks.dtypes |= {name: stored.dtype for name, stored in self.ranks.modules.items()}
 
     def _add_zero(self) -> None:
         for mp, states in self.states.items():
             if self.folder.zero_models:
-                require_devices(self.files, self.folder.zero_models[mp], self.folder.optimizers[mp])
+                require_devices(self.folder.zero_models[mp], self.folder.optimizers[mp])
             of_all = [states]
             if states.frozen_shapes and self.folder.zero_models:
-                of_all += [ModelStates.of(self.files, path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
-            found = gather(self.files, of_all, self.folder.optimizers[mp], moments=self.moments)
+                of_all += [ModelStates.of(path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
+            found = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
             self._same_step(found.step, mp)
             self.ranks.loss_scale = found.loss_scale
             for kind, tensors in found.tensors.items():
@@ -385,18 +384,18 @@ class Loader:
             shape = shapes.get(raw)
             for kind, file in FILES.items():
                 if (kind == MASTER or self.moments) and (folder / file).exists():
-                    shares = read_parameter(self.files, folder / file, shape, self.tp, int(padded) if padded else None)
+                    shares = read_parameter(folder / file, shape, self.tp, int(padded) if padded else None)
                     for tp_rank, share in enumerate(shares):
                         self._put(self.ranks.kept.setdefault(kind, {}), tp_rank, raw, share)
         self.ranks.step = self._universal_step()
         if (path := self.folder.path / "zero" / "optimizer_state.pt").exists():
-            self.ranks.loss_scale = scale_of_deepspeed(as_dict(self.files.tree(path), str(path)).get("loss_scaler"))
+            self.ranks.loss_scale = scale_of_deepspeed(as_dict(TorchFile(path).tree, str(path)).get("loss_scaler"))
         self.ranks.vocab_size = int(original) if original else None
 
     def _universal_step(self) -> int | None:
         folder = next(iter(self.folder.universal.values()))
         path = folder / STEP
-        return whole_number(self.files, path, self.files.tree(path)) if path.exists() else None
+        return whole(TorchFile(path).tree) if path.exists() else None
 
 
 class Weights:
@@ -407,8 +406,8 @@ class Weights:
             with them.
     """
 
-    def __init__(self, files: Files, ranks: Ranks, *, wide: bool) -> None:
-        self._modules, self._masters = Stretches(files, ranks.modules), kept(files, ranks, MASTER)
+    def __init__(self, ranks: Ranks, *, wide: bool) -> None:
+        self._modules, self._masters = Stretches(ranks.modules), kept(ranks, MASTER)
         self._shown, self._kept = ranks.shown, ranks.kept.get(MASTER, {})
         self._tensors = {**self._modules.tensors(), **self._masters.tensors()}
         if not wide:
@@ -440,8 +439,8 @@ class Weights:
                                       " files are of different saves")  # fmt: skip
 
 
-def kept(files: Files, ranks: Ranks, kind: str) -> TensorStore:
+def kept(ranks: Ranks, kind: str) -> TensorStore:
     """Return the optimizer's tensors of one kind."""
     found = ranks.kept.get(kind, {})
     shares = {name: item for name, item in found.items() if isinstance(item, Share)}
-    return Shares(files, shares) if shares else Stretches(files, {name: item for name, item in found.items() if isinstance(item, Stored)})
+    return Shares(shares) if shares else Stretches({name: item for name, item in found.items() if isinstance(item, Stored)})

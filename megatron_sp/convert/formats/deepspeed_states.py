@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord
-from megatron_sp.convert.formats.deepspeed_files import Files
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -41,9 +40,9 @@ class ModelStates:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, files: Files, path: Path) -> ModelStates:
+    def of(cls, path: Path) -> ModelStates:
         """Parse a file. Raises CheckpointError: it does not contain model states, or those of a mixture of experts."""
-        tree = as_dict(files.tree(path), str(path))
+        tree = as_dict(TorchFile(path).tree, str(path))
         if "module" not in tree:
             raise CheckpointError(f"{path} has no entry 'module', which model states of DeepSpeed have: it is another kind of file")
         for name in ("ds_autoep_layers", "autoep_layers"):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.families.family import Sizes
-from megatron_sp.convert.formats.deepspeed_files import Files, dtype_of, is_contiguous
+from megatron_sp.convert.formats.deepspeed_files import dtype_of, is_contiguous
 from megatron_sp.convert.formats.deepspeed_states import as_dict
 from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
 from megatron_sp.utils.errors import CheckpointError
@@ -96,7 +96,6 @@ class Share:
         ranges: (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding.
     """
 
-    path: Path
     record: TensorRecord
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -113,7 +112,7 @@ class Share:
     @property
     def info(self) -> TensorInfo:
         """Shape and dtype of the share."""
-        return TensorInfo(self.shape, dtype_of(self.path, self.record))
+        return TensorInfo(self.shape, dtype_of(self.record))
 
     @property
     def num_stored(self) -> int:
@@ -127,8 +126,8 @@ class Share:
 class Shares:
     """Shares of parameters, by name (a ``TensorStore``)."""
 
-    def __init__(self, files: Files, shares: Mapping[str, Share]) -> None:
-        self._files, self.shares = files, shares
+    def __init__(self, shares: Mapping[str, Share]) -> None:
+        self.shares = shares
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: share.info for name, share in self.shares.items()}
@@ -147,13 +146,13 @@ class Shares:
         """Copy elements ``first`` to ``first + count`` along the dim, in blocks of rows."""
         record = share.record
         if not record.shape:
-            to.copy_(self._files.read(share.path, record))
+            to.copy_(record.read())
             return
         from_row, num_rows = (first, count) if share.dim == 0 else (0, record.shape[0])
         at_once = max(1, _BLOCK // max(1, math.prod(record.shape[1:])))
         for row in range(0, num_rows, at_once):
             rows = min(at_once, num_rows - row)
-            block = self._files.read(share.path, _rows(record, from_row + row, rows))
+            block = _rows(record, from_row + row, rows).read()
             to[row : row + rows] = block if share.dim == 0 else block.narrow(share.dim, first, count)
 
 
@@ -161,7 +160,7 @@ def _rows(record: TensorRecord, first: int, count: int) -> TensorRecord:
     return replace(record, offset=record.offset + first * record.stride[0], shape=(count, *record.shape[1:]))
 
 
-def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
+def read_parameter(path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
     """Return the shares of all tensor parallel ranks in a file.
 
     Args:
@@ -171,7 +170,7 @@ def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: 
     Raises:
         CheckpointError: it is damaged, or merged in an unsupported way.
     """
-    tree = files.tree(path)
+    tree = TorchFile(path).tree
     if isinstance(tree, TensorRecord):
         return _bare(path, tree, shape, tp)
     tree = as_dict(tree, str(path))
@@ -184,13 +183,13 @@ def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: 
     if is_cut and (not record.shape or shape == ()):
         raise CheckpointError(f"{path} has one number that ranks are said to share: it is damaged")
     if not is_cut or (tp == 1 and not tree.get("vocab_tensor")):
-        return [_whole(path, record)] * tp
+        return [_whole(record)] * tp
     dim, parts = _parts(path, tree, record, shape, tp, vocab_rows)
-    return [Share(path, record, dim, tuple((start + rank * each, each) for start, each in parts)) for rank in range(tp)]
+    return [Share(record, dim, tuple((start + rank * each, each) for start, each in parts)) for rank in range(tp)]
 
 
-def _whole(path: Path, record: TensorRecord) -> Share:
-    return Share(path, record, 0, ((0, record.shape[0] if record.shape else 1),))
+def _whole(record: TensorRecord) -> Share:
+    return Share(record, 0, ((0, record.shape[0] if record.shape else 1),))
 
 
 def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: int) -> list[Share]:
@@ -202,7 +201,7 @@ def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: i
     if math.prod(shape) != math.prod(record.shape) or not is_contiguous(record):
         raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are {math.prod(shape):,}: it is damaged")
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return [_whole(path, replace(record, shape=tuple(shape), stride=strides))]
+    return [_whole(replace(record, shape=tuple(shape), stride=strides))]
 
 
 def _parts(

@@ -22,13 +22,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
-from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, Stretches, dtype_of
+from megatron_sp.convert.formats.deepspeed_files import Stored, Stretch, Stretches, dtype_of
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, Shapes, as_dict, number, plain_name
 from megatron_sp.convert.formats.megatron_files import WAY_OUT, Written
 from megatron_sp.convert.model import KINDS, LossScale
@@ -36,18 +36,6 @@ from megatron_sp.utils.errors import CheckpointError
 
 MASTER, MOMENTS = KINDS[0], KINDS[1:]
 _ALIGNMENT = 2  # elements that stages 1 and 2 round a rank's range up to
-
-
-class Flat(NamedTuple):
-    """A rank's flat tensor for one group."""
-
-    path: Path
-    record: TensorRecord
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the flat tensor."""
-        return math.prod(self.record.shape)
 
 
 @dataclass
@@ -67,11 +55,11 @@ class Partition:
     path: Path
     stage: int
     count: int
-    flats: dict[str, list[Flat]]
+    flats: dict[str, list[TensorRecord]]
     step: int | None
     fragments: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     paddings: list[list[int]] | None = None
-    squares: list[Flat] = field(default_factory=list)
+    squares: list[TensorRecord] = field(default_factory=list)
     loss_scale: LossScale | None = None
 
 
@@ -84,7 +72,7 @@ class ZeroTensors:
     loss_scale: LossScale | None
 
 
-def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
+def read_partition(path: Path, *, moments: bool) -> Partition:
     """Parse a rank's optimizer file.
 
     Args:
@@ -93,7 +81,7 @@ def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
         CheckpointError: it is not a file of ZeRO, or its optimizer keeps something other than Adam's two moments.
     """
     where = str(path)
-    state = as_dict(as_dict(files.tree(path), where).get("optimizer_state_dict"), f"{where}, optimizer_state_dict")
+    state = as_dict(as_dict(TorchFile(path).tree, where).get("optimizer_state_dict"), f"{where}, optimizer_state_dict")
     stage = int(number(state.get("zero_stage")) or (3 if "fp32_flat_groups" in state else 1))
     masters = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if stage not in (1, 2, 3) or not isinstance(masters, list) or not masters:
@@ -110,13 +98,13 @@ def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
     if moments:
         flats |= _moments(states, len(masters), path)
     return Partition(
-        path, stage, _count(state.get("partition_count"), path), flats, _step(files, path, state, states, param_groups),
+        path, stage, _count(state.get("partition_count"), path), flats, _step(state, states, param_groups),
         _fragments(state.get("param_slice_mappings"), path), _paddings(state.get("param_alignment_paddings"), path),
         _squares(states, flats[MASTER], path) if stage == 3 else [], scale_of_deepspeed(state.get("loss_scaler")),
     )  # fmt: skip
 
 
-def gather(files: Files, states: list[ModelStates], paths: dict[int, Path], *, moments: bool) -> ZeroTensors:
+def gather(states: list[ModelStates], paths: dict[int, Path], *, moments: bool) -> ZeroTensors:
     """Locate every parameter of a model parallel rank.
 
     Args:
@@ -125,14 +113,14 @@ def gather(files: Files, states: list[ModelStates], paths: dict[int, Path], *, m
     Raises:
         CheckpointError: files are missing, or of different saves, or do not match each other.
     """
-    ranks = [read_partition(files, paths[rank], moments=moments) for rank in sorted(paths)]
+    ranks = [read_partition(paths[rank], moments=moments) for rank in sorted(paths)]
     _require_alike(ranks)
     of = _stage_3 if ranks[0].stage == 3 else _stage_1
     tensors = {kind: dict(of(ranks, kind, states[0])) for kind in ranks[0].flats}
     if ranks[0].stage == 3:
         tensors[MASTER] |= dict(_frozen(states))
         if all(rank.squares for rank in ranks):
-            require_padding(files, [[Stored.whole(*flat) for flat in rank.squares] for rank in ranks], states[0].shapes)
+            require_padding([[Stored.whole(flat) for flat in rank.squares] for rank in ranks], states[0].shapes)
     for name, original in states[0].shared.items():
         for found in tensors.values():
             if original in found:
@@ -178,13 +166,13 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             parts = list(_ranges(flats, at, math.prod(shape), name))
-            stretches = tuple(Stretch(flats[rank].path, flats[rank].record, first, count) for rank, first, count in parts)
-            yield name, Stored(shape, dtype_of(flats[0].path, flats[0].record), stretches)
+            stretches = tuple(Stretch(flats[rank], first, count) for rank, first, count in parts)
+            yield name, Stored(shape, dtype_of(flats[0]), stretches)
             at += math.prod(shape) + padding
         _require_used_up(flats, at)
 
 
-def _ranges(flats: list[Flat], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
+def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, first, count) of the elements from ``at`` on; all ranks before the last non-empty one have equal ranges."""
     size = flats[0].numel
     while count:
@@ -192,17 +180,19 @@ def _ranges(flats: list[Flat], at: int, count: int, name: str) -> Iterator[tuple
         first = at - rank * size
         take = min(count, flats[rank].numel - first)
         if take <= 0:
-            raise CheckpointError(f"{flats[rank].path} ends before {name} does: it is cut short, or of another save than the model states")
+            raise CheckpointError(
+                f"{flats[rank].file.path} ends before {name} does: it is cut short, or of another save than the model states"
+            )
         yield rank, first, take
         at, count = at + take, count - take
 
 
-def _require_used_up(flats: list[Flat], needed: int) -> None:
+def _require_used_up(flats: list[TensorRecord], needed: int) -> None:
     unit = _ALIGNMENT * len(flats)
     there = sum(flat.numel for flat in flats)
     if -(-needed // unit) != -(-there // unit):
-        raise CheckpointError(f"{flats[0].path} and the files of the other ranks have {there:,} elements, its parameters need {needed:,}"
-                              f" (rounded up to {unit}): they are of another save than the model states")  # fmt: skip
+        raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its parameters need"
+                              f" {needed:,} (rounded up to {unit}): they are of another save than the model states")  # fmt: skip
 
 
 def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
@@ -216,13 +206,15 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
             flat = rank.flats[kind][index]
             for name, (first, count) in (rank.fragments[index] if index < len(rank.fragments) else {}).items():
                 if first + count > flat.numel:
-                    raise CheckpointError(f"{flat.path} ends before {name} does: it is cut short")
-                found.setdefault(name, []).append(Stretch(flat.path, flat.record, first, count))
+                    raise CheckpointError(f"{flat.file.path} ends before {name} does: it is cut short")
+                found.setdefault(name, []).append(Stretch(flat, first, count))
         for name, stretches in found.items():
             shape, there = states.module[name].shape if name in states.module else None, sum(s.count for s in stretches)
             if shape is None or math.prod(shape) != there:
-                raise CheckpointError(f"{stretches[0].path} has {there:,} elements of {name}, which is {shape} in {states.path.name}")
-            yield name, Stored(shape, dtype_of(stretches[0].path, stretches[0].record), tuple(stretches))
+                raise CheckpointError(
+                    f"{stretches[0].record.file.path} has {there:,} elements of {name}, which is {shape} in {states.path.name}"
+                )
+            yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
@@ -235,7 +227,7 @@ def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         for index, rank in enumerate(ranks):
             stretches += _across(rank.flats[kind], at, max(0, min(part, numel - index * part)), name)
         flat = ranks[0].flats[kind][0]
-        yield name, Stored(shape, dtype_of(flat.path, flat.record), tuple(stretches))
+        yield name, Stored(shape, dtype_of(flat), tuple(stretches))
         at += part
     for rank in ranks:
         if at != (there := sum(flat.numel for flat in rank.flats[kind])):
@@ -243,15 +235,15 @@ def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
                                   " save than the model states")  # fmt: skip
 
 
-def _across(flats: list[Flat], at: int, count: int, name: str) -> Iterator[Stretch]:
+def _across(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[Stretch]:
     for flat in flats:
         if count and at < flat.numel:
             take = min(count, flat.numel - at)
-            yield Stretch(flat.path, flat.record, at, take)
+            yield Stretch(flat, at, take)
             at, count = at + take, count - take
         at = max(0, at - flat.numel) if count else 0
     if count:
-        raise CheckpointError(f"{flats[0].path} ends before {name} does: it is cut short, or of another save than the model states")
+        raise CheckpointError(f"{flats[0].file.path} ends before {name} does: it is cut short, or of another save than the model states")
 
 
 def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
@@ -264,14 +256,14 @@ def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
             record = state.frozen_parts.get(name)
             if record is None or math.prod(record.shape) != part:
                 raise CheckpointError(f"{state.path} has {record.shape if record else 'nothing'} of {name}, {part:,} elements are needed")
-            stretches.append(Stretch(state.path, record, 0, max(0, min(part, numel - index * part))))
-        yield name, Stored(shape, dtype_of(stretches[0].path, stretches[0].record), tuple(stretches))
+            stretches.append(Stretch(record, 0, max(0, min(part, numel - index * part))))
+        yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
 
 
-def _flat(path: Path, item: Any) -> Flat:
+def _flat(path: Path, item: Any) -> TensorRecord:
     if not isinstance(item, TensorRecord):
         raise CheckpointError(f"{path}: a group of the optimizer is {type(item).__name__} where a tensor should be: it is damaged")
-    return Flat(path, item)
+    return item
 
 
 def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]]:
@@ -289,7 +281,7 @@ def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]
     return ordered, groups if isinstance(groups, list) else []
 
 
-def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str, list[Flat]]:
+def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str, list[TensorRecord]]:
     """Return Adam's moments; empty before the first step. Raises CheckpointError: they are of another optimizer."""
     if not states or not any(state for state in states):
         return {}
@@ -303,24 +295,19 @@ def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str,
     return {kind: [_flat(path, state[kind]) for state in states] for kind in MOMENTS}
 
 
-def _squares(states: list[dict[Any, Any]], masters: list[Flat], path: Path) -> list[Flat]:
+def _squares(states: list[dict[Any, Any]], masters: list[TensorRecord], path: Path) -> list[TensorRecord]:
     """Return Adam's second moments if their sizes are those of the weights, otherwise none."""
-    found = [Flat(path, item) for state in states if isinstance(item := state.get(MOMENTS[1]), TensorRecord)]
+    found = [item for state in states if isinstance(item := state.get(MOMENTS[1]), TensorRecord)]
     return found if [flat.numel for flat in found] == [flat.numel for flat in masters] else []
 
 
-def _step(files: Files, path: Path, state: dict[Any, Any], states: list[dict[Any, Any]], groups: list[Any]) -> int | None:
+def _step(state: dict[Any, Any], states: list[dict[Any, Any]], groups: list[Any]) -> int | None:
     """Return the number of updates, which is stored separately (``elastic``), beside the moments, or in the settings."""
     settings = (group.get("step") for group in groups[:1] if isinstance(group, dict))
     for place in (state.get("base_optimizer_state_step"), *(s.get("step") for s in states[:1]), *settings):
-        if (step := whole_number(files, path, place)) is not None:
+        if (step := whole(place)) is not None:
             return step
     return None
-
-
-def whole_number(files: Files, path: Path, value: Any) -> int | None:
-    """Return a count that is stored as a number or as a tensor of one element; None: it is neither."""
-    return whole(value, lambda record: files.read(path, record))
 
 
 def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
@@ -357,28 +344,25 @@ def _count(value: Any, path: Path) -> int:
     return int(max(counts))
 
 
-def written_by(files: Files, paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
+def written_by(paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
     """Return who wrote the model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
-    return {(mp, dp): _written(files, path) for mp, by_dp in paths.items() for dp, path in by_dp.items()}
+    return {
+        (mp, dp): Written.of(path, as_dict(TorchFile(path).tree, str(path)))
+        for mp, by_dp in paths.items()
+        for dp, path in by_dp.items()
+    }  # fmt: skip
 
 
-def _written(files: Files, path: Path) -> Written:
-    with files.glance(path) as file:
-        return Written.of(path, as_dict(file.tree, str(path)))
-
-
-def require_devices(files: Files, models: Mapping[int, Path], optimizers: Mapping[int, Path]) -> None:
+def require_devices(models: Mapping[int, Path], optimizers: Mapping[int, Path]) -> None:
     """Refuse an optimizer's file from another device than its rank's model states. Raises CheckpointError."""
     for dp in models.keys() & optimizers.keys():
-        with files.glance(models[dp]) as file:
-            of_model = file.devices
-        of_optimizer = files.devices(optimizers[dp])
+        of_model, of_optimizer = (TorchFile(paths[dp]).devices for paths in (models, optimizers))
         if of_model and of_optimizer and not of_model & of_optimizer:
             raise CheckpointError(f"{optimizers[dp]} has tensors of {', '.join(sorted(of_optimizer))}, and {models[dp].name} of"
                                   f" {', '.join(sorted(of_model))}, which are one rank's by their names: {WAY_OUT}")  # fmt: skip
 
 
-def require_padding(files: Files, squares: list[list[Stored]], shapes: Shapes) -> None:
+def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
     """Refuse files with moments where their rank has padding, if another rank's file would fit there.
 
     The second condition keeps files of unusual optimizers readable, which do update padding.
@@ -389,14 +373,14 @@ def require_padding(files: Files, squares: list[list[Stored]], shapes: Shapes) -
         CheckpointError: the message names the two files.
     """
     count = len(squares)
-    flats = [Stretches(files, {str(i): stored for i, stored in enumerate(groups)}) for groups in squares]
+    flats = [Stretches({str(i): stored for i, stored in enumerate(groups)}) for groups in squares]
     for rank in range(count - 1, 0, -1):
         gaps = list(_padding(shapes, count, rank))
         if not gaps or _is_zero(flats[rank], gaps):
             continue
         for other in range(rank - 1, -1, -1):
             if _is_zero(flats[other], gaps):
-                one, another = (squares[r][0].stretches[0].path for r in (rank, other))
+                one, another = (squares[r][0].stretches[0].record.file.path for r in (rank, other))
                 raise CheckpointError(f"{one} has moments where the data parallel rank {rank} of {count} has nothing but padding, and"
                                       f" {another.name} has none: {WAY_OUT}")  # fmt: skip
 
@@ -425,7 +409,7 @@ def _is_zero(flats: Stretches, gaps: list[tuple[int, int]]) -> bool:
                 stored = next(rest)
             stretch = stored.stretches[0]
             take = min(end, first + stretch.count) - at
-            if flats.piece(Stretch(stretch.path, stretch.record, at - first, take)).count_nonzero():
+            if Stretch(stretch.record, at - first, take).read().count_nonzero():
                 return False
             at += take
     return True

@@ -96,10 +96,10 @@ class TorchFiles:
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._found: dict[str, tuple[TorchFile, TensorRecord]] = {}
+        self._found: dict[str, TensorRecord] = {}
         for name in names:
             self._take(TorchFile(folder / name))
-        self._tensors = {name: _info(file.path, name, record) for name, (file, record) in self._found.items()}
+        self._tensors = {name: _info(name, record) for name, record in self._found.items()}
 
     def _take(self, file: TorchFile) -> None:
         if not isinstance(file.tree, dict):
@@ -109,25 +109,24 @@ class TorchFiles:
                 raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is not a tensor with a name: save the model's state_dict() alone")
             if name in self._found:
                 raise CheckpointError(
-                    f"{file.path.parent}: {name[:200]} is in {self._found[name][0].path.name} and again in {file.path.name}"
+                    f"{file.path.parent}: {name[:200]} is in {self._found[name].file.path.name} and again in {file.path.name}"
                 )
-            self._found[name] = (file, record)
+            self._found[name] = record
 
     def file_of(self, name: str) -> str:
         """Return the name of the file that contains a tensor."""
-        return self._found[name][0].path.name
+        return self._found[name].file.path.name
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        file, record = self._found[name]
-        return file.read(record).contiguous()
+        return self._found[name].read().contiguous()
 
 
-def _info(path: Path, name: str, record: TensorRecord) -> TensorInfo:
+def _info(name: str, record: TensorRecord) -> TensorInfo:
     if record.dtype not in TORCH_DTYPES.values():
         raise CheckpointError(
-            f"{path}: {name[:200]} is of {record.dtype}, which cannot be converted: save it as one of {', '.join(TORCH_DTYPES)}"
+            f"{record.file.path}: {name[:200]} is of {record.dtype}, which cannot be converted: save it as one of {', '.join(TORCH_DTYPES)}"
         )
     return TensorInfo(record.shape, record.dtype)

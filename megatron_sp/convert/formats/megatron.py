@@ -257,7 +257,7 @@ def find_optimizer(opened: Opened, store: RankFiles) -> Found:
         else:
             _add_plain(file, parameters, store, is_half)
     first = opened.files[0]
-    return Found(("master", *_MOMENTS) if is_half else _MOMENTS, fates, *of_megatron(first.tree, first.file.read))
+    return Found(("master", *_MOMENTS) if is_half else _MOMENTS, fates, *of_megatron(first.tree))
 
 
 def _has_state(file: RankFile) -> bool:
@@ -321,7 +321,7 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
             for kind, record in records.items():
                 if not isinstance(record, TensorRecord) or record.shape != parameter.shape:
                     raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of {parameter.weight.shown}: {_WAY_OUT}")
-                tensors[kind] = Stored(file.file, record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
+                tensors[kind] = Stored(record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
             _add(store, parameter, tensors, is_half)
 
 
@@ -377,9 +377,7 @@ def _add_distributed(
         for parameter, start in zip(mine, starts, strict=True):
             kinds = (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
             tensors = {
-                kind: Stored(
-                    opened_file, _part(rows[key], start, parameter.shape), f"{file.rank.path.name}/{DISTRIBUTED}:{number}.{key}[{start}:]"
-                )
+                kind: Stored(_part(rows[key], start, parameter.shape), f"{file.rank.path.name}/{DISTRIBUTED}:{number}.{key}[{start}:]")
                 for kind, key in kinds
             }
             _add(store, parameter, tensors, is_half)

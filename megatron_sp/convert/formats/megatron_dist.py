@@ -136,9 +136,9 @@ def _common(folder: Path, dist: DistFolder) -> _Common:
     """Read the common state from its own file, or from an object of the folder."""
     if (folder / COMMON).exists():
         file = TorchFile(folder / COMMON)
-        return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
+        return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder)))
     tree: Any = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
-    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder), lambda record: torch.tensor(0)))  # tensors in it are not needed
+    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder)))
 
 
 def _dict(tree: Any, folder: Path) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class DistStore:
         if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != wanted:
             raise CheckpointError(f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged")
         offset = record.offset + number * record.stride[0]
-        return file.read(replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]))
+        return replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]).read()
 
 
 def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

@@ -174,7 +174,6 @@ _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 class Stored(NamedTuple):
     """Location of a tensor."""
 
-    file: TorchFile
     record: TensorRecord
     shown: str  # the name in the file
 
@@ -231,14 +230,14 @@ class RankFiles:
         return {name: stored.shown for name, stored in self.stored.items()}
 
     def _read(self, stored: Stored) -> Tensor:
-        return stored.file.read(stored.record).contiguous()
+        return stored.record.read().contiguous()
 
     def _check(self, name: str, weight: str, main: Stored) -> None:
         """Check that a weight is its rounded fp32 copy, which proves that the optimizer's tensors belong to this parameter."""
         found = self._read(self.stored[weight])
         if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
             raise CheckpointError(
-                f"{main.file.path}: what should be the optimizer's copy of {self.stored[weight].shown} is not that weight: it is in"
+                f"{main.record.file.path}: what should be the optimizer's copy of {self.stored[weight].shown} is not that weight: it is in"
                 " an order that is not known here, or of another step. Give --no-optimizer to convert the weights alone"
             )
 
@@ -379,7 +378,7 @@ def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack:
             raise CheckpointError(
                 f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the same parameter under two names"
             )
-        found[ours] = Stored(file.file, record, f"{prefix}:{name}")
+        found[ours] = Stored(record, f"{prefix}:{name}")
     return ModelChunk(file.rank, number, prefix, found)
 
 
