@@ -259,7 +259,6 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
 
 
 def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
-    """Return the reference for ranks' files. Raises Unsupported: the reference does not compute such files."""
     folder, vocab_size = reference.iteration_folder(path, options.step), read.config.vocab_size or 0
     known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
     found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared

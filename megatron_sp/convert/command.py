@@ -7,8 +7,6 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +15,6 @@ from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.foreign_model import ForeignModel
-from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options, Overrides
@@ -44,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except CheckpointError as error:
-        raise CheckpointError(_complete(str(error), args)) from None
+        message = str(error)
+        if not any(str(path) in message for path in (args.input, args.output)):
+            message = f"{args.input}: {message}"
+        lines = (line if line.isprintable() else _plain(line) for line in message.splitlines())  # parts of it are from files
+        raise CheckpointError("\n".join(lines)) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -53,12 +54,6 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     except OSError as error:  # errors of writing have been converted to ReportedError
         raise CheckpointError(f"{error.filename or args.input} cannot be read: {error.strerror or error}") from None
-
-
-def _complete(message: str, args: argparse.Namespace) -> str:
-    """Prepend the input to a message that names no path, and escape unprintable lines: parts of the message are from files."""
-    lines = message.splitlines() if any(str(path) in message for path in (args.input, args.output)) else [f"{args.input}: {message}"]
-    return "\n".join(line if line.isprintable() else _plain(line) for line in lines)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -86,7 +81,10 @@ def _run(args: argparse.Namespace) -> int:
         _tell(f"note: the optimizer's state is left out: {target.name} cannot hold it")
     finite = FiniteTensors(allow=args.allow_non_finite)
     model.store = LookedAt(model.store, finite, options.dtype)
-    report = _report(args, source, model)
+    report = {
+        "from": source.name, "input": str(args.input), "to": args.target, "step": model.step, "megatron_sp": __version__,
+        "tensors": [{"source": fate.name, "to": fate.went, "note": fate.why} for fate in model.fates],
+    }  # fmt: skip
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:
         convert(model, target, args.output, options, bar.advance, report, _tell)
@@ -96,8 +94,15 @@ def _run(args: argparse.Namespace) -> int:
         _tell(f"note: {note}")
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:
-        _write_report(args.report, report)
-    return _verify(args, source, target, options) if args.verify or args.verify_text is not None else EXIT_OK
+        try:
+            write_output(args.report, json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise DiskError(f"--report {args.report} was not written, --output was: {error.strerror or error}") from None
+    if not args.verify and args.verify_text is None:
+        return EXIT_OK
+    from megatron_sp.convert.verify import verify
+
+    return verify(source, args.input, target, args.output, options, args.verify_text, _tell)
 
 
 def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
@@ -172,13 +177,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _report(args: argparse.Namespace, source: Format, model: Model) -> dict[str, Any]:
-    return {
-        "from": source.name, "input": str(args.input), "to": args.target, "step": model.step, "megatron_sp": __version__,
-        "tensors": [{"source": fate.name, "to": fate.went, "note": fate.why} for fate in model.fates],
-    }  # fmt: skip
-
-
 def _require_use(args: argparse.Namespace, source: str) -> None:
     """Refuse flags that have no effect for these formats: the user expects an effect and would notice too late. Raises ConfigError."""
     read = {
@@ -203,13 +201,6 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
             )
 
 
-def _write_report(path: Path, report: dict[str, Any]) -> None:
-    try:
-        write_output(path, json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise DiskError(f"--report {path} was not written, --output was: {error.strerror or error}") from None
-
-
 def _show_fates(model: Model, *, everything: bool) -> None:
     dropped = [fate for fate in model.fates if not fate.went]
     if everything:
@@ -224,15 +215,8 @@ def _show_fates(model: Model, *, everything: bool) -> None:
 
 
 def _plain(name: str) -> str:
-    """Escape a name for terminals of any encoding: names in files may contain any characters, including terminal control codes."""
     return name if name.isascii() and name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _verify(args: argparse.Namespace, source: Format, target: Format, options: Options) -> int:
-    from megatron_sp.convert.verify import verify
-
-    return verify(source, args.input, target, args.output, options, args.verify_text, _tell)

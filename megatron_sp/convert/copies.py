@@ -228,17 +228,15 @@ class Gathered:
         info, copies = self._tensors[name], self._parts[name]
         made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
         for copy in copies:
-            if copy.replica and not self._agrees(copy, made):
+            if not copy.replica:
+                continue
+            replica = copy.theirs.of(self._store.read(copy.theirs.name))
+            if not is_same(copy.ours.of(made).to(replica.dtype), replica):
                 raise CheckpointError(
                     f"{copy.theirs.name} must be the same on every rank that holds it, and differs from that of another: the ranks of this"
                     " checkpoint have drifted apart, or its files are of different steps"
                 )
         return made
-
-    def _agrees(self, copy: Copy, made: Tensor) -> bool:
-        """Return whether a replica equals the tensor, which is rounded to the dtype of the replica first."""
-        replica = copy.theirs.of(self._store.read(copy.theirs.name))
-        return is_same(copy.ours.of(made).to(replica.dtype), replica)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

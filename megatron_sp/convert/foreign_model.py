@@ -114,7 +114,6 @@ class ForeignModel:
             raise CheckpointError(f"{self._reader.step_dir}: state.json does not describe a {self._class}: {error}") from None
 
     def _kept(self, made: Any) -> set[str]:
-        """Return the names of what is in fp32 beside 16-bit weights, which it stays."""
         kinds = {info.dtype for info in self._tensors.values()}
         if not kinds & {torch.bfloat16, torch.float16}:
             return {name for name, _ in made.named_buffers()}

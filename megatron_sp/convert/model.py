@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -143,7 +143,6 @@ def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
 
 
 def _largest_width(config: ModelConfig) -> int:
-    """Return the largest dim of a weight besides the hidden size; q, k and v together have at most three times the query rows."""
     heads = 3 * (config.num_attention_heads or 0) * config.head_dim
     experts = (config.num_experts or 0) * 2 * config.expert_ffn_size
     mlp = max(experts, 2 * config.ffn_size, 2 * config.shared_expert_size)
@@ -263,20 +262,13 @@ def match_tensors(
         else:
             fates.append(Fate(shown.get(name, name), "", reason))
     if problems:
-        raise CheckpointError(f"{where} does not fit the model that it claims to be:\n" + "\n".join(_lines(problems, shown)))
+        lines = [f"  {shown.get(n, n)[:_MAX_NAME]}{what}{nearest(n[:_MAX_NAME], among)}" for n, what, among in problems[:_SHOWN]]
+        lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise CheckpointError(f"{where} does not fit the model that it claims to be:\n" + "\n".join(lines))
     return Coverage(correspondence, fates)
 
 
-def _lines(problems: list[tuple[str, str, list[str]]], shown: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each of the first problems (name, problem, candidates for similar names); the rest are only counted."""
-    for name, what, among in problems[:_SHOWN]:
-        yield f"  {shown.get(name, name)[:_MAX_NAME]}{what}{nearest(name[:_MAX_NAME], among)}"
-    if len(problems) > _SHOWN:
-        yield f"  and {len(problems) - _SHOWN} more"
-
-
 def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Mapping[str, str]) -> str | None:
-    """Return why a tensor that is not needed may be present, or None."""
     if name in tied and tied[name] in store.tensors():
         if torch.equal(store.read(name), store.read(tied[name])):
             return f"the same as {tied[name]}"

@@ -337,7 +337,6 @@ class Megatron:
         return x
 
     def _looked_up(self, rank: int, tokens: Tensor) -> Tensor:
-        """Look up tokens in a rank's rows of the vocabulary; zero for tokens of other ranks."""
         table = self._words(rank)
         at = tokens - rank * len(table)
         return table[at.clamp(0, len(table) - 1)] * ((at >= 0) & (at < len(table)))[..., None]
@@ -378,7 +377,6 @@ class Megatron:
         return wide @ self._pair(part, layer, "down").weight.T
 
     def _place(self, rank: int, layer: int) -> tuple[Part, int]:
-        """Return the part that contains a layer, and its number in that part."""
         for part in self.parts[rank]:
             if layer < part.layers():
                 return part, layer
@@ -490,7 +488,6 @@ def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
 
 
 def _common(folder: Path) -> Mapping[str, Any]:
-    """Read common.pt, the data of a distributed checkpoint besides its tensors."""
     if not (folder / "common.pt").is_file():
         raise Unsupported("the folder has no common.pt")
     tree = TorchFile(folder / "common.pt").tree
@@ -540,7 +537,6 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
 
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the arguments of the training in the files; empty if there are none."""
     args = tree.get("args")
     values = args.attributes if isinstance(args, Object) else args
     if not isinstance(values, dict):

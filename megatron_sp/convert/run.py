@@ -7,9 +7,10 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -67,13 +68,9 @@ def convert(
         raise
     finally:
         if not output.exists():
-            _remove_empty(made)
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # another program has put something there in the meantime
-        for folder in folders:
-            folder.rmdir()
+            with suppress(OSError):  # another program has put something there in the meantime
+                for folder in made:
+                    folder.rmdir()
 
 
 def require_absent(output: Path) -> None:
@@ -93,7 +90,7 @@ def _removed_unless_done(staging: Path) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop) if _in_main_thread() else None
+    before = signal.signal(signal.SIGTERM, stop) if threading.current_thread() is threading.main_thread() else None
     try:
         yield
     finally:
@@ -101,12 +98,6 @@ def _removed_unless_done(staging: Path) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
         if staging.exists():
             shutil.rmtree(staging, ignore_errors=True)
-
-
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
 
 
 _SECONDS = 10.0  # between two lines

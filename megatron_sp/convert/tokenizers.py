@@ -207,7 +207,11 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
         words["bos_token"] = tokenizer.piece(tokenizer.bos)
     if (made := library_tokenizer(tokenizer)) is not None:
         if tokenizer.begin:
-            made.post_processor = _front(tokenizer)
+            from tokenizers import processors
+
+            pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]  # before a text
+            template = processors.TemplateProcessing(single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces)
+            made.post_processor = template
         write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
         return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
     if model_type in _NOT_BY_SENTENCEPIECE:
@@ -216,11 +220,3 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
         return f"{_NO_JSON}, and letters it has no piece for spell a special one: use the sentencepiece package on {TOKENIZER_MODEL}"
     unknown = tokenizer.piece(tokenizer.unknown)
     return {**words, "tokenizer_class": _BY_SENTENCEPIECE, "unk_token": unknown, "split_special_tokens": True}
-
-
-def _front(tokenizer: SentencePieceTokenizer) -> Any:
-    """Return a template of the tokenizers library that puts BOS before a text."""
-    from tokenizers import processors
-
-    pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]
-    return processors.TemplateProcessing(single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces)

@@ -105,7 +105,6 @@ def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> Result:
-    """Compare two tensors [..., n]; if one has vocabulary padding, only the common part."""
     common = min(a.shape[-1], b.shape[-1])
     a, b = a[..., :common].double(), b[..., :common].double()
     agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
@@ -136,19 +135,15 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
 
 
 def _dtype_of(model: Model) -> torch.dtype | None:
-    """Return the dtype of the weights; None if they have several."""
     return widest(model.dtypes) if len(model.dtypes) == 1 else None
 
 
 def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a side's weights: its own if that is narrower than the one read."""
     own = side.dtype
     return own if own is not None and read is not None and own.itemsize < read.itemsize else read
 
 
 def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:
-    """Return each side's cast: round to the other's dtype if narrower (for the source also if as wide), then convert to ``compute``."""
-
     def through(own: torch.dtype | None, other: torch.dtype | None, or_same: bool) -> Cast:
         rounds = own is not None and other is not None and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
         return (lambda t: t.to(other).to(compute)) if rounds else (lambda t: t.to(compute))
@@ -226,7 +221,6 @@ def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, te
 
 
 def _special(tokenizer: Tokenizer, ids: list[int], most: int, is_bert: bool) -> list[int]:
-    """Truncate a sample and, for BERT, add the cls, sep and mask tokens."""
     if not is_bert or tokenizer.cls is None or tokenizer.sep is None:
         return ids[:most]
     ids = [tokenizer.cls, *ids[: most - 2], tokenizer.sep]

@@ -265,9 +265,11 @@ class DistFolderWriter:
         for number, (rect, chunk) in enumerate(zip(rects, chunks, strict=True)):
             index = _record("MetadataIndex", fqn=name, index=number, offset=torch.Size(rect.offsets))
             self._stored[index] = self._append(chunk.rank, LazyTensor(rect.sizes, dtype, chunk.make))
+        layout = Object("torch.serialization._get_layout", ("torch.strided",))
+        memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
         self._described[name] = _record(
             "TensorStorageMetadata",
-            properties=_properties(dtype),
+            properties=Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False)),  # grad, pinned: False
             size=torch.Size(shape),
             chunks=[_record("ChunkStorageMetadata", offsets=torch.Size(rect.offsets), sizes=torch.Size(rect.sizes)) for rect in rects],
         )
@@ -310,7 +312,6 @@ class DistFolderWriter:
             raise ValueError(f"{name} is written twice")
 
     def _append(self, rank: int, tree: Any) -> Object:
-        """Append a torch file to the rank's file and return the record of its byte range."""
         if rank not in self._files:
             self._files[rank] = open(self.path / f"__{rank}_0.distcp", "xb")  # noqa: SIM115 - closed in close()
         file = self._files[rank]
@@ -321,10 +322,3 @@ class DistFolderWriter:
 
 def _record(name: str, **attributes: Any) -> Object:
     return Object(f"{METADATA}{name}", state=attributes)
-
-
-def _properties(dtype: torch.dtype) -> Object:
-    """Return torch's TensorProperties: dtype, layout, requires_grad, memory format, pinned."""
-    layout = Object("torch.serialization._get_layout", ("torch.strided",))
-    memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
-    return Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False))

@@ -114,14 +114,12 @@ def _default_dict(_factory: Any = None, items: Any = ()) -> OrderedDict[Any, Any
 
 
 def _member(cls: Any, name: str) -> Object:
-    """Return getattr(class, "member"), as some versions of Python store the member of an enumeration."""
     if not (isinstance(cls, type) and issubclass(cls, Object)):
         raise ValueError("gets an attribute of something that is not an enumeration")
     return cls.__new__(cls, name)  # type: ignore[call-arg, no-any-return]
 
 
 def _number(dtype: Any, data: Any) -> Any:
-    """Return numpy's scalar(dtype, bytes) as a number of Python."""
     code = dtype.args[0] if isinstance(dtype, Object) and dtype.args else ""
     if not re.fullmatch("[biuf][1248]", str(code)):
         raise ValueError("has a number of numpy that is not a plain one")
@@ -134,13 +132,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "builtins.frozenset": frozenset, "builtins.bytes": _no_bytes, "collections.defaultdict": _default_dict, "builtins.getattr": _member,
     "numpy.core.multiarray.scalar": _number, "numpy._core.multiarray.scalar": _number,
 }  # fmt: skip
-
-
-def _stand_in(name: str) -> Callable[..., Any] | None:
-    """Return what a name stands for here: a class of records or a maker of plain data; None: it must be refused."""
-    if name in _MAKERS:
-        return _MAKERS[name]
-    return _record_class(name) if name in _SINGLE or name.startswith(_FAMILIES) else None
 
 
 class _Records(pickle.Unpickler):  # ours, from the repository
@@ -222,10 +213,10 @@ class _Plain:
     """Converter of loaded values to plain ones, with records of their tensors.
 
     Args:
-        record: makes the record of a tensor.
+        record: makes the record of a tensor; None: there can be none.
     """
 
-    def __init__(self, record: Callable[[Tensor], TensorRecord]) -> None:
+    def __init__(self, record: Callable[[Tensor], TensorRecord] | None) -> None:
         self._record = record
         self._known: dict[int, tuple[Any, int, int] | None] = {}  # by identity: value, size, height; None: being converted
 
@@ -248,6 +239,8 @@ class _Plain:
 
     def _converted(self, value: Any, depth: int) -> tuple[Any, int, int]:
         if isinstance(value, Tensor):
+            if self._record is None:
+                raise _Refused("has a tensor in it")
             return self._record(value), 4, 1
         if isinstance(value, bytearray):
             return bytes(value), 1 + (len(value) >> 5), 0
@@ -270,12 +263,10 @@ class _Plain:
         if isinstance(value, Object):
             value.args, value.state = parts
             return value, size, height + 1
-        made = dict(zip(parts[::2], parts[1::2], strict=True)) if isinstance(value, dict) else _kind(value)(parts)
-        return made, size, height + 1
-
-
-def _kind(value: Any) -> Callable[[list[Any]], Any]:
-    return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        if isinstance(value, dict):
+            return dict(zip(parts[::2], parts[1::2], strict=True)), size, height + 1
+        kind: Any = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(parts), size, height + 1
 
 
 def read_records(data: bytes, where: str) -> Any:
@@ -290,11 +281,7 @@ def read_records(data: bytes, where: str) -> Any:
         value = _Records(file := io.BytesIO(data)).load()
         if file.tell() != len(data):
             raise CheckpointError(f"{where} has {len(data) - file.tell():,} bytes after the end of its pickle: it is damaged")
-        return _Plain(_no_tensor)(value)[0]
-
-
-def _no_tensor(tensor: Tensor) -> TensorRecord:
-    raise _Refused("has a tensor in it")
+        return _Plain(None)(value)[0]
 
 
 class _Window(io.RawIOBase):
@@ -370,16 +357,21 @@ class TorchFile:
         self._entries: list[_Entry] = []  # of a zip file, in the order of their places
         self._storages: list[torch.UntypedStorage] = []  # of a file from before torch 1.6, which is read as a whole
         self._identity: tuple[int, ...] | None = None
-        self.devices: frozenset[str] = frozenset()  #: devices with a number, such as cuda:1, on which its tensors were
         with self._opened() as window:
             self.where = window.where
             first = bytes(os.pread(window.fd, min(4, window.size), window.start))
             if first[:2] == b"PK":
-                self.tree: Any = self._read_zip(window)  #: what was saved: plain data, Object and TensorRecord
-            elif first[:1] == b"\x80":
-                self.tree = self._read_old(window)
+                data, device = self._read_directory(window), "meta"
+            elif first[:1] == b"\x80":  # from before torch 1.6: pickles, then the storages, which torch loads all together
+                data, device = self._head(window), "cpu"
             else:
                 raise CheckpointError(f"{window.where} is not a file of torch.save: {_what_it_is(window, first)}")
+            loaded = self._loaded(window, data, device)
+            places = _DEVICE.findall(data) if self._entries else ()
+            #: devices with a number, such as cuda:1, on which its tensors were
+            self.devices = frozenset(name.decode() for count, name in places if int.from_bytes(count, "little") == len(name))
+            with _guarded(window.where, len(data)):
+                self.tree: Any = _Plain(self._record)(loaded)[0]  #: what was saved: plain data, Object and TensorRecord
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[_Window]:
@@ -399,13 +391,6 @@ class TorchFile:
             yield _Window(fd, start, length, f"{self.path} (the part at byte {start:,})" if self._part else str(self.path))
         finally:
             os.close(fd)
-
-    def _read_zip(self, window: _Window) -> Any:
-        data = self._read_directory(window)
-        self.devices = frozenset(name.decode() for count, name in _DEVICE.findall(data) if int.from_bytes(count, "little") == len(name))
-        loaded = self._loaded(window, data, "meta")
-        with _guarded(window.where, len(data)):
-            return _Plain(self._record)(loaded)[0]
 
     def _read_directory(self, window: _Window) -> bytes:
         """Fill ``_entries`` and return the pickle. Raises CheckpointError: an entry is not as torch writes it."""
@@ -460,7 +445,6 @@ class TorchFile:
         return bytes(data)
 
     def _start(self, window: _Window, entry: _Entry) -> int:
-        """Return the position of an entry's contents, which come after a header of their own."""
         header = bytearray(_LOCAL.size)
         window.fill(memoryview(header), entry.header)
         fields = _LOCAL.unpack(header)
@@ -472,10 +456,19 @@ class TorchFile:
                 f"{self.where}: {entry.name} is damaged: its checksum is {crc:08x}, the file says {entry.crc:08x}. Copy it again"
             )
 
+    def _head(self, window: _Window) -> bytes:
+        head = bytearray(min(window.size, MAX_PICKLE_BYTES))
+        window.fill(memoryview(head), 0)
+        return bytes(head)
+
     def _loaded(self, window: _Window, data: bytes, device: str) -> Any:
         """Load the file by torch's restricted loader, with stand-ins for the known names in its pickle."""
         names = {f"{_RENAMED.get(m.decode(), m.decode())}.{n.decode()}" for m, n in _GLOBAL.findall(data)}
-        known = [(stand_in, name) for name in sorted(names) if (stand_in := _stand_in(name)) is not None]
+        known = [
+            (_MAKERS.get(name) or _record_class(name), name)
+            for name in sorted(names)
+            if name in _SINGLE or name in _MAKERS or name.startswith(_FAMILIES)
+        ]
         room = len(data) if device == "meta" else len(data) + window.size // MEMORY_OF_PICKLE
         window.seek(0)
         file = io.BufferedReader(window)
@@ -486,14 +479,6 @@ class TorchFile:
                 f"{window.where} has {window.size:,} bytes, its storages end at byte {file.tell():,}: it is cut short or damaged"
             )
         return loaded
-
-    def _read_old(self, window: _Window) -> Any:
-        """Read the format before torch 1.6, whose tensors torch can only load all together: pickles, then each storage's bytes."""
-        head = bytearray(min(window.size, MAX_PICKLE_BYTES))
-        window.fill(memoryview(head), 0)
-        loaded = self._loaded(window, bytes(head), "cpu")
-        with _guarded(window.where, len(head)):
-            return _Plain(self._record)(loaded)[0]
 
     def _record(self, tensor: Tensor) -> TensorRecord:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -552,7 +537,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[int, int, int]:
-    """Return the number of elements, the position of the first in the storage, and the length of the range that contains them all."""
     numel, span = math.prod(shape), 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return (numel, offset, span) if numel else (0, 0, 0)
 

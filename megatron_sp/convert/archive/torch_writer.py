@@ -169,7 +169,6 @@ class TreeWriter:
             self._out(b"b")
 
     def _tensor(self, value: Tensor) -> None:
-        """Write a tensor as torch does: its whole storage once, however many tensors share it."""
         numel = value.untyped_storage().nbytes() // value.element_size()
         flat = value.as_strided((numel,), (1,), 0)
         identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()

@@ -221,7 +221,6 @@ class Llama:
         return config
 
     def _groups(self, settings: Settings, heads: int) -> int:
-        """Return the number of query groups: that of the heads for null, and for a missing entry unless the class has its own default."""
         absent = "num_key_value_heads" not in settings.document
         return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
 

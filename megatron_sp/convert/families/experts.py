@@ -148,13 +148,11 @@ class Qwen3Moe(_Experts):
 
 
 def _everywhere(config: ModelConfig) -> str:
-    """Return the layers with experts as written if these are all, else "1", which then differs."""
     layers = config.num_layers or 0
     return config.moe_layer_freq if len(config.expert_layers(layers)) == layers else "1"
 
 
 def _pattern(layers: list[bool]) -> str:
-    """Return --moe-layer-freq for the layers with experts."""
     if all(layers):
         return "1"
     return "+".join(f"[{int(has)}]*{len(list(run))}" for has, run in itertools.groupby(layers))

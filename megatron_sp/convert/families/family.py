@@ -50,7 +50,6 @@ class Settings:
         return value
 
     def _finite(self, name: str, value: float) -> float:
-        """Return the value as a float; refuse NaN, Infinity and integers too large for a float, which Python's JSON reader accepts."""
         if not abs(value) <= sys.float_info.max:
             raise CheckpointError(f"{self.where}: {name} must be a finite number, found {str(value)[:100]}")
         return float(value)

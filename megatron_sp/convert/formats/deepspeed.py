@@ -74,7 +74,9 @@ class _Reading:
         args = ranks.states.args
         self.settings = Settings(args.attributes if args else {}, str(ranks.states.path))
         self.facts = self._facts()
-        self.config = config_of(self.settings, self.facts, options.given, self._vocab_size(), legacy=True)
+        sizes = options if options.vocab_size is not None else replace(options, vocab_size=ranks.vocab_size)
+        vocab_size = true_size(self.settings, self.facts.padded_vocab_size, ranks.tp, sizes)
+        self.config = config_of(self.settings, self.facts, options.given, vocab_size, legacy=True)
         require_sound(self.config, len(ranks.names(0)), str(folder.path))
         order = self._order()
         neighbours = neighbours_of(self.settings, self.config, order)
@@ -88,12 +90,16 @@ class _Reading:
         for kind in self._kinds():
             store = kept(self.ranks, kind)
             parts.append((f"{OPTIMIZER}{kind}.", Gathered(self._fit(store, self._trained()).correspondence, store)))
-        states = self.ranks.states
+        states, notes = self.ranks.states, []
+        if self.options.optimizer and states.settings.get("optimizer") and not self.ranks.kept:
+            notes.append("the optimizer's state of ZeRO stage 0 has no names of parameters and is left behind; the weights are all there")
+        if not self.settings.document:
+            notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
         step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step or 0
         return Model(
             self.config, _Together(parts), step=step, consumed_samples=self._consumed(),
             scheduled_samples=scheduled_of(states.settings, self._consumed()), fates=[*fitted.fates, *self.ranks.dropped],
-            tokenizer=find_files(self.options.tokenizer) if self.options.tokenizer else {}, notes=self._notes(),
+            tokenizer=find_files(self.options.tokenizer) if self.options.tokenizer else {}, notes=notes,
             num_updates=self.ranks.step, loss_scale=self.ranks.loss_scale,
         )  # fmt: skip
 
@@ -110,12 +116,6 @@ class _Reading:
             raise CheckpointError(
                 f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT"
             ) from None
-
-    def _vocab_size(self) -> int:
-        options = self.options
-        if options.vocab_size is None and self.ranks.vocab_size is not None:
-            options = replace(options, vocab_size=self.ranks.vocab_size)
-        return true_size(self.settings, self.facts.padded_vocab_size, self.ranks.tp, options)
 
     def _order(self) -> QkvOrder:
         """Return the row order of fused projections; the user may have to give it, as it has changed without a new checkpoint version."""
@@ -139,45 +139,29 @@ class _Reading:
         return [Shard(prefix_of(rank), rank, 0, self.config.num_layers, True, True) for rank in range(self.ranks.tp)]
 
     def _fit(self, store: TensorStore, shapes: Mapping[str, tuple[int, ...]]) -> Coverage:
-        prefixes = {prefix_of(rank) for rank in range(self.ranks.tp)} if self._is_tied() else set()
+        is_tied = self.config.is_bert or not self.config.untie_embeddings_and_output_weights
+        prefixes = map(prefix_of, range(self.ranks.tp)) if is_tied else ()
         tied = {prefix for prefix in prefixes if prefix + HEAD in store.tensors()}
         copies, filled = shard_copies(self.cut, shapes, self._places(), tied_heads=tied)
         correspondence = Correspondence.of(dict(shapes), copies, filled)
         dropped = {rf"tp[0-9]+\.{pattern}": why for pattern, why in ignored().items()}
         return match_tensors(str(self.folder.path), correspondence, store, dropped, tied={}, shown=self.ranks.shown)
 
-    def _is_tied(self) -> bool:
-        return self.config.is_bert or not self.config.untie_embeddings_and_output_weights
-
     def _trained(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters that the optimizer has; the others were frozen."""
         copies, _ = shard_copies(self.cut, self.shapes, self._places())
         there = self.ranks.kept[MASTER]
         frozen = {copy.ours.name for copy in copies if copy.theirs.name not in there}
         return {name: shape for name, shape in self.shapes.items() if name not in frozen}
 
     def _kinds(self) -> Iterable[str]:
-        """Return the kinds of the optimizer's tensors to convert: its fp32 copies too, unless they become the weights."""
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
-        return (MASTER, *MOMENTS) if not self._takes_copies() and self._is_narrow() else MOMENTS
+        kept_in = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
+        is_narrow = any(self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in kept_in.items())
+        return (MASTER, *MOMENTS) if is_narrow and not self._takes_copies() else MOMENTS
 
     def _takes_copies(self) -> bool:
-        """Return whether the weights are made from the optimizer's fp32 copies, which is so if the requested dtype is not narrower."""
         return self.options.dtype is not None and self.options.dtype.itemsize >= torch.float32.itemsize
-
-    def _is_narrow(self) -> bool:
-        """Return whether the model computes with narrower weights than the optimizer keeps."""
-        there = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
-        return any(self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in there.items())
-
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.options.optimizer and self.ranks.states.settings.get("optimizer") and not self.ranks.kept:
-            notes.append("the optimizer's state of ZeRO stage 0 has no names of parameters and is left behind; the weights are all there")
-        if not self.settings.document:
-            notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
-        return notes
 
 
 class _Together:
@@ -196,12 +180,6 @@ class _Together:
 
 _UNUSED_COPY = "the head's copy of it, which the model does not use"
 _PARTITIONED = "empty: ZeRO stage 3 keeps it in the optimizer's files"
-
-
-def _dtypes_in(states: ModelStates) -> set[torch.dtype]:
-    """Return the dtypes in the arguments of the run, for files without any of the model's own weights."""
-    args = states.args.attributes if states.args else {}
-    return {dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True}
 
 
 def prefix_of(tp_rank: int) -> str:
@@ -244,7 +222,9 @@ class Ranks:
 
     @cached_property
     def _common_dtype(self) -> torch.dtype | None:
-        every = set(self.dtypes.values()) or _dtypes_in(self.states)
+        args = self.states.args.attributes if self.states.args else {}
+        said = {dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True}
+        every = set(self.dtypes.values()) or said
         return every.pop() if len(every) == 1 else None
 
     def names(self, tp_rank: int) -> dict[str, tuple[int, ...]]:
@@ -263,7 +243,8 @@ class Loader:
 
     def __init__(self, folder: StepFolder, *, moments: bool) -> None:
         self.folder, self.moments = folder, moments
-        self.states = {mp: ModelStates.of(path) for mp, path in self._model_files().items()}
+        models = folder.models or {mp: files[0] for mp, files in sorted(folder.zero_models.items())}
+        self.states = {mp: ModelStates.of(path) for mp, path in models.items()}
         self.layers = dict(self._layer_tensors())
         self._raw = [*self.layers, *(name for s in self.states.values() for name in (*s.module, *s.shapes)), *folder.universal]
         self.is_pipeline = bool(folder.layers) or is_pipeline(self._raw)
@@ -287,11 +268,7 @@ class Loader:
                                   " are none: copy them too")  # fmt: skip
         return self.ranks
 
-    def _model_files(self) -> dict[int, Path]:
-        return self.folder.models or {mp: files[0] for mp, files in sorted(self.folder.zero_models.items())}
-
     def _layer_tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Yield the tensors in the files of layers, named "<tp rank>|<layer>.<name>"."""
         for layer, by_tp in sorted(self.folder.layers.items()):
             for tp_rank, path in sorted(by_tp.items()):
                 for name, item in as_dict(TorchFile(path).tree, str(path)).items():
@@ -304,7 +281,9 @@ class Loader:
         if self.folder.layers:
             tp = len(next(iter(self.folder.layers.values())))
         else:
-            tp = self._tp_of_args() or num_mp
+            args = self.states[0].args
+            found = number(args.attributes.get("tensor_model_parallel_size")) if args else None
+            tp = int(found) if found and found >= 1 else num_mp
         if num_mp % tp:
             raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp} tensor parallel ranks:"
                                   " files are missing")  # fmt: skip
@@ -313,13 +292,7 @@ class Loader:
                                   " files are missing, or left over from another save")  # fmt: skip
         return tp
 
-    def _tp_of_args(self) -> int:
-        args = self.states[0].args
-        found = number(args.attributes.get("tensor_model_parallel_size")) if args else None
-        return int(found) if found and found >= 1 else 0
-
     def _name(self, raw: str, stage: int) -> str | None:
-        """Return our name of a parameter; None for an unused copy."""
         name = self.pipeline.translate(raw, first_stage=stage == 0) if self.pipeline else raw
         return None if name is None else canonical(name, self.stack)
 
@@ -361,18 +334,15 @@ class Loader:
             if states.frozen_shapes and self.folder.zero_models:
                 of_all += [ModelStates.of(path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
             found = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
-            self._same_step(found.step, mp)
+            if mp and found.step != self.ranks.step:
+                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {found.step} steps, that of"
+                                      f" mp_rank_00 {self.ranks.step}: the files are of different saves")  # fmt: skip
+            self.ranks.step = found.step
             self.ranks.loss_scale = found.loss_scale
             for kind, tensors in found.tensors.items():
                 into = self.ranks.kept.setdefault(kind, {})
                 for raw, stored in tensors.items():
                     self._put(into, mp, raw, stored)
-
-    def _same_step(self, step: int | None, mp: int) -> None:
-        if mp and step != self.ranks.step:
-            raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {step} steps, that of mp_rank_00"
-                                  f" {self.ranks.step}: the files are of different saves")  # fmt: skip
-        self.ranks.step = step
 
     def _add_universal(self) -> None:
         info = self.ranks.states.universal_info
@@ -387,15 +357,11 @@ class Loader:
                     shares = read_parameter(folder / file, shape, self.tp, int(padded) if padded else None)
                     for tp_rank, share in enumerate(shares):
                         self._put(self.ranks.kept.setdefault(kind, {}), tp_rank, raw, share)
-        self.ranks.step = self._universal_step()
+        path = next(iter(self.folder.universal.values())) / STEP
+        self.ranks.step = whole(TorchFile(path).tree) if path.exists() else None
         if (path := self.folder.path / "zero" / "optimizer_state.pt").exists():
             self.ranks.loss_scale = scale_of_deepspeed(as_dict(TorchFile(path).tree, str(path)).get("loss_scaler"))
         self.ranks.vocab_size = int(original) if original else None
-
-    def _universal_step(self) -> int | None:
-        folder = next(iter(self.folder.universal.values()))
-        path = folder / STEP
-        return whole(TorchFile(path).tree) if path.exists() else None
 
 
 class Weights:

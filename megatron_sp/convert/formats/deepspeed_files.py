@@ -172,7 +172,6 @@ class PipelineNames:
                               f" ({self._blocks[0]} to {self._blocks[-1]}), a norm and a head")  # fmt: skip
 
     def _tied(self, rest: str, first_stage: bool) -> str | None:
-        """Return the name in the embedding, or in the head's copy of it, of which only the word embeddings are used."""
         if first_stage:
             return EMBEDDING + rest
         return TIED_COPY if rest == "word_embeddings.weight" else None
@@ -291,16 +290,14 @@ def find(path: Path, step: int | None) -> StepFolder:
             raise CheckpointError(f"--step {step}, but --input is {path.name}: give the folder above it, or no --step")
         return StepFolder.of(path)
     folders = {p.name: p for p in sorted(path.iterdir()) if p.is_dir() and any(p.glob("*_model_states.pt"))}
-    name = _name_of_step(path, folders, step) if step is not None else _newest(path, folders)
+    if step is None:
+        name = _newest(path, folders)
+    else:
+        name = next((name for name in (f"global_step{step}", f"global_step{step}_universal") if name in folders), "")
+        if not name:
+            raise CheckpointError(f"{path} has no global_step{step}: there are {', '.join(folders) or 'none'}")
     require_inside(folders[name], path)
     return StepFolder.of(folders[name])
-
-
-def _name_of_step(path: Path, folders: dict[str, Path], step: int) -> str:
-    for name in (f"global_step{step}", f"global_step{step}_universal"):
-        if name in folders:
-            return name
-    raise CheckpointError(f"{path} has no global_step{step}: there are {', '.join(folders) or 'none'}")
 
 
 def _newest(path: Path, folders: dict[str, Path]) -> str:

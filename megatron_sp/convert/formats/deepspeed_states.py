@@ -118,7 +118,6 @@ def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list
 
 
 def _groups(value: Any, path: Path) -> list[Shapes]:
-    """Parse ``param_shapes``: a list of dicts; one dict before DeepSpeed 0.4; None without ZeRO."""
     if value is None:
         return []
     groups = value if isinstance(value, list) else [value]

@@ -46,7 +46,6 @@ def parameter_entry(config: ModelConfig, order: QkvOrder, name: str) -> dict[str
 
 
 def _three_blocks(config: ModelConfig, name: str) -> dict[str, Any]:
-    """Describe [Q | K | V], each of which is split on its own."""
     s = Sizes.of(config)
     rows = (s.n * s.d, s.g * s.d, s.g * s.d)
     shape: tuple[Any, ...] = (rows, s.h) if name.endswith("weight") else (rows,)
@@ -77,7 +76,6 @@ def _patterns(names: Any) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a regular expression for the same parameter of every layer."""
     return re.sub(r"layers\\\.\d+", r"layers\\.\\d+", re.escape(name)) + "$"
 
 

@@ -100,7 +100,10 @@ def make_plan(model: Model, options: Options) -> Plan:
     cut = Cut(config, options.tp, order, padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp))
     whole = Cut(config, 1, order, config.vocab_size)
     scattered = partial(_scattered, model, shapes)
-    kept = {kind: scattered(whole if layout == "universal" else cut, ours, torch.float32) for kind, ours in _sources(model, layout).items()}
+    has_master = any(name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors())  # without copies weights serve as such
+    sources = {MASTER: f"{OPTIMIZER}{MASTER}." if has_master else "", **{kind: f"{OPTIMIZER}{kind}." for kind in MOMENTS}}
+    sources = {} if layout == "module" else sources
+    kept = {kind: scattered(whole if layout == "universal" else cut, ours, torch.float32) for kind, ours in sources.items()}
     return Plan(model, options, layout, shapes, cut, scattered(cut, "", options.dtype), kept)
 
 
@@ -124,14 +127,6 @@ def _layout(model: Model, options: Options) -> Layout:
                           f" {'--no-optimizer leaves it behind' if not options.optimizer else 'the source has none'}: give"
                           " --deepspeed-layout module for the weights alone")  # fmt: skip
     return options.deepspeed_layout or ("zero1" if has_moments else "module")
-
-
-def _sources(model: Model, layout: Layout) -> dict[str, str]:
-    """Return by kind the name prefix of our tensors that it is made from: without master copies, the weights serve as such."""
-    if layout == "module":
-        return {}
-    has_master = any(name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors())
-    return {MASTER: f"{OPTIMIZER}{MASTER}." if has_master else "", **{kind: f"{OPTIMIZER}{kind}." for kind in MOMENTS}}
 
 
 def size(model: Model, options: Options) -> int:

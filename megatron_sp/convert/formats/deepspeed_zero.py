@@ -97,10 +97,16 @@ def read_partition(path: Path, *, moments: bool) -> Partition:
     states, param_groups = _base_states(base, path)
     if moments:
         flats |= _moments(states, len(masters), path)
+    squares = [item for one in states if isinstance(item := one.get(MOMENTS[1]), TensorRecord)]
+    if stage != 3 or [flat.numel for flat in squares] != [flat.numel for flat in flats[MASTER]]:
+        squares = []
+    # the number of updates is stored separately (elastic), beside the moments, or in the settings
+    settings = (group.get("step") for group in param_groups[:1] if isinstance(group, dict))
+    steps = map(whole, (state.get("base_optimizer_state_step"), *(one.get("step") for one in states[:1]), *settings))
     return Partition(
-        path, stage, _count(state.get("partition_count"), path), flats, _step(state, states, param_groups),
+        path, stage, _count(state.get("partition_count"), path), flats, next((step for step in steps if step is not None), None),
         _fragments(state.get("param_slice_mappings"), path), _paddings(state.get("param_alignment_paddings"), path),
-        _squares(states, flats[MASTER], path) if stage == 3 else [], scale_of_deepspeed(state.get("loss_scaler")),
+        squares, scale_of_deepspeed(state.get("loss_scaler")),
     )  # fmt: skip
 
 
@@ -169,7 +175,10 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
             stretches = tuple(Stretch(flats[rank], first, count) for rank, first, count in parts)
             yield name, Stored(shape, dtype_of(flats[0]), stretches)
             at += math.prod(shape) + padding
-        _require_used_up(flats, at)
+        unit, there = _ALIGNMENT * len(flats), sum(flat.numel for flat in flats)
+        if -(-at // unit) != -(-there // unit):
+            raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its parameters need"
+                                  f" {at:,} (rounded up to {unit}): they are of another save than the model states")  # fmt: skip
 
 
 def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
@@ -185,14 +194,6 @@ def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterat
             )
         yield rank, first, take
         at, count = at + take, count - take
-
-
-def _require_used_up(flats: list[TensorRecord], needed: int) -> None:
-    unit = _ALIGNMENT * len(flats)
-    there = sum(flat.numel for flat in flats)
-    if -(-needed // unit) != -(-there // unit):
-        raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its parameters need"
-                              f" {needed:,} (rounded up to {unit}): they are of another save than the model states")  # fmt: skip
 
 
 def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
@@ -295,23 +296,7 @@ def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str,
     return {kind: [_flat(path, state[kind]) for state in states] for kind in MOMENTS}
 
 
-def _squares(states: list[dict[Any, Any]], masters: list[TensorRecord], path: Path) -> list[TensorRecord]:
-    """Return Adam's second moments if their sizes are those of the weights, otherwise none."""
-    found = [item for state in states if isinstance(item := state.get(MOMENTS[1]), TensorRecord)]
-    return found if [flat.numel for flat in found] == [flat.numel for flat in masters] else []
-
-
-def _step(state: dict[Any, Any], states: list[dict[Any, Any]], groups: list[Any]) -> int | None:
-    """Return the number of updates, which is stored separately (``elastic``), beside the moments, or in the settings."""
-    settings = (group.get("step") for group in groups[:1] if isinstance(group, dict))
-    for place in (state.get("base_optimizer_state_step"), *(s.get("step") for s in states[:1]), *settings):
-        if (step := whole(place)) is not None:
-            return step
-    return None
-
-
 def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
-    """Parse ``param_slice_mappings``: by group and name, deepspeed.utils.tensor_fragment.fragment_address."""
     found = []
     for group in value if isinstance(value, list) else []:
         found.append(
@@ -337,7 +322,6 @@ def _paddings(value: Any, path: Path) -> list[list[int]] | None:
 
 
 def _count(value: Any, path: Path) -> int:
-    """Return the number of ranks of the largest group: experts have smaller ones."""
     counts = [n for item in (value if isinstance(value, list) else [value]) if (n := number(item)) is not None]
     if not counts or max(counts) < 1:
         raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is damaged")

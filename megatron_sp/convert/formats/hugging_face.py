@@ -17,7 +17,7 @@ from megatron_sp.convert.families.family import ROTARY, Family, Settings, Tensor
 from megatron_sp.convert.families.registry import family_for, family_named
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.hugging_face_files import SafetensorsFiles, TorchFiles, divide, write_tensors
-from megatron_sp.convert.model import Coverage, Model, match_tensors, parameter_shapes, require_sound
+from megatron_sp.convert.model import Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import copy_files, find_files, special_ids, write_generation_config, write_tokenizer_config
 from megatron_sp.utils.errors import CheckpointError
@@ -48,9 +48,13 @@ class HuggingFace:
         settings = Settings(document, str(path / CONFIG))
         config, num_classes = family.config(settings, shapes), family.num_classes(shapes)
         require_sound(config, len(shapes), str(path / CONFIG))
-        if _lacks_types(config, store):
-            config.num_tokentypes = 0
-        found = _fit(path, family, config, num_classes, store)
+        types = store.tensors().get(_TYPES) if config.is_bert and config.token_types == 1 else None
+        if types is not None and types.shape == (1, config.hidden_size) and not bool(store.read(_TYPES).any()):
+            config.num_tokentypes = 0  # a single segment that adds zero: a BERT without segments is written like this
+        correspondence = Correspondence.of(parameter_shapes(config, num_classes), family.copies(config, num_classes))
+        unused = {r"cls\..*": "heads of pretraining, which a classifier does not have"} if num_classes else {}
+        ignored = {**family.ignored(config), **unused}
+        found = match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
         tokenizer = find_files(options.tokenizer or path)
         return Model(
             config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates, tokenizer=tokenizer,
@@ -152,18 +156,6 @@ class _Counted:
         return tensor
 
 
-def _lacks_types(config: ModelConfig, store: TensorStore) -> bool:
-    """Return whether a BERT has a single segment type that adds zero, which is how a BERT without segment types is written."""
-    found = store.tensors().get(_TYPES) if config.is_bert and config.token_types == 1 else None
-    return found is not None and found.shape == (1, config.hidden_size) and not bool(store.read(_TYPES).any())
-
-
-def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, store: _Renamed) -> Coverage:
-    correspondence = Correspondence.of(parameter_shapes(config, num_classes), family.copies(config, num_classes))
-    ignored = {**family.ignored(config), **_unused_heads(family, config, num_classes)}
-    return match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
-
-
 def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
     """Return other names of the embedding and of its bias, which files may or may not contain."""
     if config.is_bert:
@@ -173,10 +165,6 @@ def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
         return {}
     table = next(copy.theirs.name for copy in family.copies(config, 0) if copy.ours.name == "embedding.word_embeddings.weight")
     return {"lm_head.weight": table, "embed_out.weight": table}
-
-
-def _unused_heads(family: Family, config: ModelConfig, num_classes: int) -> dict[str, str]:
-    return {r"cls\..*": "heads of pretraining, which a classifier does not have"} if num_classes else {}
 
 
 def _open(path: Path) -> TensorStore:
@@ -247,13 +235,11 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
 
 
 def _is_of(model: Model, family: Family) -> bool:
-    """Return whether the source was a Hugging Face folder with this kind of model."""
     kept = model.settings.get("hf")
     return isinstance(kept, dict) and kept.get("model_type") == family.model_type
 
 
 def _num_labels(document: Any) -> int:
-    """Return the number of classes in a config.json; 2 if it has none, which is the default of transformers."""
     names = document.get("id2label")
     found = len(names) if isinstance(names, dict) else document.get("num_labels", 2)
     return found if isinstance(found, int) else 2

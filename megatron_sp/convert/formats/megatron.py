@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -80,12 +81,14 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
     order = _order(opened, config, options, notes)
     cut = Cut(config, opened.tp, order, facts.padded_vocab_size, opened.ep, neighbours_of(settings, config, order))
-    _require_divisible(cut, folder)
+    if (order != "interleaved" or cut.neighbours) and config.num_groups % cut.tp:  # every rank must have whole groups then
+        raise CheckpointError(f"{folder}: {config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in the order {order}")
     store = RankFiles()
     for chunk in opened.chunks:
         for name, stored in chunk.tensors.items():
             store.add(chunk.prefix + name, stored)
-    shapes, heads = parameter_shapes(config), _tied_heads(opened.chunks, config)
+    is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
+    shapes, heads = parameter_shapes(config), {chunk.prefix for chunk in opened.chunks if is_tied and HEAD in chunk.tensors}
     copies, filled = shard_copies(cut, shapes, there, tied_heads=heads)
     ours = dict(shapes)
     fates: list[Fate] = []
@@ -105,7 +108,8 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
     else:
         ranks = [file.rank.path.name for file in opened.files if "optimizer" in file.tree]
         fates += [Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks]
-    fitted = match_tensors(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
+    dropped = {f"[^/]+/(model[0-9]+/)?{pattern}": reason for pattern, reason in ignored().items()}
+    fitted = match_tensors(str(folder), Correspondence.of(ours, copies, filled), store, dropped, tied={}, shown=store.shown())
     if settings.document == {}:
         notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
     iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
@@ -115,10 +119,6 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {}, notes=notes,
         num_updates=found.num_updates, loss_scale=found.loss_scale,
     )  # fmt: skip
-
-
-def _dropped() -> dict[str, str]:
-    return {f"[^/]+/(model[0-9]+/)?{pattern}": reason for pattern, reason in ignored().items()}
 
 
 def _facts(opened: Opened, there: list[Shard]) -> Facts:
@@ -185,21 +185,6 @@ def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
             f"{folder} has files of {opened.tp} x {opened.pp} ranks (tp x pp), and was written by {said[0]} x {said[1]} of them: copy"
             " all of their folders to one place"
         )
-
-
-def _require_divisible(cut: Cut, folder: Path) -> None:
-    """Check that every rank has whole groups, which orders other than interleaved require."""
-    if (cut.qkv != "interleaved" or cut.neighbours) and cut.config.num_groups % cut.tp:
-        raise CheckpointError(
-            f"{folder}: {cut.config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in the order {cut.qkv}"
-        )
-
-
-def _tied_heads(chunks: list[ModelChunk], config: ModelConfig) -> set[str]:
-    """Return the prefixes of chunks with a copy of the tied embedding after the last block."""
-    if config.untie_embeddings_and_output_weights and not config.is_bert:
-        return set()
-    return {chunk.prefix for chunk in chunks if HEAD in chunk.tensors}
 
 
 def _count(args: Mapping[str, Any], name: str) -> int:
@@ -285,19 +270,12 @@ def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
         if chunk.rank != file.rank:
             continue
         by_listed = {stored.shown.rsplit(":", 1)[-1]: name for name, stored in chunk.tensors.items()}
-        for listed in registered([name for name in by_listed if not _matches(name, dropped)]):
+        for listed in registered([name for name in by_listed if not any(re.fullmatch(pattern, name) for pattern in dropped)]):
             name = by_listed[listed]
             yield Parameter(chunk, name, chunk.tensors[name])
 
 
-def _matches(name: str, patterns: Mapping[str, str]) -> bool:
-    import re
-
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
 def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], is_half: bool) -> None:
-    """Add the tensors of a parameter under our names; reading the fp32 copy, or else the first moment, compares copy and weight."""
     prefix = parameter.chunk.prefix
     for kind in ("master", *_MOMENTS) if is_half else _MOMENTS:
         store.add(f"{prefix}{kind}.{parameter.name}", tensors[kind])
@@ -308,7 +286,9 @@ def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], 
 def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is_half: bool) -> None:
     inner, where = _inner(file), file.file.path
     groups, state = inner.get("param_groups"), inner["state"]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and _is_numbers(group.get("params")) for group in groups):
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        groups = [{"params": [None]}]
+    if not all(isinstance(number, int) for group in groups for number in group["params"]):
         raise CheckpointError(f"{where}: the optimizer has no groups of parameters: {_WAY_OUT}")
     numbers = [group["params"] for group in groups if group["params"]]
     masters = _masters(file, [len(part) for part in numbers]) if is_half else [[] for _ in numbers]
@@ -323,11 +303,6 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
                     raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of {parameter.weight.shown}: {_WAY_OUT}")
                 tensors[kind] = Stored(record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
             _add(store, parameter, tensors, is_half)
-
-
-def _is_numbers(value: Any) -> bool:
-    """Return whether a value is a list of integers, by which optimizers identify parameters."""
-    return isinstance(value, list) and all(isinstance(number, int) for number in value)
 
 
 def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:

@@ -82,7 +82,10 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
                 f"{settings.where}: {name} is {said}, but {found} by the tensors that are there: files are missing, or of another"
                 " checkpoint"
             )
-    heads = _heads(settings, given)
+    heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
+    if heads is None:
+        raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set num-attention-heads=N")
+    is_untied = not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
     head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None) or facts.head_dim or facts.attention_width // heads
     if head_dim < 1:
         raise CheckpointError(
@@ -98,7 +101,7 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
         norm_epsilon=settings.get("norm_epsilon", float, settings.get("layernorm_epsilon", float, given.get("norm_epsilon", 1e-5))),
         apply_layernorm_1p=settings.get("apply_layernorm_1p", bool, given.get("apply_layernorm_1p", False)),
         qk_layernorm=settings.get("qk_layernorm", bool, facts.head_dim is not None), disable_bias_linear=not bias,
-        add_qkv_bias=not bias and facts.has_qkv_bias, untie_embeddings_and_output_weights=_is_untied(settings, facts),
+        add_qkv_bias=not bias and facts.has_qkv_bias, untie_embeddings_and_output_weights=is_untied,
         attention_dropout=settings.get("attention_dropout", float, 0.1), hidden_dropout=settings.get("hidden_dropout", float, 0.1),
         init_method_std=settings.get("init_method_std", float, 0.02), bert_no_binary_head=facts.is_bert and not facts.has_order_head,
         num_tokentypes=facts.token_types if facts.is_bert else None,
@@ -114,13 +117,6 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
     return config
 
 
-def _heads(settings: Settings, given: Overrides) -> int:
-    heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
-    if heads is None:
-        raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set num-attention-heads=N")
-    return int(heads)
-
-
 def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
     """Return the number of query groups; num_query_groups is ignored for models without groups, where it is 1."""
     groups = (facts.qkv_rows // head_dim - heads) // 2
@@ -134,10 +130,6 @@ def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
             f" channels with {found} groups of keys and values do not make up"
         )
     return found
-
-
-def _is_untied(settings: Settings, facts: Facts) -> bool:
-    return not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
 
 
 def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides) -> None:
@@ -164,7 +156,9 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
         raise ConfigError(f"{settings.where} does not say the base of its rotary positions: give --set rotary-base=10000, or what it was")
     config.rotary_base = settings.get("rotary_base", float, settings.get("rope_theta", float, 10000.0))
     config.rotary_percent = settings.get("rotary_percent", float, 1.0)
-    _set_stretch(config, settings)
+    config.rotary_seq_len_interpolation_factor = settings.get("rotary_seq_len_interpolation_factor", float, 1.0)
+    config.use_rope_scaling = settings.get("use_rope_scaling", bool, False)
+    config.rope_scaling_factor = settings.get("rope_scaling_factor", float, 8.0)
 
 
 def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
@@ -183,12 +177,6 @@ def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
             f" in the order {order}"
         )
     return config.rotary_dim
-
-
-def _set_stretch(config: ModelConfig, settings: Settings) -> None:
-    config.rotary_seq_len_interpolation_factor = settings.get("rotary_seq_len_interpolation_factor", float, 1.0)
-    config.use_rope_scaling = settings.get("use_rope_scaling", bool, False)
-    config.rope_scaling_factor = settings.get("rope_scaling_factor", float, 8.0)
 
 
 def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides, *, legacy: bool) -> None:
@@ -307,7 +295,6 @@ def namespace(
 
 
 def _whole(value: float) -> int | float:
-    """Convert an integral value to int, for a flag of Megatron's that accepts only integers."""
     return int(value) if value == int(value) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -90,8 +91,10 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
         raise CheckpointError(f"{folder}: checkpoint_version is {str(version)[:60]}: only 2.0 and 3.0 can be converted in this format")
     weights = {name: info.shape for name, info in store.tensors().items()}
     try:
-        joined = _joined(weights)
-        facts = facts_of(joined, joined, tp=1, num_layers=_num_layers(weights))
+        # the two halves of a gated MLP may be stored under keys of their own
+        halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in weights.items() if name.endswith((".weight_w", ".bias_w"))}
+        layers = [n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))]
+        facts = facts_of({**weights, **halves}, {**weights, **halves}, tp=1, num_layers=len(layers))
     except KeyError as error:
         raise CheckpointError(f"{folder} has no {error.args[0]}: it is neither a GPT nor a BERT") from None
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
@@ -133,7 +136,6 @@ class _Common(NamedTuple):
 
 
 def _common(folder: Path, dist: DistFolder) -> _Common:
-    """Read the common state from its own file, or from an object of the folder."""
     if (folder / COMMON).exists():
         file = TorchFile(folder / COMMON)
         return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder)))
@@ -145,12 +147,6 @@ def _dict(tree: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(tree).__name__}")
     return tree
-
-
-def _num_layers(weights: Mapping[str, tuple[int, ...]]) -> int:
-    return len(
-        {name for name in weights if name.endswith("self_attention.linear_proj.weight") and name.startswith(("decoder.", "encoder."))}
-    )
 
 
 def _as_stored(
@@ -169,12 +165,6 @@ def _as_stored(
             yield from unflattened(copy, padded, stored)
         else:
             yield copy
-
-
-def _joined(there: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, including those of tensors whose halves are stored under separate keys."""
-    halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in there.items() if name.endswith((".weight_w", ".bias_w"))}
-    return {**there, **halves}
 
 
 def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Copy]:
@@ -302,17 +292,13 @@ def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> I
     """
     parts, dims = stored[:-1], len(ours)
     sizes = tuple(size // count for size, count in zip(ours, parts, strict=True))
-    for at in _corners(parts):
+    for at in itertools.product(*map(range, parts)):
         first = tuple(i * size for i, size in zip(at, sizes, strict=True))
         inside = _inside(copy, ours, first, sizes)
         if inside is not None:
             mine, theirs = inside
             yield Copy(mine, View(copy.theirs.name, (*parts, *sizes), (*at, *theirs), stored=stored), copy.replica)
     assert dims == len(parts)
-
-
-def _corners(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    return (tuple(int(i) for i in index) for index in torch.cartesian_prod(*(torch.arange(n) for n in parts)).view(-1, len(parts)))
 
 
 def _inside(

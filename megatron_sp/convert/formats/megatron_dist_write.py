@@ -110,7 +110,6 @@ def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp
 
 
 def _object_key(key: str, positions: list[tuple[int, int]]) -> str:
-    """Return the key of an object that is one of so many along each dim: ``positions`` has (which, of how many)."""
     which, of_how_many = zip(*positions or [(0, 1)], strict=True)
     return f"{key}/shard_{'.'.join(map(str, which))}_{'.'.join(map(str, of_how_many))}"
 
@@ -132,7 +131,6 @@ def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
 
 
 def _differs(config: ModelConfig) -> bool:
-    """Return whether Megatron takes the blocks for different ones, and so numbers them in keys."""
     return config.has_experts and config.moe_layer_freq != "1"
 
 

@@ -176,14 +176,6 @@ def _of_json(path: Path) -> int:
     return int(max([*ids, *(token["id"] for token in added)])) + 1
 
 
-def _of_vocabulary(path: Path) -> int:
-    return int(max(parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES).values())) + 1
-
-
-def _of_lines(path: Path) -> int:
-    return len(read_small_file(path, MAX_BYTES).decode("utf-8").splitlines())
-
-
 def _of_sentencepiece(path: Path) -> int:
     import sentencepiece
 
@@ -191,5 +183,8 @@ def _of_sentencepiece(path: Path) -> int:
 
 
 _COUNTS: dict[str, Callable[[Path], int]] = {
-    "tokenizer.json": _of_json, "vocab.json": _of_vocabulary, "vocab.txt": _of_lines, "tokenizer.model": _of_sentencepiece,
+    "tokenizer.json": _of_json,
+    "vocab.json": lambda path: int(max(parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES).values())) + 1,
+    "vocab.txt": lambda path: len(read_small_file(path, MAX_BYTES).decode("utf-8").splitlines()),
+    "tokenizer.model": _of_sentencepiece,
 }  # fmt: skip

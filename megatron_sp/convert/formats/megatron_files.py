@@ -233,7 +233,6 @@ class RankFiles:
         return stored.record.read().contiguous()
 
     def _check(self, name: str, weight: str, main: Stored) -> None:
-        """Check that a weight is its rounded fp32 copy, which proves that the optimizer's tensors belong to this parameter."""
         found = self._read(self.stored[weight])
         if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
             raise CheckpointError(

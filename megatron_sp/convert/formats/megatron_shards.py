@@ -85,7 +85,9 @@ class Cut:
 
     def is_replicated(self, name: str) -> bool:
         """Return whether every tp rank has the whole parameter."""
-        return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1)) and not self._is_cut_expert(name)
+        expert = _EXPERT.fullmatch(name)
+        is_cut_expert = expert is not None and expert[2] != "linear_fc2.bias"
+        return not is_cut_expert and not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
 
     def is_replica(self, name: str, place: Shard) -> bool:
         """Return whether another place, before this one, has the same share of a parameter."""
@@ -93,11 +95,6 @@ class Cut:
         if expert is not None:
             return place.tp_rank > 0 and expert[2] == "linear_fc2.bias"
         return place.ep_rank > 0 or (place.tp_rank > 0 and self.is_replicated(name))
-
-    @staticmethod
-    def _is_cut_expert(name: str) -> bool:
-        expert = _EXPERT.fullmatch(name)
-        return expert is not None and expert[2] != "linear_fc2.bias"
 
     def is_cut_along_columns(self, name: str) -> bool:
         """Return whether a parameter is a row-parallel weight: each tp rank has a share of its columns."""
@@ -185,7 +182,6 @@ class Cut:
             )
 
     def _channels(self, width: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the channels of a head in ours and in theirs: first ones of their pairs, second ones, those that do not turn."""
         n = self.neighbours
         yield slice(0, n // 2), slice(0, n, 2)
         yield slice(n // 2, n), slice(1, n, 2)

@@ -196,7 +196,6 @@ def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: O
 
 
 def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
-    """Return the tokenizer type of the run; None if it is not recorded, where the configuration has a default."""
     record = kept.Record.from_json(state.get("tokenizer"))
     if record is not None:
         return record.type
