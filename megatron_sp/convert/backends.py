@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.convert import reference
+from megatron_sp.convert.formats.deepspeed_files import find
+from megatron_sp.convert.formats.megatron_files import iteration_folder
 from megatron_sp.convert.model import Model, build, stored_names
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import CLASSES, MASKED, NEXT, ORDER, Cast, Rows
@@ -251,20 +253,17 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
             return cast("Backend", Transformers(path, read.settings["hf"], [fate.name for fate in read.fates]))
     else:
         try:
-            return _of_ranks(path, read, options)
+            folder = iteration_folder(path, options.step) if format_name != "megatron-deepspeed" else find(path, options.step).path
+            assert folder is not None, "it was read"
+            known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
+            found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
+            # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks
+            # compute with
+            return Reference(lambda cast: reference.open_folder(folder, cast, *known), found.dtype)
         except reference.Unsupported as error:
             why = str(error)
     tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
     return Ours(read, f"megatron_sp, from {format_name}")
-
-
-def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
-    folder, vocab_size = reference.iteration_folder(path, options.step), read.config.vocab_size or 0
-    known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
-    found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
-    # DeepSpeed's optimizers keep fp32 copies of the weights; these are read, not the weights that its ranks compute
-    # with
-    return Reference(lambda cast: reference.open_folder(folder, cast, *known), found.dtype)
 
 
 def _without_transformers(path: Path, read: Model) -> str:

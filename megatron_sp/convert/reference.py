@@ -494,30 +494,6 @@ def _common(folder: Path) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def iteration_folder(path: Path, step: int | None) -> Path:
-    """Return the folder of an iteration, given that folder, a rank's folder in it, or the root whose tracker file names it.
-
-    Raises:
-        Unsupported: the root has no folder for the step or the iteration in the tracker file.
-    """
-    if _RANK.fullmatch(path.name):
-        return path.parent
-    if (path / ".metadata").is_file():
-        return path
-    if any(_RANK.fullmatch(child.name.removesuffix("_model_states.pt")) for child in path.iterdir()):
-        return path
-    if step is not None:
-        names = [f"iter_{step:07d}", f"global_step{step}"]
-    else:
-        notes = [path / name for name in ("latest", "latest_checkpointed_iteration.txt")]
-        said = next((note.read_text().strip() for note in notes if note.is_file()), "")
-        names = [f"iter_{int(said):07d}" if said.isdecimal() else said]
-    found = next((path / name for name in names if name and Path(name).name == name and (path / name).is_dir()), None)
-    if found is None:
-        raise Unsupported(f"the note of the newest iteration names no folder in {path}")
-    return found
-
-
 def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
     """Open the files of all ranks: (tp rank, stage) -> file."""
     found = {}

@@ -33,9 +33,9 @@ from megatron_sp.utils.strict_json import open_regular
 
 MAX_PICKLE_BYTES = 1 << 23  # 40,000 tensors take 5.7 MB
 MEMORY_OF_PICKLE = 32  # bytes of memory for each byte of a pickle, about
-MAX_VALUES = 1 << 22  # of one pickle, with shared ones counted at every place
+MAX_VALUES = 1 << 22  # of a small pickle, with shared ones counted at every place
 MAX_DEPTH = 100  # levels of nesting; checkpoints have some ten
-_HEADROOM = 1 << 28
+_HEADROOM = 1 << 29
 _MAX_REPEATED = 1 << 20  # elements by which a tensor may exceed its storage, through strides of 0
 _BLOCK_BYTES = 8 << 20
 
@@ -192,7 +192,7 @@ class TensorRecord:
     """A tensor of a file, not read yet: the location of its elements in a storage; ``offset`` and ``stride`` in elements."""
 
     file: TorchFile
-    storage: int  # position of its first byte in the file; of a file from before torch 1.6 its number
+    storage: int  # position of its first byte in the file; of a file from before torch 1.6 its address
     num_bytes: int  # of the storage
     offset: int
     shape: tuple[int, ...]
@@ -213,11 +213,12 @@ class _Plain:
     """Converter of loaded values to plain ones, with records of their tensors.
 
     Args:
+        num_bytes: length of the pickle, which bounds the number of values.
         record: makes the record of a tensor; None: there can be none.
     """
 
-    def __init__(self, record: Callable[[Tensor], TensorRecord] | None) -> None:
-        self._record = record
+    def __init__(self, num_bytes: int, record: Callable[[Tensor], TensorRecord] | None = None) -> None:
+        self._most, self._record = MAX_VALUES + 4 * num_bytes, record
         self._known: dict[int, tuple[Any, int, int] | None] = {}  # by identity: value, size, height; None: being converted
 
     def __call__(self, value: Any, depth: int = 0) -> tuple[Any, int, int]:
@@ -255,9 +256,9 @@ class _Plain:
         for place, part in enumerate(parts):
             parts[place], cost, high = self(part, depth + 1)
             size, height = size + cost, max(height, high)
-            if size > MAX_VALUES:
+            if size > self._most:
                 raise _Refused(
-                    f"comes to more than {MAX_VALUES:,} values: it has very many, or is a small file for very much data, whose shared"
+                    f"comes to more than {self._most:,} values: it has very many, or is a small file for very much data, whose shared"
                     " parts are nested in shared parts"
                 )
         if isinstance(value, Object):
@@ -281,7 +282,7 @@ def read_records(data: bytes, where: str) -> Any:
         value = _Records(file := io.BytesIO(data)).load()
         if file.tell() != len(data):
             raise CheckpointError(f"{where} has {len(data) - file.tell():,} bytes after the end of its pickle: it is damaged")
-        return _Plain(None)(value)[0]
+        return _Plain(len(data))(value)[0]
 
 
 class _Window(io.RawIOBase):
@@ -355,7 +356,7 @@ class TorchFile:
     def __init__(self, path: str | Path, part: tuple[int, int] | None = None) -> None:
         self.path, self._part = Path(path), part
         self._entries: list[_Entry] = []  # of a zip file, in the order of their places
-        self._storages: list[torch.UntypedStorage] = []  # of a file from before torch 1.6, which is read as a whole
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by address, of a file from before torch 1.6
         self._identity: tuple[int, ...] | None = None
         with self._opened() as window:
             self.where = window.where
@@ -363,7 +364,7 @@ class TorchFile:
             if first[:2] == b"PK":
                 data, device = self._read_directory(window), "meta"
             elif first[:1] == b"\x80":  # from before torch 1.6: pickles, then the storages, which torch loads all together
-                data, device = self._head(window), "cpu"
+                data, device = bytes(os.pread(window.fd, min(window.size, MAX_PICKLE_BYTES), window.start)), "cpu"
             else:
                 raise CheckpointError(f"{window.where} is not a file of torch.save: {_what_it_is(window, first)}")
             loaded = self._loaded(window, data, device)
@@ -371,7 +372,7 @@ class TorchFile:
             #: devices with a number, such as cuda:1, on which its tensors were
             self.devices = frozenset(name.decode() for count, name in places if int.from_bytes(count, "little") == len(name))
             with _guarded(window.where, len(data)):
-                self.tree: Any = _Plain(self._record)(loaded)[0]  #: what was saved: plain data, Object and TensorRecord
+                self.tree: Any = _Plain(len(data), self._record)(loaded)[0]  #: what was saved: plain data, Object and TensorRecord
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[_Window]:
@@ -456,13 +457,13 @@ class TorchFile:
                 f"{self.where}: {entry.name} is damaged: its checksum is {crc:08x}, the file says {entry.crc:08x}. Copy it again"
             )
 
-    def _head(self, window: _Window) -> bytes:
-        head = bytearray(min(window.size, MAX_PICKLE_BYTES))
-        window.fill(memoryview(head), 0)
-        return bytes(head)
-
     def _loaded(self, window: _Window, data: bytes, device: str) -> Any:
         """Load the file by torch's restricted loader, with stand-ins for the known names in its pickle."""
+        if data[:1] == b"\x80" and data[1] > 2:
+            raise CheckpointError(
+                f"{window.where} has a pickle of protocol {data[1]}, and torch's restricted loader reads 2 alone, which torch.save writes:"
+                " save it again without pickle_protocol"
+            )
         names = {f"{_RENAMED.get(m.decode(), m.decode())}.{n.decode()}" for m, n in _GLOBAL.findall(data)}
         known = [
             (_MAKERS.get(name) or _record_class(name), name)
@@ -487,8 +488,8 @@ class TorchFile:
         if self._entries:  # where a tensor reaches beyond its storage, torch has enlarged it, and ``read`` sees that the file has less
             place = getattr(storage, "_checkpoint_offset", -1)
         else:
-            place = next((i for i, one in enumerate(self._storages) if one.data_ptr() == storage.data_ptr()), len(self._storages))
-            self._storages[place:] = [storage] if place == len(self._storages) else self._storages[place:]
+            place = storage.data_ptr()
+            self._storages[place] = storage
         return TensorRecord(self, place, storage.nbytes(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def read(self, record: TensorRecord) -> Tensor:
@@ -500,15 +501,16 @@ class TorchFile:
         where = f"{self.where}: a tensor {list(record.shape)[:8]} of {record.dtype}"
         if record.dtype not in DTYPES.values():
             raise CheckpointError(f"{where} cannot be read: no dtype that is known here ({', '.join(DTYPES)}). Save it as one of these")
-        numel, first, span = _extent(record.shape, record.stride, record.offset)
-        total = record.num_bytes // record.dtype.itemsize
+        numel, first, total = record.numel, record.offset, record.num_bytes // record.dtype.itemsize
+        # length of the range that contains all elements
+        span = 1 + sum((size - 1) * step for size, step in zip(record.shape, record.stride, strict=True))
+        if not numel:
+            return torch.empty_strided(record.shape, record.stride, dtype=record.dtype)
         if numel > total + _MAX_REPEATED:
             raise CheckpointError(f"{where} repeats the {total:,} elements of its storage: save it with .contiguous()")
         if first + span > total:
             raise CheckpointError(f"{where} reaches to element {first + span:,} of a storage of {total:,}: it is damaged")
         with self._opened() as window:
-            if not record.num_bytes:
-                return torch.empty_strided(record.shape, record.stride, dtype=record.dtype)
             if not self._entries:
                 return torch.empty(0, dtype=record.dtype).set_(self._storages[record.storage], record.offset, record.shape, record.stride)  # type: ignore[call-overload, no-any-return]
             entry = self._entry(window, record)
@@ -534,11 +536,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[int, int, int]:
-    numel, span = math.prod(shape), 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (numel, offset, span) if numel else (0, 0, 0)
 
 
 def _what_it_is(window: _Window, first: bytes) -> str:

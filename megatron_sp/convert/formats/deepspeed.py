@@ -32,7 +32,7 @@ from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, 
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS, gather, require_devices, written_by
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
-from megatron_sp.convert.formats.megatron_facts import Facts, facts_of, true_size
+from megatron_sp.convert.formats.megatron_facts import facts_of, true_size
 from megatron_sp.convert.formats.megatron_files import require_one_save
 from megatron_sp.convert.formats.megatron_names import canonical, ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
@@ -73,11 +73,13 @@ class _Reading:
         self.folder, self.ranks, self.options = folder, ranks, options
         args = ranks.states.args
         self.settings = Settings(args.attributes if args else {}, str(ranks.states.path))
-        self.facts = self._facts()
+        first = ranks.names(0)
+        num_layers = len({name.split(".")[2] for name in first if ".layers." in name})
+        self.facts = facts_of(folder.path, first, first, tp=ranks.tp, num_layers=num_layers)
         sizes = options if options.vocab_size is not None else replace(options, vocab_size=ranks.vocab_size)
         vocab_size = true_size(self.settings, self.facts.padded_vocab_size, ranks.tp, sizes)
         self.config = config_of(self.settings, self.facts, options.given, vocab_size, legacy=True)
-        require_sound(self.config, len(ranks.names(0)), str(folder.path))
+        require_sound(self.config, len(first), str(folder.path))
         order = self._order()
         neighbours = neighbours_of(self.settings, self.config, order)
         self.cut = Cut(self.config, ranks.tp, order, self.facts.padded_vocab_size, neighbours=neighbours)
@@ -106,16 +108,6 @@ class _Reading:
     def _consumed(self) -> int:
         value = self.settings.document.get("consumed_train_samples")
         return value if is_count(value) else self.ranks.states.count("global_samples")
-
-    def _facts(self) -> Facts:
-        first = self.ranks.names(0)
-        try:
-            return facts_of(first, first, tp=self.ranks.tp, num_layers=len({n.split(".")[2] for n in first if ".layers." in n}))
-        except KeyError as error:
-            has = ", ".join(name[:80] for name in list(first)[:5])
-            raise CheckpointError(
-                f"{self.folder.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT"
-            ) from None
 
     def _order(self) -> QkvOrder:
         """Return the row order of fused projections; the user may have to give it, as it has changed without a new checkpoint version."""

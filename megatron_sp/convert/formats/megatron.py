@@ -130,13 +130,7 @@ def _facts(opened: Opened, there: list[Shard]) -> Facts:
     for place in of_first:  # a stage may have layers of one kind only, with or without experts
         with_layers = {**by_prefix[place.prefix], **with_layers}
     num_layers = sum(place.num_layers for place in of_first)
-    try:
-        return facts_of({**with_layers, **first}, last, tp=opened.tp, num_layers=num_layers)
-    except KeyError as error:
-        has = ", ".join(name[:80] for name in list(first)[:5])
-        raise CheckpointError(
-            f"{opened.files[0].file.path} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT"
-        ) from None
+    return facts_of(opened.files[0].file.path, {**with_layers, **first}, last, tp=opened.tp, num_layers=num_layers)
 
 
 def _order(opened: Opened, config: ModelConfig, options: Options, notes: list[str]) -> QkvOrder:

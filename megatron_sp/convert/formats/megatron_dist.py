@@ -90,13 +90,10 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
     if version not in (2.0, 3.0):
         raise CheckpointError(f"{folder}: checkpoint_version is {str(version)[:60]}: only 2.0 and 3.0 can be converted in this format")
     weights = {name: info.shape for name, info in store.tensors().items()}
-    try:
-        # the two halves of a gated MLP may be stored under keys of their own
-        halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in weights.items() if name.endswith((".weight_w", ".bias_w"))}
-        layers = [n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))]
-        facts = facts_of({**weights, **halves}, {**weights, **halves}, tp=1, num_layers=len(layers))
-    except KeyError as error:
-        raise CheckpointError(f"{folder} has no {error.args[0]}: it is neither a GPT nor a BERT") from None
+    # the two halves of a gated MLP may be stored under keys of their own
+    halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in weights.items() if name.endswith((".weight_w", ".bias_w"))}
+    layers = [n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))]
+    facts = facts_of(folder, {**weights, **halves}, {**weights, **halves}, tp=1, num_layers=len(layers))
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))

@@ -56,17 +56,25 @@ class Facts:
     names: frozenset[str] = field(default_factory=frozenset)
 
 
-def facts_of(first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
+def facts_of(where: Path, first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
     """Derive the facts from the shapes of the tensors.
 
     Args:
+        where: the file or folder of the tensors, for error messages.
         first, last: tensors of the first and of the last pipeline stage of tp rank 0, by our names; the same if there
             is one stage.
         num_layers: number of layers of all stages.
     Raises:
-        KeyError: a tensor that every transformer has is missing; contains its name.
-        CheckpointError: a weight is not a matrix.
+        CheckpointError: a tensor that every transformer has is missing, or a weight is not a matrix.
     """
+    try:
+        return _derived(first, last, tp, num_layers)
+    except KeyError as error:
+        has = ", ".join(name[:80] for name in list(first)[:5])
+        raise CheckpointError(f"{where} has no {error.args[0]}, but {has or 'no tensors'}: it is neither a GPT nor a BERT") from None
+
+
+def _derived(first: Shapes, last: Shapes, tp: int, num_layers: int) -> Facts:
     everything = {**last, **first}
     layer = next((name for name in first if _LAYER.match(name)), None)
     if layer is None:

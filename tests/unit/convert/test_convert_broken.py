@@ -84,7 +84,7 @@ def test_weights_that_are_no_tables_tell_nothing(name: str, shape: tuple[int, ..
     shapes = parameter_shapes(config_of("gpt", num_layers=1))
     full = next(one for one in shapes if one.endswith(f"{name}.weight"))
     with pytest.raises(CheckpointError, match=f"{full} is .*, and must be a table"):
-        facts_of({**shapes, full: shape}, shapes, tp=1, num_layers=1)
+        facts_of(Path("here"), {**shapes, full: shape}, shapes, tp=1, num_layers=1)
 
 
 def test_numbers_that_count_nothing_are_none() -> None:

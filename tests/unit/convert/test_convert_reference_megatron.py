@@ -161,25 +161,6 @@ def test_files_without_arguments_are_not_computed(tmp_path: Path) -> None:
         megatron.open_folder(tmp_path / "empty", lambda t: t, None, 37)
 
 
-def test_where_an_iteration_is(tmp_path: Path) -> None:
-    for name in ("iter_0000010/mp_rank_00", "iter_0000020/mp_rank_00", "release/mp_rank_00", "global_step7"):
-        (tmp_path / name).mkdir(parents=True)
-    note = tmp_path / "latest_checkpointed_iteration.txt"
-    note.write_text("10\n")
-    assert megatron.iteration_folder(tmp_path, None) == tmp_path / "iter_0000010"
-    assert megatron.iteration_folder(tmp_path, 20) == tmp_path / "iter_0000020"
-    assert megatron.iteration_folder(tmp_path / "iter_0000020", None) == tmp_path / "iter_0000020"
-    assert megatron.iteration_folder(tmp_path / "iter_0000020" / "mp_rank_00", None) == tmp_path / "iter_0000020"
-    note.write_text("release")
-    assert megatron.iteration_folder(tmp_path, None) == tmp_path / "release"
-    (tmp_path / "latest").write_text("global_step7\n")
-    assert megatron.iteration_folder(tmp_path, None) == tmp_path / "global_step7"
-    note.write_text("30")
-    (tmp_path / "latest").unlink()
-    with pytest.raises(megatron.Unsupported, match="names no folder"):
-        megatron.iteration_folder(tmp_path, None)
-
-
 def test_pairs_of_neighbours_are_the_same_model_with_channels_in_another_order(tmp_path: Path) -> None:
     """--rotary-interleaved: the reference turns channels 2 i and 2 i + 1, our model what conversion makes of them."""
     written = random_model("llama")

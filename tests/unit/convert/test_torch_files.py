@@ -333,6 +333,20 @@ def test_a_pickle_of_any_bytes_is_read_or_refused(tmp_path: Path) -> None:
                 assert "a.pt" in str(error)
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_newer_pickles_are_refused_by_their_protocol(tmp_path: Path, legacy: bool) -> None:
+    serialization.save({"w": torch.ones(2)}, tmp_path / "a.pt", pickle_protocol=4, **(LEGACY if legacy else {}))
+    with pytest.raises(CheckpointError, match=r"a\.pt has a pickle of protocol 4, and torch's restricted loader reads 2 alone"):
+        TorchFile(tmp_path / "a.pt")
+
+
+def test_a_larger_pickle_may_have_more_values() -> None:
+    many = b"](" + b"(K\x01K\x02t" * 1_000_000 + b"e."
+    assert len(read_records(many, "a.pt")) == 1_000_000
+    with pytest.raises(CheckpointError, match=r"comes to more than .* values"):
+        read_records(b"](" + b"K\x01" * 2000 + b"eq\x00](" + b"h\x00" * 5000 + b"e.", "a.pt")
+
+
 def test_too_large_a_pickle_is_not_even_looked_at(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a\.pt has a pickle of 8,388,609 bytes"):
         TorchFile(torch_file(tmp_path / "a.pt", b"N" * MAX_PICKLE_BYTES + b"."))
