@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.torch_files import DTYPES, MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records
+from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records, require_dtype
 from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
@@ -87,9 +87,7 @@ class DistFolder:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         tensor = self.tensors[name]
-        dtype = tensor.dtype
-        if dtype not in DTYPES.values():
-            raise CheckpointError(f"{self.path}: {name} is {dtype}, which is not read ({', '.join(DTYPES)} are)")
+        dtype = require_dtype(tensor.dtype, f"{self.path}: {name[:200]}")
         if len(tensor.chunks) == 1:
             return self._read_chunk(name, tensor, tensor.chunks[0])
         stored, needed = sum(chunk.place.length for chunk in tensor.chunks), math.prod(tensor.shape) * dtype.itemsize

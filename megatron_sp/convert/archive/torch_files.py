@@ -498,9 +498,8 @@ class TorchFile:
         Raises:
             CheckpointError: it reaches outside its storage, or the storage has another size or is damaged.
         """
-        where = f"{self.where}: a tensor {list(record.shape)[:8]} of {record.dtype}"
-        if record.dtype not in DTYPES.values():
-            raise CheckpointError(f"{where} cannot be read: no dtype that is known here ({', '.join(DTYPES)}). Save it as one of these")
+        where = f"{self.where}: a tensor {list(record.shape)[:8]}"
+        require_dtype(record.dtype, where)
         numel, first, total = record.numel, record.offset, record.num_bytes // record.dtype.itemsize
         # length of the range that contains all elements
         span = 1 + sum((size - 1) * step for size, step in zip(record.shape, record.stride, strict=True))
@@ -530,6 +529,13 @@ class TorchFile:
                 f" {record.storage:,}: it is damaged"
             )
         return entry
+
+
+def require_dtype(dtype: torch.dtype, where: str) -> torch.dtype:
+    """Return the dtype of a tensor. Raises CheckpointError: it is not one that is converted."""
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"{where} is of {dtype}, which cannot be converted: save it as one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def memory_of(tensor: Tensor) -> memoryview:

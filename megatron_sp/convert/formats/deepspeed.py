@@ -29,6 +29,7 @@ from megatron_sp.convert.formats.deepspeed_files import (
 )
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
+from megatron_sp.convert.formats.deepspeed_write import prefix_of
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS, gather, require_devices, written_by
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
@@ -172,11 +173,6 @@ class _Together:
 
 _UNUSED_COPY = "the head's copy of it, which the model does not use"
 _PARTITIONED = "empty: ZeRO stage 3 keeps it in the optimizer's files"
-
-
-def prefix_of(tp_rank: int) -> str:
-    """Return the name prefix of a rank's tensors."""
-    return f"tp{tp_rank}."
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import DTYPES, TensorRecord
+from megatron_sp.convert.archive.torch_files import TensorRecord, require_dtype
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.format import require_inside
 from megatron_sp.utils.errors import CheckpointError
@@ -106,11 +106,7 @@ def is_contiguous(record: TensorRecord) -> bool:
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
     """Return the dtype of a tensor. Raises CheckpointError: it is not supported."""
-    if record.dtype not in DTYPES.values():
-        raise CheckpointError(
-            f"{record.file.path} has a tensor of {record.dtype}, which cannot be read: save it as one of {', '.join(DTYPES)}"
-        )
-    return record.dtype
+    return require_dtype(record.dtype, f"{record.file.path}: a tensor")
 
 
 EMBEDDING, BLOCKS = "language_model.embedding.", "language_model.encoder.layers."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,7 @@ def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
     padded = [-(-count // _EVEN) * _EVEN for count in counts]
 
     def flat(kind: str, index: int, numel: int) -> LazyFlat:
-        return LazyFlat(numel, torch.float32, partial(_parts, plan.kept[kind], groups[index], numel, _Once(progress)))
+        return LazyFlat(numel, torch.float32, partial(_parts, plan.kept[kind], groups[index], numel, progress))
 
     states = {
         i: {"step": plan.model.updates, **{kind: flat(kind, i, padded[i]) for kind in MOMENTS}} for i in range(len(groups))
@@ -209,24 +209,12 @@ def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Once:
-    """Progress callback that counts each tensor only once: the parts of a flat vector are read twice."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._told = progress, set[str]()
-
-    def __call__(self, name: str, num_bytes: int) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            self._progress(num_bytes)
-
-
-def _parts(store: Scattered, names: list[str], numel: int, told: Callable[[str, int], None]) -> Iterator[Tensor]:
+def _parts(store: Scattered, names: list[str], numel: int, progress: Progress) -> Iterator[Tensor]:
     """Yield the flattened tensors in order, then zeros up to ``numel``."""
     done = 0
     for name in names:
         tensor = store.read(name).reshape(-1)
-        told(name, tensor.numel() * tensor.element_size())
+        progress(tensor.numel() * tensor.element_size())
         done += tensor.numel()
         yield tensor
         del tensor

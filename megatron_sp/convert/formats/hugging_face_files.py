@@ -18,8 +18,7 @@ from megatron_sp.checkpoint.safetensors_file import (
     read_rows,
     write_plain_file,
 )
-from megatron_sp.convert.archive.torch_files import DTYPES as TORCH_DTYPES
-from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import TensorInfo, TensorStore
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import open_regular
@@ -99,7 +98,10 @@ class TorchFiles:
         self._found: dict[str, TensorRecord] = {}
         for name in names:
             self._take(TorchFile(folder / name))
-        self._tensors = {name: _info(name, record) for name, record in self._found.items()}
+        self._tensors = {
+            name: TensorInfo(record.shape, require_dtype(record.dtype, f"{record.file.path}: {name[:200]}"))
+            for name, record in self._found.items()
+        }
 
     def _take(self, file: TorchFile) -> None:
         if not isinstance(file.tree, dict):
@@ -122,11 +124,3 @@ class TorchFiles:
 
     def read(self, name: str) -> Tensor:
         return self._found[name].read().contiguous()
-
-
-def _info(name: str, record: TensorRecord) -> TensorInfo:
-    if record.dtype not in TORCH_DTYPES.values():
-        raise CheckpointError(
-            f"{record.file.path}: {name[:200]} is of {record.dtype}, which cannot be converted: save it as one of {', '.join(TORCH_DTYPES)}"
-        )
-    return TensorInfo(record.shape, record.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.convert.archive.dist_folder import DistFolder, StoredChunk
-from megatron_sp.convert.archive.torch_files import DTYPES, Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered, TensorInfo, View
 from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats import megatron_dist_write
@@ -227,9 +227,8 @@ class DistStore:
 
     def _info(self, source: Source) -> TensorInfo:
         tensor = self._folder.tensors[source.key]
-        if tensor.dtype not in DTYPES.values():
-            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} is of {tensor.dtype}, which cannot be converted")
-        return TensorInfo(tensor.shape if source.block is None else tensor.shape[1:], tensor.dtype)
+        dtype = require_dtype(tensor.dtype, f"{self._folder.path}: {source.key[:200]}")
+        return TensorInfo(tensor.shape if source.block is None else tensor.shape[1:], dtype)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import DTYPES, Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.format import require_inside
@@ -218,7 +218,9 @@ class RankFiles:
         self.stored[name] = stored
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: _info(stored) for name, stored in self.stored.items()}
+        return {
+            name: TensorInfo(stored.record.shape, require_dtype(stored.record.dtype, stored.shown)) for name, stored in self.stored.items()
+        }
 
     def read(self, name: str) -> Tensor:
         if name in self.checks:
@@ -239,14 +241,6 @@ class RankFiles:
                 f"{main.record.file.path}: what should be the optimizer's copy of {self.stored[weight].shown} is not that weight: it is in"
                 " an order that is not known here, or of another step. Give --no-optimizer to convert the weights alone"
             )
-
-
-def _info(stored: Stored) -> TensorInfo:
-    if stored.record.dtype not in DTYPES.values():
-        raise CheckpointError(
-            f"{stored.shown} is of {stored.record.dtype}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
-        )
-    return TensorInfo(stored.record.shape, stored.record.dtype)
 
 
 @dataclass
