@@ -1,6 +1,6 @@
 """What the host needs for a step whose arithmetic is next to nothing: ours beside transformers in eager mode, interleaved in one process.
 
-    python benchmarks/host_time.py [--model gpt|llama] [--json docs/benchmarks/host_time.json]
+    python benchmarks/host_time.py [--model gpt|llama] [--sp-chunks 4] [--json docs/benchmarks/host_time.json]
 
 Twelve layers of width 64 and 64 tokens: what is timed is Python, autograd and the calls of operations, which a GPU has to wait
 for in a small model. On the CPU (fp32, one thread) times are this thread's own CPU time, so that other work on the machine
@@ -8,6 +8,9 @@ counts little; on a GPU (bf16, the peer under autocast) wall time to the end of 
 
 Beside them Python calls, counted by ``sys.setprofile`` in one step: they repeat exactly, and
 ``tests/unit/project/test_host_calls.py`` holds those of a layer to a budget.
+
+Then what ``--sp-overlap-comm chunked`` costs the host: a rank of two that share sequences of twice the length, in chunks and
+without overlap, with copies in place of the exchanges.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ SHAPES = {
         "seq_length": 64,
     },
 }  # fmt: skip
+SP_SHAPE = {"num_layers": 12, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "batch": 1, "seq_length": 128}
 PARTS = ("forward", "backward", "update")
-GOAL = 0.80
+GOAL, SP_GOAL = 0.80, 1.15
 
 
 class Calls(NamedTuple):
@@ -82,6 +86,24 @@ def calls_of_a_layer(shape: dict[str, int], build: Callable[[dict[str, int]], Pa
     return Calls(*((more - less) // 2 for less, more in zip(*both, strict=True)))
 
 
+def one_of_two(chunks: int) -> Any:
+    """The layout of a rank of two that share sequences, whose exchanges are copies of what it sends itself."""
+    import torch
+
+    from megatron_sp.comm.collectives import Handle, done
+    from megatron_sp.comm.groups import SINGLE_RANK
+    from megatron_sp.parallel.parallel_context import ParallelContext
+    from megatron_sp.parallel.sequence_parallel import SequenceParallel
+
+    class Copies(SequenceParallel):
+        size, rank = 2, 0  # type: ignore[assignment]
+
+        def exchange_async(self, name: str, send: Any, send_counts: list[int], receive_counts: list[int]) -> Handle:
+            return done(torch.empty(sum(receive_counts), dtype=send.dtype, device=send.device).copy_(send))
+
+    return ParallelContext(sp=Copies(SINGLE_RANK, overlap=True), mode="chunked" if chunks > 1 else "none", num_chunks=chunks)
+
+
 def measure(contenders: dict[str, Parts], tokens: Any, rounds: int, warmup: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of every round, of each contender and part."""
     device = tokens.device
@@ -108,12 +130,15 @@ def measure(contenders: dict[str, Parts], tokens: Any, rounds: int, warmup: int)
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(SHAPES), help="default: all")
+    parser.add_argument("--sp-chunks", type=int, default=4, help="chunks of a rank's heads beside no overlap; 1: none (default: 4)")
     parser.add_argument("--rounds", type=int, default=60, help="measured steps of each (default: 60)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
-    if options.rounds < 1 or options.warmup < 2:
-        parser.error(f"--rounds ({options.rounds}) must be at least 1 and --warmup ({options.warmup}) at least 2")
+    if options.rounds < 1 or options.warmup < 2 or not 1 <= options.sp_chunks <= 4:
+        parser.error(
+            f"--rounds ({options.rounds}) must be at least 1, --warmup ({options.warmup}) at least 2, --sp-chunks ({options.sp_chunks}) 1 to 4"
+        )
     return options
 
 
@@ -130,11 +155,18 @@ def main(argv: list[str] | None = None) -> int:
     if not has_peer:
         print("note: transformers is not installed here: ours alone", file=sys.stderr)
     rows, results = [], {}
-    for model in [options.model] if options.model else list(SHAPES):
-        shape = SHAPES[model]
-        contenders = {"ours": build_ours(shape, device, torch.bfloat16 if on_gpu else torch.float32)[0]}
-        if has_peer:
-            contenders["transformers"] = build_peer(shape, device, compiled=False, autocast=on_gpu)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    for model in [*([options.model] if options.model else SHAPES), *(["sp 2"] if options.sp_chunks > 1 else [])]:
+        shape, goal = SHAPES.get(model, SP_SHAPE), GOAL
+        if model in SHAPES:
+            contenders = {"ours": build_ours(shape, device, dtype)[0]}
+            if has_peer:
+                contenders["transformers"] = build_peer(shape, device, compiled=False, autocast=on_gpu)
+        else:
+            goal, contenders = SP_GOAL, {}
+            for chunks, name in ((options.sp_chunks, f"chunked x{options.sp_chunks}"), (1, "no overlap")):
+                contenders[name] = build_ours(shape, device, dtype, one_of_two(chunks))[0]
+                destroy_process_group()
         tokens = torch.randint(0, shape["vocab_size"], (shape["batch"], shape["seq_length"]), device=device)
         seconds = measure(contenders, tokens, options.rounds, options.warmup)
         calls = {name: count_calls(parts, tokens) for name, parts in contenders.items()}
@@ -143,9 +175,10 @@ def main(argv: list[str] | None = None) -> int:
             of_step = [Stats.of(of_parts[part]).text("", 1e3, 2) for part in (*PARTS, "step")]
             rows.append([f"{model}, {name}", *of_step, per_layer.text("", 1e3, 2), " / ".join(f"{c:,}" for c in calls[name])])
             results[f"{model}, {name}"] = {"milliseconds": 1e3 * Stats.of(of_parts["step"]).median, "calls": calls[name]._asdict()}
-        if has_peer:
-            found = [ratios(seconds["ours"][part], seconds["transformers"][part]) for part in (*PARTS, "step")]
-            rows.append([f"{model}, ratio", *(f"{ratio.median:.2f}" for ratio in found), f"goal {GOAL:.2f}", ""])
+        if len(seconds) == 2:
+            mine, other = seconds.values()
+            found = [ratios(mine[part], other[part]) for part in (*PARTS, "step")]
+            rows.append([f"{model}, ratio", *(f"{ratio.median:.2f}" for ratio in found), f"goal {goal:.2f}", ""])
             results[f"{model}, ratio"] = {part: ratio.median for part, ratio in zip((*PARTS, "step"), found, strict=True)}
         destroy_process_group()
     header = ["", "forward, ms", "backward, ms", "update, ms", "step, ms", "of a layer, ms", "Python calls"]

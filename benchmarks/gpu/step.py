@@ -70,8 +70,8 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def build_ours(shape: dict[str, int], device: Any, dtype: Any = None) -> tuple[Parts, str]:
-    """Our step and the name of its attention kernel; ``dtype``: of the parameters, bf16 unless said otherwise."""
+def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: Any = None) -> tuple[Parts, str]:
+    """Our step and the name of its attention kernel; ``dtype``: of the parameters, bf16 unless said otherwise; ``layout``: of a rank."""
     import torch
 
     from megatron_sp.comm.groups import ParallelGroups, init_process_group
@@ -93,7 +93,7 @@ def build_ours(shape: dict[str, int], device: Any, dtype: Any = None) -> tuple[P
     kernel = choose_kernel("auto", device.type, dtype, 0.0).name
     activate(kernel)  # the choice tried each, and put torch's own back
     with drawn_on(device):
-        model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=dtype).to(device)
+        model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=dtype, layout=layout).to(device)
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
     gradients = FlatGradients(units, groups.dp_cp_sp)
