@@ -274,7 +274,8 @@ class LanguageModel(nn.Module):
             self.use(events, TABLE)
             mine = None if types is None else cut.take(types.t())[cut.tp_seq_slice]
             x = self.embedding(cut.take(tokens.t())[cut.sp_slice], cut.take(positions)[cut.tp_seq_slice], ctx, mine)
-        layers = [self.stack.layers[layer] for layer in range(stage.start, stage.stop)]
+        blocks = self.stack.layers
+        layers = [blocks[layer] for layer in range(stage.start, stage.stop)]
         units = [self._units_of_layer[layer] for layer in range(stage.start, stage.stop)]
         offload = self._offload_pass(x, ctx)
         # the units whose parameters backward reads after those of the layers run next

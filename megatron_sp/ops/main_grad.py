@@ -116,11 +116,22 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_out.t() @ x
 
 
-def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
-    """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter."""
-    if main_grad is not None and main_grad.defers and main_grad.later(param, partial(_put_now, main_grad, param, grad)):
+def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_defer: bool = True) -> Tensor | None:
+    """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter.
+
+    Args:
+        may_defer: it may be put off.
+    """
+    if main_grad is None:
+        return grad.to(param.dtype)
+    if may_defer and main_grad.defers and main_grad.later(param, partial(put_grad, main_grad, param, grad, may_defer=False)):
         return None
-    return _put_now(main_grad, param, grad)
+    reserved = main_grad.reserve(param)
+    if reserved is None:
+        return grad.to(param.dtype)
+    view, fresh = reserved
+    view.copy_(grad) if fresh else view.add_(grad)
+    return None
 
 
 def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
@@ -160,13 +171,4 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
     else:
         total = grad_out.sum(0, dtype=wide)
         view.copy_(total) if fresh else view.add_(total)
-    return None
-
-
-def _put_now(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
-    reserved = main_grad.reserve(param) if main_grad is not None else None
-    if reserved is None:
-        return grad.to(param.dtype)
-    view, fresh = reserved
-    view.copy_(grad) if fresh else view.add_(grad)
     return None

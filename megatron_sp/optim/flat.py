@@ -211,6 +211,7 @@ class FlatUnit:
             with ``offload`` always a copy, on the host.
         grads: [n], fp32 (fp64 for an fp64 model); allocated from the first gradient until the reduction, at stage 0
             until the next step.
+        grad_views: its views for the parameters, by id, once ``grad_of`` has made them.
         grad_shard: [n / ranks], the step's reduced gradients.
         frozen, local_frozen: layout and local range of the frozen parameters, at stage 3; else None.
     """
@@ -244,7 +245,7 @@ class FlatUnit:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self._grads: Tensor | None = None
-        self._grad_views: dict[int, Tensor] = {}
+        self.grad_views: dict[int, Tensor] = {}
         self._grad_shard: Tensor | None = None
         if offload:
             # in 16 bits what travels is the rounded copy (optim/offload.py), and pinned memory is scarce
@@ -292,11 +293,11 @@ class FlatUnit:
             self.layout.zero_padding(self._grads)
         return self._grads
 
-    def grad_views(self) -> dict[int, Tensor]:
-        """Return the gradients of all slots, views of the flat buffer, by the parameter's id."""
-        if not self._grad_views:
-            self._grad_views = dict(zip(self.layout.ids, self.layout.views(self.grads), strict=True))
-        return self._grad_views
+    def grad_of(self, key: int) -> Tensor:
+        """Return the gradient of a parameter, a view of the flat buffer, by the parameter's id."""
+        if not self.grad_views:
+            self.grad_views = dict(zip(self.layout.ids, self.layout.views(self.grads), strict=True))
+        return self.grad_views[key]
 
     @property
     def grad_shard(self) -> Tensor:
@@ -308,7 +309,7 @@ class FlatUnit:
 
     def add_to_shard(self, reduced: Tensor) -> None:
         """Accumulate newly reduced gradients into ``grad_shard``, and free the full gradients."""
-        self._free_grads()
+        self._grads, self.grad_views = None, {}
         if self._grad_shard is None:
             self._grad_shard = reduced
         else:
@@ -320,19 +321,15 @@ class FlatUnit:
         So a step holds activations at the end of forward and gradients at the end of backward, which frees the former
         while it produces the latter, instead of both at once.
         """
-        self._free_grads()
-        self._grad_shard = None
+        self._grads, self.grad_views, self._grad_shard = None, {}, None
 
     def kept_grads(self) -> KeptGrads:
         """Return the buffers of the gradients, for ``put_grads``: a captured graph writes into them in every step."""
-        return KeptGrads(self._grads, self._grad_views, self._grad_shard)
+        return KeptGrads(self._grads, self.grad_views, self._grad_shard)
 
     def put_grads(self, kept: KeptGrads) -> None:
         """Take back buffers, with what has been written into them since."""
-        self._grads, self._grad_views, self._grad_shard = kept
-
-    def _free_grads(self) -> None:
-        self._grads, self._grad_views = None, {}
+        self._grads, self.grad_views, self._grad_shard = kept
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Gather all ranks' ranges into one full buffer. Collective."""

@@ -71,6 +71,7 @@ class FlatGradients:
                         f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules that share a"
                         " parameter into one unit, as a tied embedding and head are"
                     )
+        self._params = [slot.param for unit in units for slot in unit.slots]
         self.held: Container[int] = self._unit_of
         self._written: set[int] = set()
         self._ahead: set[int] = set()
@@ -100,8 +101,8 @@ class FlatGradients:
             self.host.start_step()
         for unit in self.units:
             unit.release_grads()
-            for slot in unit.slots:
-                slot.param.grad = None
+        for param in self._params:
+            param.grad = None
 
     def last_micro_batch(self, units: Collection[int] | None = None) -> None:
         """Announce that the next gradients are the step's last, so that units may be reduced as they complete.
@@ -163,9 +164,9 @@ class FlatGradients:
         assert key not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
         if index in self._handles:
             self._before_more(index)
-        view, is_first = self.units[index].grad_views()[key], key not in self._written
+        unit, is_first = self.units[index], key not in self._written
         self._written.add(key)
-        return view, is_first
+        return unit.grad_views[key] if unit.grad_views else unit.grad_of(key), is_first
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
         if id(param) not in self._unit_of or id(param) in self._written:
@@ -248,7 +249,7 @@ class FlatGradients:
             self._wait(index)
         for slot in unit.slots:
             if slot.param.grad is not None or id(slot.param) not in self._written:
-                self._collect(slot, unit.grad_views()[id(slot.param)])
+                self._collect(slot, unit.grad_of(id(slot.param)))
         if self.tp.size() > 1:
             self._sum_over_tp(unit)
         self._reduced.add(index)

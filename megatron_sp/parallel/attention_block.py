@@ -100,11 +100,6 @@ class _Needs(NamedTuple):
     w_proj: bool
     b_proj: bool
 
-    @property
-    def normed(self) -> bool:
-        """True if the input of the QKV projection needs a gradient."""
-        return self.x or self.norm_weight or self.norm_bias
-
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
@@ -154,7 +149,8 @@ class _Backward:
         self.norm, self.params, core, self.plan, self.main_grad, _, num_passed = options
         self.core_params: Sequence[Tensor] = core.parameters
         need_x, *flags = ctx.needs_input_grad[1 : 2 + num_passed]
-        self.needs = _Needs(need_x, *needed(flags, self.params))
+        self.needs = needs = _Needs(need_x, *needed(flags, self.params))
+        self.needs_normed = needs.x or needs.norm_weight or needs.norm_bias  # the gradient of the QKV projection's input
         self.x, *others = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # chunks let go of theirs one by one
         self.pieces = list(zip(ctx.columns, others, strict=False))
@@ -186,7 +182,7 @@ class _Backward:
     def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
         """Return the gradient of the projection's bias, and the heads' gradients with its weight's as the overlapped work."""
         needs, params = self.needs, self.params
-        needs_heads = needs.normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
+        needs_heads = self.needs_normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
         gathered = self.plan.tp.enter_async(grad)
         remade: Projection | None = None
         if needs_heads and self.run.remakes:
@@ -227,7 +223,7 @@ class _Backward:
         reduced: Handle | None = None
         if len(arriving) == 1 and self.run.is_whole(arriving[0][0]):  # the whole weight at once
             d_heads = arriving[0][1].wait().view(self.run.tokens, -1)
-            if needs.normed:
+            if self.needs_normed:
                 reduced = plan.tp.leave_async(projected_by(d_heads, w_qkv))
             if needs.b_qkv:
                 assert self.params.b_qkv is not None
@@ -237,7 +233,7 @@ class _Backward:
                 w_grad = put_weight_grad(self.main_grad, w_qkv, d_heads, rows_of(entered))
             return w_grad, b_grad, reduced, stats
         a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
-        grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if needs.normed else None
+        grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if self.needs_normed else None
         weight_grad = row_wise_grad(self.main_grad, self.params.w_qkv, self.plan.whole_weight) if needs.w_qkv else None
         bias_grad = None
         if needs.b_qkv:
