@@ -136,9 +136,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", help="write results there")
     options = parser.parse_args(argv)
     if options.rounds < 1 or options.warmup < 2 or not 1 <= options.sp_chunks <= 4:
-        parser.error(
-            f"--rounds ({options.rounds}) must be at least 1, --warmup ({options.warmup}) at least 2, --sp-chunks ({options.sp_chunks}) 1 to 4"
-        )
+        found = f"--rounds ({options.rounds}), --warmup ({options.warmup}), --sp-chunks ({options.sp_chunks})"
+        parser.error(f"{found}: they must be at least 1, at least 2, and from 1 to 4")
     return options
 
 

@@ -127,10 +127,8 @@ class _Done(Handle):
         return self
 
     def wait(self) -> Tensor:
-        if self._waited:
-            return super().wait()  # which says what is wrong
-        self._waited = True
-        return self._result
+        again, self._waited = self._waited, True
+        return super().wait() if again else self._result  # which says what is wrong
 
 
 done: Callable[[Tensor], Handle] = _Done

@@ -91,7 +91,11 @@ class SelfAttention(nn.Module):
     def plan(self, ctx: ForwardContext, *, add_input: bool) -> AttentionPlan:
         """Return the plan of a forward pass; that of the pass before, if nothing has changed."""
         known = self._plan
-        is_same = known is not None and (known.seq_length, known.add_input, known.remakes_heads) == (ctx.length, add_input, ctx.remakes_heads)
+        is_same = known is not None and (known.seq_length, known.add_input, known.remakes_heads) == (
+            ctx.length,
+            add_input,
+            ctx.remakes_heads,
+        )
         if known is not None and is_same and ctx.kept is None:
             return known
         plan = AttentionPlan(

@@ -142,8 +142,13 @@ class FlatLayout:
 
         starts, stops = [*(slot.start for slot in self.slots), self.numel], [0, *(slot.stop for slot in self.slots)]
         self._padding = [range(stop, start) for start, stop in zip(starts, stops, strict=True) if start > stop]
-        runs = [length for slot, stop in zip(self.slots, stops, strict=False) for length in (slot.start - stop, slot.numel)]
-        self._runs = [*runs, self.numel - stops[-1]]  # padding and parameters in turn
+        self._runs: list[int] = []  # lengths of padding and parameters, as they follow each other
+        self._places: list[int] = []  # of the parameters among them
+        for slot, stop in zip(self.slots, stops, strict=False):
+            self._runs += [slot.start - stop] if slot.start > stop else []
+            self._places.append(len(self._runs))
+            self._runs.append(slot.numel)
+        self._runs += [self.numel - stops[-1]] if self.numel > stops[-1] else []
 
     def zero_padding(self, flat: Tensor) -> None:
         """Zero the padding of a full buffer."""
@@ -152,8 +157,11 @@ class FlatLayout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the views of all slots in a full buffer: made together, they cost the host a third."""
-        parts = flat.split_with_sizes(self._runs)[1::2]
-        return [part if len(slot.shape) == 1 else part.view(slot.shape) for slot, part in zip(self.slots, parts, strict=True)]
+        parts = flat.split_with_sizes(self._runs)
+        return [
+            parts[place] if len(slot.shape) == 1 else parts[place].view(slot.shape)
+            for slot, place in zip(self.slots, self._places, strict=True)
+        ]
 
     def filled(self, like: Tensor) -> Tensor:
         """Return a new full buffer with the parameters' values and zero padding."""

@@ -19,7 +19,7 @@ from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, norm_gradients
 from megatron_sp.parallel.heads import Message
-from megatron_sp.parallel.linear import column_sum, needed, normed_by, passed_to_autograd, projected_by, rows_of
+from megatron_sp.parallel.linear import needed, normed_by, passed_to_autograd, projected_by, rows_of
 from megatron_sp.parallel.split_projection import project_pieces, put_grad_of_columns, row_wise_grad, take
 from megatron_sp.parallel.ulysses import OTHER, OUTPUT_PROJECTION, PROJECTION, AttentionPlan, Core, HeadGrads, HeadsPass, Projection, add
 
@@ -250,7 +250,7 @@ class _Backward:
                     reduced = plan.tp.leave_async(grad_a)
             for rows, d_heads in pieces:
                 if bias_grad is not None:
-                    bias_grad.put(column_sum(d_heads), rows)
+                    bias_grad.put_column_sum(d_heads, rows)
                 if weight_grad is not None:
                     a2 = rows_of(a.wait()) if a2 is None else a2
                     weight_grad.put_product(d_heads, a2, rows)

@@ -58,7 +58,7 @@ class Message:
         if head_dim not in tables:
             of_rank = [_slices(heads, head_dim) for heads in self.rows]
             every = _slices(tuple(head for heads in self.rows for head in heads), head_dim)
-            tables[head_dim] = MessageTable(every, of_rank, [len(heads) * head_dim for heads in self.rows])
+            tables[head_dim] = MessageTable(every, of_rank, [len(heads) * head_dim for heads in self.rows], _equally_far_apart(of_rank))
         return tables[head_dim]
 
 
@@ -69,11 +69,13 @@ class MessageTable(NamedTuple):
         rows: rows of the weight, for all destinations one after another.
         of_rank: those for each destination.
         widths: how many they are.
+        apart: of two or more ranks with one run each, equally long and far apart: (first row, rows of a run, from run to run); else None.
     """
 
     rows: list[slice]
     of_rank: list[list[slice]]
     widths: list[int]
+    apart: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,14 @@ def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
 
 def _slices(heads: tuple[int, ...], head_dim: int) -> list[slice]:
     return [slice(run.start * head_dim, run.stop * head_dim) for run in runs_of(heads)]
+
+
+def _equally_far_apart(of_rank: list[list[slice]]) -> tuple[int, int, int] | None:
+    if len(of_rank) < 2 or any(len(runs) != 1 for runs in of_rank):
+        return None
+    starts, widths = [runs[0].start for runs in of_rank], {runs[0].stop - runs[0].start for runs in of_rank}
+    steps = {b - a for a, b in pairwise(starts)}
+    return (starts[0], widths.pop(), steps.pop()) if len(steps) == len(widths) == 1 and min(steps) > 0 else None
 
 
 def runs_of(rows: tuple[int, ...]) -> Slices:

@@ -148,7 +148,8 @@ class _ColumnLinear(torch.autograd.Function):
         if grad is None:  # only the residual branch was used
             return None, passed, *(None for _ in flags)
         needs = need_x, *needed(flags, _params_of(ctx.options))
-        grad_x, *of_params = _column_backward(ctx.options, *ctx.saved_tensors, rows_of(grad), needs, passed)
+        (x,) = ctx.saved_tensors
+        grad_x, *of_params = _column_backward(ctx.options, x, rows_of(grad), needs, passed)
         return None, grad_x, *(of_params if flags else ())
 
 
@@ -275,10 +276,11 @@ class _MLP(torch.autograd.Function):
         del wide
         if add_input:
             passed = grad if passed is None else passed + grad
-        grad_x, of_column = passed, [None] * 4
+        of_column: tuple[Tensor | None, ...] = passed, None, None, None, None
         if grad_wide is not None:
-            grad_x, *of_column = _column_backward(column, x, grad_wide, (need_x, need1, need_b1, *need_norm), passed)
-        of_params = (*of_column[:2], *of_row, *of_column[2:]) if flags else ()
+            of_column = _column_backward(column, x, grad_wide, (need_x, need1, need_b1, *need_norm), passed)
+        grad_x, grad1, grad_b1, *of_norm = of_column
+        of_params = (grad1, grad_b1, *of_row, *of_norm) if flags else ()
         return None, grad_x, grad if need_onto else None, *of_params
 
 

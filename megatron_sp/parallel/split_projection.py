@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_sp.ops.main_grad import MainGrad, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
-from megatron_sp.parallel.linear import multiply, project_back, rows_of
+from megatron_sp.parallel.heads import MessageTable
+from megatron_sp.parallel.linear import column_sum, multiply, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 Piece = tuple[slice, Tensor]
@@ -30,13 +31,14 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
 
     Args:
         a: [tokens, h].
-        weight: [sum(widths), h].
+        weight: [sum(widths), h], or the rows of each rank [ranks, width, h].
+        bias: [sum(widths)] or [ranks, width].
         out: flat; receives [tokens, width] for each rank, one after another.
     """
     tokens, ranks = a.shape[0], len(widths)
     if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
-        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight.view(ranks, widths[0], -1).transpose(1, 2)
-        torch.bmm(a.expand(ranks, *a.shape), by_rank, out=blocks)
+        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight if weight.ndim == 3 else weight.view(ranks, widths[0], -1)
+        torch.bmm(a.expand(ranks, *a.shape), by_rank.transpose(1, 2), out=blocks)
         if bias is not None:
             blocks.add_(bias.view(ranks, 1, -1))
         return
@@ -53,6 +55,16 @@ def take(weight: Tensor, rows: list[slice]) -> Tensor:
     if len(rows) == 1:
         return weight if rows[0] == slice(0, weight.shape[0]) else weight[rows[0]]
     return torch.cat([weight[run] for run in rows]) if rows else weight[:0]
+
+
+def take_of_ranks(weight: Tensor, table: MessageTable) -> Tensor:
+    """Return the rows of a message: [ranks, width, ...], a view, if the ranks' rows are equally far apart, else as ``take`` does."""
+    if table.apart is None:
+        return take(weight, table.rows)
+    first, width, step = table.apart
+    stride = weight.stride()
+    shape, strides = (len(table.widths), width, *weight.shape[1:]), (step * stride[0], *stride)
+    return weight.as_strided(shape, strides, weight.storage_offset() + first * stride[0])
 
 
 def project_pieces(
@@ -131,6 +143,13 @@ class RowWiseGrad:
             self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
             at += run.stop - run.start
 
+    def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
+        """Add (or write first) the sum of grad_out [tokens, rows] over the tokens, in fp32 or wider."""
+        if self._overwrite and len(rows) == 1:
+            torch.sum(grad_out, 0, dtype=self._view.dtype, out=self._view[rows[0]])
+        else:
+            self.put(column_sum(grad_out), rows)
+
     def result(self) -> Tensor | None:
         """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view
@@ -147,9 +166,10 @@ class PutOffRowWiseGrad:
         """As of ``RowWiseGrad``."""
         self._calls.append(lambda grad: grad.put_product(grad_out, x, rows))
 
-    def put(self, grad: Tensor, rows: list[slice]) -> None:
-        """As of ``RowWiseGrad``."""
-        self._calls.append(lambda made: made.put(grad, rows))
+    def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
+        """As of ``RowWiseGrad``, but summed at once: what is kept is small."""
+        total = column_sum(grad_out)
+        self._calls.append(lambda made: made.put(total, rows))
 
     def result(self) -> None:
         """Return None: the main_grad has it, or will have it."""

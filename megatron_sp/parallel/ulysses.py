@@ -43,7 +43,7 @@ from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.heads import HeadChunk, Message, Share
 from megatron_sp.parallel.linear import projected, projected_by
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
-from megatron_sp.parallel.split_projection import Piece, project_to_ranks, take
+from megatron_sp.parallel.split_projection import Piece, project_to_ranks, take, take_of_ranks
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
@@ -291,12 +291,13 @@ class HeadsPass:
         self.sp.mark(PROJECTION)
         a, weight, bias = projection.a, projection.weight, projection.bias
         for message in messages:
-            rows, _, widths = message.table(self.plan.head_dim)
+            table = message.table(self.plan.head_dim)
+            rows, widths = table.rows, table.widths
             if self.sp.size == 1 and len(rows) == 1:
                 handles.append(done(projected(a, take(weight, rows), None if bias is None else take(bias, rows))))
                 continue
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
-            project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
+            project_to_ranks(a, take_of_ranks(weight, table), None if bias is None else take_of_ranks(bias, table), widths, send)
             counts = [self.tokens * width for width in widths]
             handles.append(self.sp.exchange_async(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
         return handles
@@ -551,7 +552,7 @@ class HeadsPass:
 
         The choice is made as in ``outputs``.
         """
-        every, of_rank, widths = message.table(self.plan.head_dim)
+        every, of_rank, widths, _ = message.table(self.plan.head_dim)
         at = 0
         if self.sp.size == 1:
             return [(every, arrived.view(self.tokens, widths[0]))]
