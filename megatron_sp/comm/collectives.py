@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from megatron_sp.comm.check import announced
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.recorder import CollectiveRecord
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.recorder import CollectiveRecord
 
 # torch 2.13 has new names for two of them and warns about the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -89,6 +89,11 @@ class ExpertConfig:
         return tuple(layer for layer, has in enumerate(layer_pattern(self.moe_layer_freq, num_layers)) if has)
 
 
+def is_expert_bias(name: str) -> bool:
+    """Return whether a tensor is the bias of a router: no parameter, and never of fewer bits than fp32."""
+    return name.endswith(ROUTER_BIAS)
+
+
 def layer_pattern(text: str, num_layers: int) -> list[bool]:
     """Return which layers have experts.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert import reference
 from megatron_sp.convert.formats.deepspeed_files import find
 from megatron_sp.convert.formats.megatron_files import iteration_folder
@@ -19,7 +20,6 @@ from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import CLASSES, MASKED, NEXT, ORDER, Cast, Rows
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
-from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops import availability

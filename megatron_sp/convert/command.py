@@ -12,6 +12,7 @@ import torch
 
 from megatron_sp import __version__
 from megatron_sp.checkpoint.finite_tensors import FiniteTensors
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.foreign_model import ForeignModel
@@ -19,7 +20,6 @@ from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options, Overrides
 from megatron_sp.convert.run import Bar, convert, require_absent
-from megatron_sp.models.experts import is_expert_bias
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.output_file import require_place, write_output

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.config.rules import model_violations
 from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert.copies import Correspondence, TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
-from megatron_sp.models.experts import is_expert_bias, stored_dtype
+from megatron_sp.models.experts import stored_dtype
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs

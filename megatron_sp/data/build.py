@@ -11,8 +11,6 @@ import numpy as np
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.split_groups import SplitGroup, read_groups
-from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
-from megatron_sp.data.bert_index import left_out
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.document_ends import Stretch, check_document_ends
@@ -20,7 +18,6 @@ from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTData
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
@@ -159,6 +156,10 @@ def build_bert_datasets(
         ConfigError: no data is given, a flag cannot be parsed or does not fit the others, or the tokenizer lacks BERT's
             special tokens.
     """
+    from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
+    from megatron_sp.data.bert_index import left_out
+    from megatron_sp.data.mock_bert_dataset import MockBERTDataset
+
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
     notes: list[str] = []
 

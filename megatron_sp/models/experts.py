@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.config.schema_experts import ROUTER_BIAS
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.expert_mlp import ExpertWeights
 from megatron_sp.ops.main_grad import MainGrad
@@ -40,10 +40,8 @@ def routing_of(config: ModelConfig) -> RoutingSpec:
     )  # fmt: skip
 
 
-def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -> RouterStep | None:
-    """Return what the routers of a model tell a training step; None: it has no experts."""
-    if not config.has_experts:
-        return None
+def router_step(config: ModelConfig, ep: ExpertParallel, device: torch.device) -> RouterStep:
+    """Return what the routers of a model with experts tell a training step."""
     assert config.num_layers
     kind = config.balance_kind
     spec = BalanceSpec(kind, config.moe_aux_loss_coeff if kind != "none" else 0.0, config.moe_z_loss_coeff or 0.0)
@@ -87,11 +85,6 @@ class Router(nn.Module):
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
     """Return the biases of a model's routers by name: beside its parameters all that a checkpoint has of it."""
     return {name: bias for name, bias in model.named_buffers() if is_expert_bias(name)}
-
-
-def is_expert_bias(name: str) -> bool:
-    """Return whether a tensor is the bias of a router: no parameter, and never of fewer bits than fp32."""
-    return name.endswith(ROUTER_BIAS)
 
 
 def stored_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig
-from megatron_sp.models.experts import ExpertMLP, router_step
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
 from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompute_plan, unit_order
@@ -23,11 +22,13 @@ from megatron_sp.parallel.context_plan import RowMask, plan_context
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
-from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.pipeline_stages import Stage, whole_model
 from megatron_sp.parallel.recompute import recompute
-from megatron_sp.parallel.router_pass import RouterStep
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
+    from megatron_sp.parallel.router_pass import RouterStep
 
 OnUnit = Callable[["LanguageModel", Unit], None]
 
@@ -214,6 +215,10 @@ class LanguageModel(nn.Module):
 
     def router_step(self, device: torch.device) -> RouterStep | None:
         """Return what the routers tell a training step; None: there are no experts."""
+        if not self.config.has_experts:
+            return None
+        from megatron_sp.models.experts import router_step
+
         return router_step(self.config, self.layout.ep, device)
 
     def update_expert_biases(self, loads: Tensor, skip: Tensor | None = None) -> None:
@@ -223,6 +228,8 @@ class LanguageModel(nn.Module):
             loads: [layers with experts, E], tokens of the whole step that have chosen each expert.
             skip: true on the device if the step is left out; None: it is not.
         """
+        from megatron_sp.models.experts import ExpertMLP
+
         for block in self.stack.layers:
             if isinstance(block.mlp, ExpertMLP):
                 block.mlp.router.update_bias(loads[block.mlp.number], self.config.moe_router_bias_update_rate, skip)
@@ -360,6 +367,8 @@ class LanguageModel(nn.Module):
         """Return the offload of this forward pass, or None unless activations are kept in host memory (--offload-activations)."""
         if not self.kernels.offload_activations or not torch.is_grad_enabled():
             return None
+        from megatron_sp.parallel.offload import ActivationOffload
+
         self._offload = self._offload or ActivationOffload(x.device)
         return self._offload.forward_pass(ctx.rotary or ())
 

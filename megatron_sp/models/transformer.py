@@ -15,25 +15,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.models.experts import ExpertMLP
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, cut_qkv, fold_mask, head_row_keys, join_qkv, lse_kernel, split_qkv
 from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
-from megatron_sp.ops.piece_choice import piece_kernel
 from megatron_sp.ops.rotary import apply_rotary, rotate_heads
 from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 from megatron_sp.parallel.attention_block import attention_block
-from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
-from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 from megatron_sp.parallel.context_plan import ContextPlan
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout, Unit
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
@@ -44,6 +41,9 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 from megatron_sp.parallel.ulysses import ATTENTION, AttentionPlan
+
+if TYPE_CHECKING:
+    from megatron_sp.models.experts import ExpertMLP
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3
@@ -276,6 +276,9 @@ class AttentionCore:
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None, kept: KeptTensors | None
     ) -> Tensor:  # fmt: skip
         """Compute attention over the keys and values of all cp ranks."""
+        from megatron_sp.ops.piece_choice import piece_kernel
+        from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
+
         counts = None if is_uniform(share, self.r) else tuple(Counter(key_of_each_query(share, self.r)).values())
         row_keys = None if rows is None else rows.permute(2, 0, 1)  # [m, r, L] -> [L, m, r]
         before = None
@@ -352,6 +355,8 @@ class MLP(nn.Module):
             self._linears = self.linear_fc1.linear(), self.linear_fc2.linear()
         fc1, fc2 = self._linears
         if chunks > 1:
+            from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
+
             plan = MLPPlan(self.activation, chunks, self.tp, 0.0 if dropout is None else dropout.rate)
             row_keys = None if dropout is None else dropout.row_keys
             return chunked_mlp(x, norm, fc1, fc2, plan, row_keys=row_keys, onto=onto, main_grad=self.main_grad)
@@ -400,6 +405,8 @@ class TransformerBlock(nn.Module):
             self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
         self.mlp: MLP | ExpertMLP
         if layer in config.expert_layers(config.num_layers or 0):
+            from megatron_sp.models.experts import ExpertMLP
+
             self.mlp = ExpertMLP(config, layer, f"{name}.mlp", seed, dtype, layout)
         else:
             self.mlp = MLP(config, f"{name}.mlp", seed, dtype, layout)

@@ -32,7 +32,6 @@ from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, PACKAGES, lse_lack
 from megatron_sp.ops.lse_kernels import KeptTensors
-from megatron_sp.ops.piece_choice import example_in_pieces
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
@@ -306,6 +305,8 @@ def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> f
     names: tuple[KernelName, ...] = (name, "reference")
     for kernel in names:
         if use.context and kernel == name:
+            from megatron_sp.ops.piece_choice import example_in_pieces
+
             q, k, v = (_wave(s, m, n, d, use=use, phase=i) for i, n in enumerate((r, 1, 1)))
             results.append(example_in_pieces(name, q, k, v, grad, mask))
             continue

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.optim.flat import FlatUnit, Slot
-from megatron_sp.optim.offload import HostCopies
+
+if TYPE_CHECKING:
+    from megatron_sp.optim.offload import HostCopies
 
 _NONE: Mapping[int, Group] = MappingProxyType({})
 _IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ranges: one is on its way, one is complete

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.ops.adamw import AdamStep, UpdateScalars, adamw_
 from megatron_sp.optim.flat import FlatUnit, refresh_params, squared_norm, within
-from megatron_sp.optim.offload import HostCopies
+
+if TYPE_CHECKING:
+    from megatron_sp.optim.offload import HostCopies
 
 _BATCH_BYTES = 1 << 28
 

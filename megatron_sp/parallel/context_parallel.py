@@ -48,26 +48,8 @@ from megatron_sp.ops.pieces import (
     wide_dtype,
 )
 from megatron_sp.parallel.context_plan import ContextPlan, Run
-from megatron_sp.parallel.exchange_group import ExchangeGroup
 from megatron_sp.parallel.row_slices import SliceKeys
-
-
-@dataclass(frozen=True)
-class ContextParallel(ExchangeGroup):
-    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run.
-
-    Attributes:
-        stages_ahead: number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all
-            keys and values are gathered first.
-        keep_kv: keep the received keys and values for backward instead of sending them again.
-    """
-
-    overlap: bool = True
-    stages_ahead: int = 1
-    keep_kv: bool = False
-
-
-NO_CP = ContextParallel()
+from megatron_sp.parallel.sequence_parallel import ContextParallel
 
 
 class ContextAttention(NamedTuple):

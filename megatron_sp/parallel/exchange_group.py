@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_to_all_async, done
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.comm.recorder import CallSite
 from megatron_sp.ops.memory import empty
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.recorder import CallSite
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
-from megatron_sp.parallel.pipeline_stages import Stage
-from megatron_sp.parallel.router_pass import RouterPass
-from megatron_sp.parallel.row_slices import RowSlice
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.pipeline_stages import Stage
+    from megatron_sp.parallel.router_pass import RouterPass
+    from megatron_sp.parallel.row_slices import RowSlice
 
 MicroBatch = dict[str, Tensor]
 TABLE = "table"  # unit of an embedding's table that the first and the last rank of a pipeline share

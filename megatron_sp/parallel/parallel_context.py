@@ -8,22 +8,24 @@ and one may be empty; it is padded so that each rank has at least one row, of wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.recorder import Recorder
-from megatron_sp.parallel.context_parallel import NO_CP, ContextParallel
 from megatron_sp.parallel.context_plan import RowMask, Run, Runs, cut_row, merge_runs
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
-from megatron_sp.parallel.pipeline_stages import Stage
-from megatron_sp.parallel.row_slices import RowSlice
-from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
+from megatron_sp.parallel.sequence_parallel import NO_CP, NO_SP, ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.recorder import Recorder
+    from megatron_sp.parallel.pipeline_stages import Stage
+    from megatron_sp.parallel.row_slices import RowSlice
 
 
 @dataclass(frozen=True)

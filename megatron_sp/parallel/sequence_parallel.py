@@ -1,6 +1,6 @@
-"""The sp group of Ulysses.
+"""The groups over which a sequence is split: sp, of Ulysses, and cp, of context parallelism (``context_parallel.py``).
 
-Before an exchange a rank has its positions of all heads, after it all positions of its heads, or the other way round:
+Before an exchange of Ulysses a rank has its positions of all heads, after it all positions of its heads, or the other way round:
 a part to each rank and one from each, all_to_all, forward and backward. What is sent in which order is in ``heads.py``,
 what is computed between the exchanges in ``ulysses.py``.
 """
@@ -29,4 +29,19 @@ class SequenceParallel(ExchangeGroup):
         return all_reduce_async(x, self.group).recorded(flight).wait()
 
 
-NO_SP = SequenceParallel()
+@dataclass(frozen=True)
+class ContextParallel(ExchangeGroup):
+    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run.
+
+    Attributes:
+        stages_ahead: number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all
+            keys and values are gathered first.
+        keep_kv: keep the received keys and values for backward instead of sending them again.
+    """
+
+    overlap: bool = True
+    stages_ahead: int = 1
+    keep_kv: bool = False
+
+
+NO_SP, NO_CP = SequenceParallel(), ContextParallel()

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async, done, reduce_scatter_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.comm.recorder import CallSite, CollectiveRecord
 from megatron_sp.ops.memory import empty
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.recorder import CallSite, CollectiveRecord
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.verify.copies import one_expert_at_a_time
-from megatron_sp.schedule.verify.copies import Float64Mode
+from megatron_sp.schedule.verify.copies import Float64Mode, one_expert_at_a_time
 from megatron_sp.tasks import bert, gpt
 from megatron_sp.tasks.external_model import ExternalModel, count_products
 from megatron_sp.training.run import Task

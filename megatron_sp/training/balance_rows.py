@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from megatron_sp.config.schema import Config
 from megatron_sp.data.dataset import Dataset, RowDataset
-from megatron_sp.parallel.row_dealing import RowDealer
 from megatron_sp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.row_dealing import RowDealer
 
 _ROWS_LOOKED_AT = 8
 
@@ -24,6 +28,8 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
         raise ConfigError(
             "--balance-rows needs rows of packed documents whose lengths an index says, and this task's data have none: leave it out"
         )
+    from megatron_sp.parallel.row_dealing import RowDealer
+
     model = config.model
     return RowDealer(dataset.document_lengths, config.batch.micro_batch_size, dp_size, not model.is_bert, model.window_size)
 

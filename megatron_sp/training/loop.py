@@ -28,7 +28,6 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training.console import Console
 from megatron_sp.training.finite import require_finite_loss, require_finite_weights, require_sound_end
-from megatron_sp.training.graphs import require_captured
 from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens, dump_bad_step
 from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.saves import Saves
@@ -36,7 +35,6 @@ from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_d
 from megatron_sp.training.signals import KillSwitch, StopSignals
 from megatron_sp.training.starting_point import require_kept_steps, require_own_checkpoint
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
-from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PEER, EXIT_PREEMPTED, ConfigError, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
@@ -57,7 +55,10 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             f"{task.name} cannot be cut into the {config.parallel.pipeline_model_parallel_size} stages of --pipeline-model-parallel-size:"
             " pretraining of GPT and BERT can; leave it out"
         )
-    require_captured(config, is_own=task.is_own)
+    if config.kernels.cuda_graphs == "on":
+        from megatron_sp.training.graphs import require_captured
+
+        require_captured(config, is_own=task.is_own)
     require_own_checkpoint(config)
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
     signals = StopSignals(launched=bool(launch.launcher), speaks=launch.rank == 0 or not sys.stderr.isatty())
@@ -67,6 +68,8 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     peers = Peers.create(groups.control, launch)
     launch = dataclasses.replace(launch, attempt=peers.attempt)
     if config.parallel.verify_parallelism:
+        from megatron_sp.training.verify import verify_parallelism
+
         return verify_parallelism(config, task, launch, groups)
     # one process of each host looks for the file
     kill_switch = KillSwitch(config.batch.kill_switch_path if launch.local_rank == 0 else None)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch
-from megatron_sp.parallel.router_pass import RouterStep
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.router_pass import RouterStep
 
 
 def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None) -> ForwardContext:

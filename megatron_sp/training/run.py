@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -44,15 +44,11 @@ from megatron_sp.data.build import Datasets
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.estimate.pipeline_choice import settle_schedule
-from megatron_sp.ops.cuda_graphs import CudaGraphs
-from megatron_sp.ops.expert_mlp import runs_grouped
 from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.parallel.row_dealing import RowDealer
 from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
@@ -60,13 +56,9 @@ from megatron_sp.training.balance_rows import row_dealer, warning_about_document
 from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
-from megatron_sp.training.graphs import StepGraphs, is_profiled, why_not_captured
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.training.overlap import OverlapReport
-from megatron_sp.training.pipelined import Pipeline, build_pipeline
-from megatron_sp.training.probe import choice_from, choose_overlap, choose_split, split_from, words_for_split
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.resume import resume_samples, resume_schedule
 from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
@@ -82,6 +74,12 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
 from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.run_log import evaluated
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.row_dealing import RowDealer
+    from megatron_sp.training.graphs import StepGraphs
+    from megatron_sp.training.overlap import OverlapReport
+    from megatron_sp.training.pipelined import Pipeline
 
 
 @dataclass(frozen=True)
@@ -293,8 +291,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     plan = plan_steps(context, origin)
     data = build_data(context, plan, tokenizer, closing)
     context = settle_split(context, origin)
-    if line := settle_schedule(config, context.groups.world_size):
-        console.line(line)
+    choose_pipeline_schedule(context)
     attention = choose_attention(context, origin)
     layout = choose_layout(context, origin, attention)
     memory_estimate = estimate_memory(context, layout, attention)
@@ -498,6 +495,8 @@ def settle_split(context: RunContext, origin: Origin | None) -> RunContext:
     config, groups = context.config, context.groups
     if not config.parallel.measures_split:
         return context
+    from megatron_sp.training.probe import choose_split, split_from, words_for_split
+
     ranks = config.parallel.context_parallel_size
     before = None if origin is None else origin.stored.get("layout")
     others = {key: value for key, value in _layout_record(context).items() if key not in ("sp", "cp")}
@@ -513,6 +512,15 @@ def settle_split(context: RunContext, origin: Origin | None) -> RunContext:
         groups.destroy()
         groups = layout_groups(config, groups.device, check=config.parallel.check_collectives, control=groups.control)
     return replace(context, groups=groups, sizes="timed")
+
+
+def choose_pipeline_schedule(context: RunContext) -> None:
+    """Resolve --pipeline-schedule auto."""
+    if context.config.parallel.pipeline_schedule == "auto":
+        from megatron_sp.estimate.pipeline_choice import settle_schedule
+
+        if line := settle_schedule(context.config, context.groups.world_size):
+            context.console.line(line)
 
 
 def choose_attention(context: RunContext, origin: Origin | None) -> AttentionChoice:
@@ -549,6 +557,8 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     chunks = parallel.sp_head_chunks or 2
     mode: str = parallel.overlap_mode
     if mode == "auto":
+        from megatron_sp.training.probe import choice_from, choose_overlap
+
         before = None if origin is None else origin.stored.get("layout")
         if isinstance(before, dict) and _is_same_layout(before, record):
             mode, chunks = choice_from(before.get("sp_overlap"))
@@ -557,14 +567,20 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
             context.console.line(report)
     assert mode in ("none", "split-qkv", "chunked")
     steps = config.logging.report_overlap
-    pipeline = build_pipeline(config, groups)
+    pipeline = None
+    if parallel.pipeline_model_parallel_size > 1:
+        from megatron_sp.training.pipelined import build_pipeline
+
+        pipeline = build_pipeline(config, groups)
+        assert pipeline is not None
+        context.watchdog.locate = pipeline.locate
+        context.peers.parts[:] = pipeline.parts
     experts = expert_parallel(config, groups)
     overlap_report: OverlapReport | None = None
     if steps is not None:
+        from megatron_sp.training.overlap import OverlapReport
+
         overlap_report = OverlapReport(steps, groups, context.run_dir, context.console.line, pipeline, experts.group)
-    if pipeline is not None:
-        context.watchdog.locate = pipeline.locate
-        context.peers.parts[:] = pipeline.parts
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",
@@ -602,6 +618,8 @@ def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, Trai
     sharded.fingerprint.require_equal(groups, layout.parallel.ep.rank)
     fused = use_fused_kernels(config, sharded.model, groups)
     if config.model.has_experts and groups.device.type == "cuda":
+        from megatron_sp.ops.expert_mlp import runs_grouped
+
         runs_grouped(groups.device)
     optimizer = sharded.optimizer(config, groups, "apex" if fused.adamw is not None and fused.adamw.name == "apex" else "torch")
     scaler = LossScaler(
@@ -677,6 +695,9 @@ def use_graphs(
     mode = config.kernels.cuda_graphs
     if mode == "off" or config.batch.skip_train or device.type != "cuda":  # on a CPU nobody expects a graph
         return None
+    from megatron_sp.ops.cuda_graphs import CudaGraphs
+    from megatron_sp.training.graphs import StepGraphs, is_profiled, why_not_captured
+
     lacks = why_not_captured(config, device.type, is_own=context.task.is_own)
     for obstacle in lacks:
         context.console.line(f"captured steps: not used, {obstacle.reason}")

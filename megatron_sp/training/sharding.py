@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from megatron_sp.config.schema import Config, ParallelConfig
 from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
-from megatron_sp.optim.offload import HostCopies
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
@@ -23,6 +22,9 @@ from megatron_sp.parallel.layers import attach_main_grad, shard_specs, table_nam
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.pipeline_stages import Stage
 from megatron_sp.training.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from megatron_sp.optim.offload import HostCopies
 
 
 @dataclass
@@ -123,7 +125,11 @@ def build_sharded(
         units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,
         fetch=parallel.zero3_fetch, together=units_together(model),
     )  # fmt: skip
-    host = HostCopies(units) if parallel.offload_optimizer else None
+    host: HostCopies | None = None
+    if parallel.offload_optimizer:
+        from megatron_sp.optim.offload import HostCopies
+
+        host = HostCopies(units)
     gradients = FlatGradients(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,

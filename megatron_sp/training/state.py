@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
-from megatron_sp.models.experts import expert_biases
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.layers import shard_specs
@@ -93,7 +93,9 @@ class TrainingState:
     def _buffers(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint keeps: biases of experts, and those of a foreign model's state."""
         foreign = getattr(self.model, "saved_buffers", None)
-        return expert_biases(self.model) if foreign is None else foreign()
+        if foreign is not None:
+            return foreign()
+        return {name: buffer for name, buffer in self.model.named_buffers() if is_expert_bias(name)}
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""

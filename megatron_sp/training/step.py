@@ -18,26 +18,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.recorder import Recorder
 from megatron_sp.ops.attention import KernelName
 from megatron_sp.ops.memory import host_empty, to_device
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
-from megatron_sp.parallel.pipeline import Timeline
-from megatron_sp.parallel.router_pass import RouterStep
-from megatron_sp.training.pipelined import Pipeline, PipelinedPasses
 from megatron_sp.training.routers import RouterReport, count_first, with_routers
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.recorder import Recorder
+    from megatron_sp.parallel.router_pass import RouterStep
+    from megatron_sp.training.pipelined import Pipeline
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -415,6 +416,9 @@ class TrainStep:
 
     def _pipelined(self, pipeline: Pipeline, micro_batches: list[MicroBatch], step: int, losses: Losses) -> None:
         """Run forward and backward of every micro-batch through this rank's stages. Collective over the pipeline."""
+        from megatron_sp.parallel.pipeline import Timeline
+        from megatron_sp.training.pipelined import PipelinedPasses
+
         key = _on_device(step, losses.device) if self.options.drops else step
         recorder = self.recorder if self.recorder is not None and self.recorder.recording else None
         timeline = None if recorder is None else Timeline(recorder.clock)
@@ -578,6 +582,8 @@ def evaluate_batches(
         return terms[0]
 
     if pipeline is not None:
+        from megatron_sp.training.pipelined import PipelinedPasses
+
         assert loss.hidden is not None, "a task without stages, which the flags refuse"
         PipelinedPasses(
             pipeline,

@@ -22,8 +22,9 @@ from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask
 from megatron_sp.ops.pieces import BackwardInputs, Columns, Partial, Rows, Stage, attend, attend_backward, halves, wide_dtype
 from megatron_sp.ops.tile_pieces import CPUFlash, Reference
 from megatron_sp.parallel import context_parallel, exchange_group
-from megatron_sp.parallel.context_parallel import NO_CP, ContextAttention, ContextParallel, _Message, context_attention
+from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
+from megatron_sp.parallel.sequence_parallel import NO_CP, ContextParallel
 
 D = 4
 

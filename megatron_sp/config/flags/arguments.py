@@ -21,12 +21,9 @@ from typing import Any
 from megatron_sp.config.field_kinds import FieldKind
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import Setting, canonical, read_config_file
-from megatron_sp.config.flags.deepspeed_config import settle
-from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
 from megatron_sp.config.flags.expert_dialects import HELD, settle_expert_dialect
 from megatron_sp.config.flags.flag_names import ANY, DEEPSPEED_FILE, SPECIAL, Target, arity, idleness, meant_by, refusal, targets
 from megatron_sp.config.open_fields import OpenFields, certain_violations
-from megatron_sp.config.presets import PROGRAMS, preset_named
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import GROUPS, Config, raise_all
 from megatron_sp.config.split_groups import read_group_file
@@ -434,6 +431,9 @@ def _settle_deepspeed(draft: _Draft, world_size: int) -> list[str]:
     """Reconcile DeepSpeed's JSON, if there is one, with the settings; return notes about its keys that have no effect."""
     if draft.deepspeed_file is None:
         return []
+    from megatron_sp.config.flags.deepspeed_config import settle
+    from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
+
     try:
         found = read_deepspeed_config(draft.deepspeed_file, draft.config.given.get(("optimizer", "lr")))
         problems = settle(found, draft.config, world_size)
@@ -467,6 +467,8 @@ def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
     given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
     if "preset" not in given:
         return []
+    from megatron_sp.config.presets import PROGRAMS, preset_named
+
     chosen, families = given["preset"], given.get("model-family", given["preset"]).words
     try:
         name = FieldKind("str").parse(chosen.words).lower()

@@ -12,7 +12,6 @@ from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.config_file import canonical
 from megatron_sp.config.flags.expert_dialects import HELD
-from megatron_sp.config.flags.upstream_names import DEEPSPEED, FORKS, LAUNCHERS, MEGATRON_DEEPSPEED, MEGATRON_LM
 from megatron_sp.config.schema import GROUPS
 
 DEEPSPEED_FILE = ("deepspeed-config", "deepscale-config")
@@ -22,7 +21,6 @@ SPECIAL = (
 )  # fmt: skip
 ANY = -1  # number of values: as many as follow
 _LIKENESS = 0.8  # of a name that has no effect here, where 0.6 does for one of ours
-UPSTREAM = MEGATRON_LM | MEGATRON_DEEPSPEED | DEEPSPEED | FORKS | LAUNCHERS
 
 
 class Target(NamedTuple):
@@ -58,9 +56,13 @@ def _negation(name: str) -> str:
 def refusal(name: str) -> str | None:
     """Return why a flag of another program is not supported; None if it is not among those."""
     why = dialect.REFUSED.get(name) or _of_family(name, dialect.REFUSED_PREFIXES)
-    if why is None and name in UPSTREAM and not _is_accepted(name):
+    if why is not None or _is_accepted(name):
+        return why
+    from megatron_sp.config.flags.upstream_names import UPSTREAM
+
+    if name in UPSTREAM:
         return "a flag of Megatron's or DeepSpeed's that has no counterpart here"
-    return why
+    return None
 
 
 def idleness(name: str) -> str | None:

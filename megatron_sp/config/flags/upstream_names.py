@@ -253,3 +253,4 @@ LAUNCHERS = _names("""
     hostfile
     """)  # fmt: skip
 """Flags of torchrun and of DeepSpeed's launcher, which end up behind the program's name."""
+UPSTREAM = MEGATRON_LM | MEGATRON_DEEPSPEED | DEEPSPEED | FORKS | LAUNCHERS

@@ -18,13 +18,14 @@ from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, writ
 from megatron_sp.config.rules import normalize
 from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, DataConfig
+from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.formats.format import Progress, require_inside
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import copy_files, enter_tokenizer, find_files, find_named
 from megatron_sp.data.tokenizers import kept
-from megatron_sp.models.experts import is_expert_bias, stored_dtype
+from megatron_sp.models.experts import stored_dtype
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 from megatron_sp.utils.strict_json import is_count
 

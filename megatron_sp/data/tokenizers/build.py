@@ -7,11 +7,8 @@ from typing import Any
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE, default_type
-from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
-from megatron_sp.data.tokenizers.spm import Llama2Tokenizer, SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
-from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -40,20 +37,28 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     if kind in SENTENCEPIECE:
         if not data.tokenizer_model:
             raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model FILE")
+        from megatron_sp.data.tokenizers.spm import Llama2Tokenizer, SentencePieceTokenizer
+
         tokenizer = (Llama2Tokenizer if kind == "Llama2Tokenizer" else SentencePieceTokenizer)(data.tokenizer_model)
     elif kind == "HuggingFaceTokenizer":
         if not data.tokenizer_model:
             raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE, a tokenizer.json")
+        from megatron_sp.data.tokenizers.hugging_face import HuggingFaceTokenizer
+
         tokenizer = HuggingFaceTokenizer(data.tokenizer_model)
     elif kind == "GPT2BPETokenizer":
         if not data.vocab_file or not data.merge_file:
             raise ConfigError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file FILE, a vocab.json, and --merge-file FILE, a merges.txt"
             )
+        from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer
+
         tokenizer = GPT2BPETokenizer(data.vocab_file, data.merge_file)
     elif kind in WORDPIECE:
         if not data.vocab_file:
             raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file FILE")
+        from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
+
         tokenizer = BertWordPieceTokenizer(data.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
     elif kind == "ByteTokenizer":
         tokenizer = ByteTokenizer()

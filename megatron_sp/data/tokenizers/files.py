@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE
-from megatron_sp.data.tokenizers.hugging_face import FILE
-from megatron_sp.data.tokenizers.tokenizer import read_bounded
+from megatron_sp.data.tokenizers.tokenizer import FILE, read_bounded
 from megatron_sp.utils.errors import DataError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")

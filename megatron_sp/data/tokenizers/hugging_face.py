@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
-from megatron_sp.data.tokenizers.tokenizer import MAX_BYTES, read_bounded
+from megatron_sp.data.tokenizers.tokenizer import FILE, MAX_BYTES, read_bounded
 from megatron_sp.utils.errors import DataError
 
-FILE = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 _MAX_BESIDE_BYTES = 4 << 20
 _KNOWN = {

@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron_sp.utils.errors import ConfigError, DataError
 
+FILE = "tokenizer.json"
+"""Name of the Hugging Face library's file."""
 MAX_BYTES = 64 << 20
 """Of a tokenizer's file; the largest vocabularies of today take 35 MB."""
 

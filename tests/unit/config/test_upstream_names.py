@@ -6,7 +6,8 @@ import pytest
 
 from megatron_sp.config.flags import ignored_flags as dialect
 from megatron_sp.config.flags.arguments import config_from_args, scan
-from megatron_sp.config.flags.flag_names import SPECIAL, UPSTREAM, idleness, meant_by, offered, refusal, targets
+from megatron_sp.config.flags.flag_names import SPECIAL, idleness, meant_by, offered, refusal, targets
+from megatron_sp.config.flags.upstream_names import UPSTREAM
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 

@@ -102,7 +102,7 @@ def test_from_corpus_to_data_set(tmp_path: Path) -> None:
     tool("preprocess_data.py", "--input", str(tmp_path / "c.jsonl"), "--output-prefix", prefix, "--tokenizer-model", model, "--append-eod")
 
     from megatron_sp.data.indexed_dataset import IndexedDataset
-    from megatron_sp.data.tokenizers import SentencePieceTokenizer
+    from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 
     tokenizer = SentencePieceTokenizer(model)
     data = IndexedDataset(prefix + "_text_document")

@@ -13,8 +13,9 @@ import pytest
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert.tokenizers import find_files, find_named, tell
-from megatron_sp.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, choose_bos, hugging_face
+from megatron_sp.data.tokenizers import ByteTokenizer, choose_bos, hugging_face
 from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.kept import find_moved
 from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 

@@ -18,7 +18,8 @@ from megatron_sp.data.classification import (
     read_examples,
     scores,
 )
-from megatron_sp.data.tokenizers import BertWordPieceTokenizer, ByteTokenizer
+from megatron_sp.data.tokenizers import ByteTokenizer
+from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 FILES = {  # two examples of each, in the columns of the files as they are downloaded
