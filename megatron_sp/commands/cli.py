@@ -29,6 +29,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "report": ("report", "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration"),
     "plot": ("plot", "draw the curves of one or several runs"),
     "summarize": ("summarize", "summarize a run in a few lines"),
+    "chaos": ("chaos", "stress a training on this machine: killed, stopped, starved of disk and damaged it must end with the same weights"),
 }
 DATA_PROGRAMS: dict[str, tuple[str, str]] = {
     "corpus": ("corpus", "write a JSONL corpus of the text that comes with Python"),
@@ -78,7 +79,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (_, text) in PROGRAMS.items():
         commands.add_parser(name, help=text, add_help=False)
-    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule, _add_chaos):
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule):
         add(commands)
     return parser
 
@@ -145,21 +146,6 @@ def _add_schedule(commands: Commands) -> None:
 
     text = "check, show, explain, verify and train external models (transformers', yours) by schedules: docs/how-to/schedule.md"
     add_actions(_add_command(commands, "schedule", text))
-
-
-def _add_chaos(commands: Commands) -> None:
-    from megatron_sp.commands.chaos import options
-
-    text = "stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
-    chaos = _add_command(commands, "chaos", text, usage=options.USAGE, epilog=options.EPILOG)
-    options.add_arguments(chaos)
-    chaos.set_defaults(run=_chaos, takes_words=True)
-
-
-def _chaos(args: argparse.Namespace) -> int:
-    from megatron_sp.commands.chaos.command import run
-
-    return run(args, args.words)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -28,11 +28,13 @@ def test_other_weights_are_found_and_the_exit_code_says_so(tmp_path: Path) -> No
     script = tmp_path / "forgetful.py"
     script.write_text(
         "import sys, time\n"
-        "from megatron_sp.commands.chaos import tiny\n"
+        "from megatron_sp.commands.chaos import load\n"
+        "load()\n"
+        "from chaos.jobs import train_tiny\n"
         "import os\n"
         "os.environ.pop('RANK', None)\n"
         "seed = str(time.time_ns() % 1000 + 1)\n"
-        "tiny.train(0, 1, int(os.environ['PORT']), [*sys.argv[1:], '--seed', seed, '--accept-data-change'])\n"
+        "train_tiny(0, 1, int(os.environ['PORT']), [*sys.argv[1:], '--seed', seed, '--accept-data-change'])\n"
     )
     import os
     import socket

@@ -19,13 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.commands.chaos import faults
-from megatron_sp.commands.chaos.faults import KINDS, Kind, Scene
-from megatron_sp.commands.chaos.jobs import Job, Watch, in_child, start_built_in, start_command
-from megatron_sp.commands.chaos.prove import differences
+import torch
+
+from chaos import faults
+from chaos.faults import KINDS, Kind, Scene
+from chaos.jobs import Job, Watch, in_child, start_built_in, start_command
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.config.schema import Config
-from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.run_log import read_status
+from megatron_sp.report.run_history import are_equal, repetitions
+from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.run_log import read_records, read_status
 
 MARK = "chaos.json"
 PER_ROUND = 10
@@ -258,6 +262,36 @@ class _After:
 
 def _last(job: Job) -> str:
     return "\n".join(f"    {line[:300]}" for line in job.text().splitlines()[-6:])
+
+
+def differences(clean: Path, run: Path) -> list[str]:
+    """Return a description of each difference; an empty list if the two runs are equal to the last bit."""
+    torch.set_num_threads(1)
+    try:
+        folders = [Checkpointer(None).find(path) for path in (clean, run)]
+        readers = [NativeReader(folder, verified=True) for folder in folders]  # ``find`` has read every byte
+        first, second = (reader.tensors() for reader in readers)
+        found = [f"the last checkpoint is {folders[1].name}, not {folders[0].name}"] if folders[0].name != folders[1].name else []
+        found += [f"{name} is in only one of the two" for name in sorted(first.keys() ^ second.keys())]
+        for name in first.keys() & second.keys():
+            a, b = (reader.read(name).contiguous() for reader in readers)
+            if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+                found.append(f"{name} has other bits")
+        return found + _of_logs(clean, run)
+    except ReportedError as error:
+        return [str(error)]
+
+
+def _of_logs(clean: Path, run: Path) -> list[str]:
+    records = [read_records(path)[0] for path in (clean, run)]
+    losses = {r["step"]: r.get("loss_hex") for r in records[0] if r["kind"] == "train"}
+    found = [
+        f"the loss of step {r['step']} is {r.get('loss_hex')}, not {losses[r['step']]}"
+        for r in records[1] if r["kind"] == "train" and r["step"] in losses and r.get("loss_hex") != losses[r["step"]]
+    ]  # fmt: skip
+    return found + [
+        f"step {step} was repeated with different results" for step, taken in repetitions(records[1]).items() if not are_equal(taken)
+    ]
 
 
 def require_settled(start: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ A process gets a signal only if it is one that was started here, or a descendant
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,6 +23,11 @@ from typing import Any
 from megatron_sp.utils.processes import is_running
 
 _POLL_S = 0.004
+_TINY = (  # a GPT of some ten thousand parameters on synthetic tokens
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --mock-data --vocab-size 60 --device cpu"
+    " --num-threads 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval 1 --peak-tflops 1 --save-interval 3"
+    " --distributed-timeout-minutes 0.15 --no-progress-bar --zero-stage 1 --train-iters 40"
+)
 
 
 class Watch:
@@ -147,14 +153,31 @@ def start_command(command: list[str], run: Path, output: Path) -> Job:
 
 
 def start_built_in(ranks: int, run: Path, output: Path) -> Job:
-    """Start the built-in training by forking this process, which has already imported everything."""
-    from megatron_sp.commands.chaos import tiny
-
+    """Start the built-in training by forking this process, which has already imported torch and the training loop."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     sys.stdout.flush()
-    return Job(run, output, [_fork(lambda rank=rank: tiny.train(rank, ranks, port, save_flags(run)), output) for rank in range(ranks)])  # type: ignore[misc]
+    return Job(run, output, [_fork(lambda rank=rank: train_tiny(rank, ranks, port, save_flags(run)), output) for rank in range(ranks)])  # type: ignore[misc]
+
+
+def train_tiny(rank: int, ranks: int, port: int, more: list[str]) -> None:
+    """Run one rank of the built-in training; never returns."""
+    import torch
+
+    from megatron_sp.commands.pretrain import parse_config
+    from megatron_sp.tasks.gpt import GPT
+    from megatron_sp.training.loop import pretrain
+
+    torch.set_num_threads(1)  # before anything else: OpenMP with more threads hangs after a fork
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "MEGATRON_SP_FAULT"):
+        os.environ.pop(name, None)
+    layout = ["--sequence-parallel-size", "2" if ranks % 4 == 0 else "1", "--global-batch-size", str(4 * ranks)]
+    pretrain(parse_config([*_TINY.split(), *layout, *more], prog="megatron-sp chaos"), dataclasses.replace(GPT, name="chaos"))
 
 
 def save_flags(run: Path) -> list[str]:
