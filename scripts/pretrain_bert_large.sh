@@ -9,11 +9,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-1}" ZERO="${ZERO:-1}" OVERLAP="${OVERLAP:-auto}"
 export RECOMPUTE="${RECOMPUTE:-none}" TRAIN_ITERS="${TRAIN_ITERS:-500000}"
 
-flags=(
-    --preset bert-large --mask-prob 0.15 --short-seq-prob 0.1 --bf16
-    --micro-batch-size 32 --global-batch-size 1024
-    --lr 1e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-iters 10000
-    --adam-beta1 0.9 --adam-beta2 0.999 --weight-decay 0.01 --clip-grad 1.0
-    --save-interval 1000 --eval-interval 1000 --eval-iters 10 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_bert.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_bert.py --config "$root/scripts/recipes/bert_large.yaml" -- "$@"

@@ -8,11 +8,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-1}" TP="${TP:-1}" SP="${SP:-1}" ZERO="${ZERO:-0}" OVERLAP="${OVERLAP:-auto}"
 export RECOMPUTE="${RECOMPUTE:-none}" TRAIN_ITERS="${TRAIN_ITERS:-20000}" # 10 billion tokens
 
-flags=(
-    --preset gpt-125m --bf16
-    --micro-batch-size 8 --global-batch-size 256 # half a million tokens, as in the paper
-    --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-iters 700
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 1000 --eval-interval 1000 --eval-iters 10 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/gpt_125m_1gpu.yaml" -- "$@"

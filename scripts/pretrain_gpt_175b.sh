@@ -13,11 +13,4 @@ export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" NNODES="${NNODES:-16}" TP="${TP:-8}
 export PP_SCHEDULE="${PP_SCHEDULE:-interleaved}" ZERO="${ZERO:-1}" OVERLAP="${OVERLAP:-auto}"
 export RECOMPUTE="${RECOMPUTE:-none}" TRAIN_ITERS="${TRAIN_ITERS:-111350}" # 300 billion tokens, as in the GPT-3 paper
 
-flags=(
-    --preset gpt-175b --init-method-std 0.006 --bf16
-    --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 # the first 12 billion tokens
-    --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-warmup-iters 7000 # 0.4 billion tokens
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 500 --eval-interval 1000 --eval-iters 10 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/gpt_175b.yaml" -- "$@"

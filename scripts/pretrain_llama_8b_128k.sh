@@ -11,11 +11,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-host}" ZERO="${ZERO:-3}" OVERLAP="${OVERLAP:-chunked}"
 export RECOMPUTE="${RECOMPUTE:-full}" TRAIN_ITERS="${TRAIN_ITERS:-20000}" # 21 billion tokens on one host
 
-flags=(
-    --preset llama3-8b --seq-length 131072 --bf16
-    --micro-batch-size 1 --global-batch-size 8
-    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 500 --eval-interval 500 --eval-iters 4 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/llama_8b_128k.yaml" -- "$@"

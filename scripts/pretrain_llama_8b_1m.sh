@@ -12,11 +12,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-host}" CP="${CP:-${NNODES:-1}}" ZERO="${ZERO:-3}"
 export OVERLAP="${OVERLAP:-chunked}" RECOMPUTE="${RECOMPUTE:-full}" TRAIN_ITERS="${TRAIN_ITERS:-200}" # 0.8 billion tokens
 
-flags=(
-    --preset llama3-8b --seq-length 1048576 --rotary-base 2.8e9 --bf16 --offload-activations
-    --micro-batch-size 1 --global-batch-size 4
-    --lr 2e-5 --min-lr 2e-6 --lr-decay-style cosine --lr-warmup-iters 10
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 20 --eval-interval 50 --eval-iters 1 --log-interval 1 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/llama_8b_1m.yaml" -- "$@"

@@ -10,12 +10,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" NNODES="${NNODES:-4}" TP="${TP:-1}" SP="${SP:-host}" EP="${EP:-8}" ZERO="${ZERO:-3}"
 export OVERLAP="${OVERLAP:-chunked}" RECOMPUTE="${RECOMPUTE:-full}" TRAIN_ITERS="${TRAIN_ITERS:-100000}" # 420 billion tokens
 
-# batch and learning rate are usual for the size: nothing is published of them
-flags=(
-    --preset mixtral-8x7b --moe-chunks 2 --bf16
-    --micro-batch-size 1 --global-batch-size 128
-    --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 500 --eval-interval 500 --eval-iters 4 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/mixtral_8x7b.yaml" -- "$@"

@@ -10,12 +10,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-1}" EP="${EP:-8}" ZERO="${ZERO:-1}" OVERLAP="${OVERLAP:-chunked}"
 export RECOMPUTE="${RECOMPUTE:-full}" TRAIN_ITERS="${TRAIN_ITERS:-1200000}" # 5 trillion tokens
 
-# batch and learning rate of the paper
-flags=(
-    --preset olmoe-1b-7b --moe-chunks 2 --bf16
-    --micro-batch-size 4 --global-batch-size 1024
-    --lr 4e-4 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 2500
-    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
-    --save-interval 500 --eval-interval 500 --eval-iters 4 --log-interval 10 --keep-last 2)
-
-exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py --config "$root/scripts/recipes/olmoe_1b_7b.yaml" -- "$@"

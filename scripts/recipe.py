@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.commands.recipe_run import main
+from megatron_sp.commands.recipe import main
 from megatron_sp.utils import output
 from megatron_sp.utils.program import leave
 

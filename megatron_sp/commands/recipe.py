@@ -1,17 +1,23 @@
-"""Common part of the scripts scripts/pretrain_*.sh: builds and checks a command from a script's variables and flags.
+"""What scripts/pretrain_*.sh share: a script's variables and flags become a command, which is described and run.
 
-    variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/how-to/zoo.md)
-    SMOKE=1    the same layout with tiny sizes on CPU processes: tp, sp, cp, pp and ep are reduced to at most 2, dp to what ZeRO needs
+    SMOKE=1    the same layout with the tiny sizes of scripts/recipes/smoke.yaml on CPU processes: tp, sp, cp, pp and ep are
+               reduced to at most 2, dp to what ZeRO needs; the run folder is removed at the end, unless SAVE names one
+    DRY_RUN=1  print the needs of the full size, as with --dry-run; nothing is started
+    else       check number and memory of this host's GPUs against the prediction; then scripts/launch.sh takes over
 
-A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by
-``arguments.py`` before anything starts, so an impossible layout gives the message of the training program.
-``recipe_run.py`` describes and runs the command.
+A script names its variables' defaults and the file of its flags (scripts/recipes); the user's own flags come last and take
+precedence. All are parsed before anything starts, so an impossible layout gives the message of the training program.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +26,26 @@ from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.flags.config_file import canonical
 from megatron_sp.config.presets import PROGRAMS
 from megatron_sp.config.schema import Config
+from megatron_sp.estimate.suggestions import shortage
+from megatron_sp.planner.dry_run import RunPlan, plan_run
+from megatron_sp.planner.forecast import ASSUMED_GPU, ASSUMED_LINK, Forecast, machine_for
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 
+Start = Callable[[list[str], dict[str, str]], int]
 ROOT = Path(__file__).resolve().parents[2]
-SMOKE_STEPS = 2
 _DATA_FLAGS = ("data-path", "train-data-path", "mock-data")
-# A model that every layout of up to 4 ranks can cut: 8 heads, with 4 groups where the full size shares keys and values.
-_TINY = (
-    "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "128", "--seq-length", "128",
-    "--max-position-embeddings", "128", "--vocab-size", "500", "--mock-data", "--device", "cpu", "--peak-tflops", "1",
-    "--micro-batch-size", "1", "--train-iters", str(SMOKE_STEPS), "--lr-warmup-iters", "1", "--log-interval", "1", "--eval-iters", "1",
-)  # fmt: skip
 _TINY_EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--kv-channels", "8", "--moe-router-topk")
+_OF_SEVERAL_HOSTS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+_MADE_UP = [
+    "",
+    "  " + "*" * 88,
+    "  *" + "NO DATA IS GIVEN: THIS TRAINS ON MADE-UP TOKENS, AND THE MODEL WILL BE OF NO USE".center(86) + "*",
+    "  *" + "your own: DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE".center(86) + "*",
+    "  " + "*" * 88,
+]
+_QUESTIONS = ("-h", "--help", "--print-config", "--dry-run")  # flags that are answered without a training run
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Number of processes on all hosts."""
         return self.variables.layout.processes
 
     @property
@@ -65,19 +78,21 @@ class Recipe:
         return self.world_size if self.variables.smoke else self.variables.nproc
 
     @property
+    def command(self) -> list[str]:
+        """Command line that starts the processes of this host."""
+        return ["bash", str(ROOT / "scripts" / "launch.sh"), str(self.nproc), str(ROOT / self.program), *self.flags]
+
     def batches(self) -> BatchPlan:
-        """Sizes of the batches of all steps."""
+        """Return the sizes of the batches of all steps."""
         config = self.config
         return BatchPlan.from_config(config.batch, config.parallel.dp_size(self.world_size), config.model.seq_length or 0)
 
     def tokens_after(self, steps: int) -> int:
         """Return the number of tokens of the first ``steps`` steps."""
-        return self.batches.samples_after(steps) * (self.config.model.seq_length or 0)
+        return self.batches().samples_after(steps) * (self.config.model.seq_length or 0)
 
-    @property
-    def command(self) -> list[str]:
-        """Command line that starts the processes of this host."""
-        return ["bash", str(ROOT / "scripts" / "launch.sh"), str(self.nproc), str(ROOT / self.program), *self.flags]
+
+# --------------------------------------------------------------------------------------------------------------- flags
 
 
 def build(script: str, program: str, own: Sequence[str], users: Sequence[str], environ: Mapping[str, str], scratch: str = "") -> Recipe:
@@ -95,38 +110,35 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
     variables, name = Variables.read(environ), Path(script).stem
     if not (ROOT / program).is_file():
         raise ConfigError(f"{program} is not in {ROOT}")
-    family = next((family for family, each in PROGRAMS.items() if each == program), None)
+    family = next((family for family, its_program in PROGRAMS.items() if its_program == program), None)
     save = variables.save or (scratch if variables.smoke else f"runs/{name.removeprefix('pretrain_')}")
-    data, length = _data(variables, users), _length(variables)
+    data = _data(variables, users)
+    length = [] if variables.train_iters is None else ["--train-iters", str(variables.train_iters)]
 
-    def of(layout: RankCounts, *more: str) -> tuple[list[str], Config]:
-        flags = [*own, *_layout(variables, layout), *data, *length, "--save", save, "--auto-resume", *more, *users]
+    def parsed(layout: RankCounts, *more: str) -> tuple[list[str], Config]:
+        flags = [*own, *_layout_flags(variables, layout), *data, *more, "--save", save, "--auto-resume", *users]
         return flags, config_from_args(flags, world_size=layout.processes, family=family)
 
     try:
-        flags, config = of(variables.full_layout)  # in a smoke test too: an impossible layout cannot be tried
+        flags, config = parsed(variables.full_layout, *length)  # in a smoke test too: an impossible layout cannot be tried
         if variables.smoke:
-            flags, config = of(variables.smoke_layout, *_tiny(config, variables))
+            own = [*own, "--config", str(ROOT / "scripts/recipes/smoke.yaml")]
+            flags, config = parsed(variables.smoke_layout, *_tiny(config, variables))
     except ConfigError as error:
         raise ConfigError(f"{error}\n  the variables are {variables.text()}") from None
     return Recipe(name, program, variables, tuple(flags), config, save)
 
 
-def _layout(variables: Variables, layout: RankCounts) -> list[str]:
-    tp, sp, cp, pp, _, ep = layout
-    flags = ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if tp > 1 else [])]
-    flags += ["--sequence-parallel-size", str(sp), *(["--sp-overlap-mode", variables.overlap] if sp > 1 else [])]
-    flags += ["--context-parallel-size", str(cp)] if cp > 1 else []
-    if pp > 1:
-        flags += ["--pipeline-model-parallel-size", str(pp)]
+def _layout_flags(variables: Variables, layout: RankCounts) -> list[str]:
+    flags = ["--tensor-model-parallel-size", str(layout.tp), *(["--sequence-parallel"] if layout.tp > 1 else [])]
+    flags += ["--sequence-parallel-size", str(layout.sp), *(["--sp-overlap-mode", variables.overlap] if layout.sp > 1 else [])]
+    flags += ["--context-parallel-size", str(layout.cp)] if layout.cp > 1 else []
+    if layout.pp > 1:
+        flags += ["--pipeline-model-parallel-size", str(layout.pp)]
         flags += ["--pipeline-schedule", variables.pp_schedule] if variables.pp_schedule else []
-    flags += ["--expert-model-parallel-size", str(ep)] if ep > 1 else []
+    flags += ["--expert-model-parallel-size", str(layout.ep)] if layout.ep > 1 else []
     flags += ["--zero-stage", str(variables.zero)]
     return flags + (["--recompute-granularity", variables.recompute] if variables.recompute != "none" else [])
-
-
-def _length(variables: Variables) -> list[str]:
-    return [] if variables.train_iters is None else ["--train-iters", str(variables.train_iters)]
 
 
 def _data(variables: Variables, users: Sequence[str]) -> list[str]:
@@ -153,14 +165,205 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
-    """Return flags for tiny sizes: layers for all stages; gradient accumulation (a full pipeline) and ramp-up if the full size has them."""
+    """Return the flags of a smoke test that depend on the full size.
+
+    These are layers for all stages, key/value groups, experts, and where the full size has them gradient accumulation (a
+    full pipeline) and ramp-up.
+    """
     tp, sp, cp, pp, world_size, _ = variables.smoke_layout
-    flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
-    flags += [*_TINY_EXPERTS, str(min(full.model.moe_router_topk, 2))] if full.model.has_experts else []
-    batch, dp = full.batch, full.parallel.dp_size(variables.full_layout.processes)
+    batch, dp, tiny_dp = full.batch, full.parallel.dp_size(variables.full_layout.processes), world_size // (tp * sp * cp * pp)
     accumulates = (batch.global_batch_size or 0) > batch.micro_batch_size * dp
-    flags += ["--num-layers", str(pp * full.parallel.stages_per_pipeline_rank)] if pp > 1 else []
-    tiny_dp = world_size // (tp * sp * cp * pp)
-    flags += ["--rampup-batch-size", *[str(tiny_dp)] * 3] if batch.rampup_batch_size else []
     size = str(tiny_dp * (2 * pp if accumulates else 1))
-    return [*flags, *(["--step-batch-size-schedule", f"0:{size}"] if batch.step_batch_size_schedule else []), "--global-batch-size", size]
+    flags = ["--num-query-groups", "4"] if full.model.num_query_groups else []
+    flags += [*_TINY_EXPERTS, str(min(full.model.moe_router_topk, 2))] if full.model.has_experts else []
+    flags += ["--num-layers", str(pp * full.parallel.stages_per_pipeline_rank)] if pp > 1 else []
+    flags += ["--rampup-batch-size", *[str(tiny_dp)] * 3] if batch.rampup_batch_size else []
+    flags += ["--step-batch-size-schedule", f"0:{size}"] if batch.step_batch_size_schedule else []
+    return [*flags, "--global-batch-size", size]
+
+
+# ---------------------------------------------------------------------------------------------------------- description
+
+
+def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
+    """Return a description of the run in a few lines.
+
+    Args:
+        memory: bytes of the smallest GPU of this host; None if unknown.
+    """
+    variables, data = recipe.variables, recipe.config.data
+    title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
+    stays = bool(variables.save) or not variables.smoke
+    peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (f", of {format_bytes(memory)}" if memory else "")
+    rows = {
+        "model": _model(recipe, plan),
+        "layout": _layout(recipe, plan),
+        "step": _step(recipe, plan),
+        "memory": f"{peak}; tensors alone",
+        **_speed(recipe, plan),
+        "data": " ".join(data.data_path or data.train_data_path) or "made up",
+        "run folder": f"{recipe.save}; {'the same command goes on from its newest checkpoint' if stays else 'removed at the end'}",
+        "command": shlex.join(recipe.command),
+    }
+    made_up = _MADE_UP if data.mock_data and not variables.smoke else []
+    return "\n".join([f"{recipe.name}{title}", *(f"  {key:<10}  {value}" for key, value in rows.items()), *made_up])
+
+
+def _model(recipe: Recipe, plan: RunPlan) -> str:
+    model, name = recipe.config.model, recipe.config.preset or recipe.program
+    heads = f"{model.num_attention_heads} heads" + (f" with {model.num_groups} groups" if model.num_query_groups else "")
+    return (
+        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_parameters(plan.num_params)} parameters, {model.num_layers} layers,"
+        f" hidden {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens, {recipe.config.precision.params_dtype}"
+    )
+
+
+def _layout(recipe: Recipe, plan: RunPlan) -> str:
+    parallel, hosts = recipe.config.parallel, 1 if recipe.variables.smoke else recipe.variables.nnodes
+    where = _many(recipe.world_size, "CPU process", "CPU processes") if plan.device == "cpu" else _many(recipe.world_size, "GPU", "GPUs")
+    exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
+    context = f", cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    experts = f", ep {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""
+    stages = parallel.pipeline_model_parallel_size
+    pipeline = f", pp {stages} ({parallel.pipeline_kind})" if stages > 1 else ""
+    return (
+        f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
+        f" {parallel.sequence_parallel_size}{exchanges}{context}{experts}{pipeline}, dp {parallel.dp_size(recipe.world_size)},"
+        f" ZeRO stage {parallel.zero_stage}, recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
+    )
+
+
+def _step(recipe: Recipe, plan: RunPlan) -> str:
+    length, steps, batch = recipe.config.model.seq_length or 0, recipe.config.batch.train_iters, recipe.batches()
+    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(recipe.tokens_after(steps))} tokens" if steps else ""
+    ramp = f" ({batch.first:,} at the start)" if batch.first != batch.full else ""
+    micro_batches = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
+    return f"{_many(batch.full, 'sequence', 'sequences')}{ramp}, {batch.full * length:,} tokens, {micro_batches}{whole}"
+
+
+def _speed(recipe: Recipe, plan: RunPlan) -> dict[str, str]:
+    """Return rows with the predicted time of a dry run's training and, where the price of a GPU is known, its cost."""
+    variables, steps = recipe.variables, recipe.config.batch.train_iters
+    if not variables.dry_run or plan.device == "cpu":
+        return {}
+    machine = machine_for(recipe.world_size, variables.nnodes, variables.gpu_type, variables.link_type, ("GPU_TYPE", "LINK_TYPE"))
+    speed = Forecast.of(recipe.config, machine)
+    assumed = [] if variables.gpu_type else [f"GPU_TYPE={ASSUMED_GPU}"]
+    assumed += [f"LINK_TYPE={ASSUMED_LINK}"] if machine.between and not variables.link_type else []
+    rows = {"speed": speed.words() + (f"; assumed: {' '.join(assumed)}" if assumed else "")}
+    if steps:
+        tokens, count = recipe.tokens_after(steps), _many(steps, "step", "steps")
+        rows["time"] = f"{speed.length(tokens)} for {count}, without validation and saves; predicted as by `megatron-sp plan`"
+        if variables.price_per_gpu_hour is None:
+            rows["cost"] = "PRICE_PER_GPU_HOUR=2.5, or what an hour of a GPU costs you, says it"
+        else:
+            price = speed.price(tokens, variables.price_per_gpu_hour)
+            rows["cost"] = f"{price:,.0f}, at {variables.price_per_gpu_hour:g} for an hour of a GPU"
+    return rows
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
+
+
+# ------------------------------------------------------------------------------------------------------------ execution
+
+
+def gpu_memory() -> list[int]:
+    """Return the memory of every GPU of this host in bytes."""
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+
+
+def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
+    """Check that this host has a GPU with enough memory for each process.
+
+    Raises:
+        ConfigError: it does not; the message has suggestions.
+    """
+    script = f"bash scripts/{recipe.name}.sh"
+    if len(gpus) < recipe.nproc:
+        fewer = f"; NPROC_PER_NODE={len(gpus)} {script} takes those" if gpus else ""
+        raise ConfigError(
+            f"{_many(recipe.nproc, 'GPU is', 'GPUs are')} needed on this host, and there are {len(gpus)}{fewer}. SMOKE=1 {script} tries the"
+            f" layout with a tiny model on CPU processes, DRY_RUN=1 {script} says what the full size takes"
+        )
+    lines = shortage(recipe.config, recipe.world_size, "cuda", min(gpus[: recipe.nproc]), "on a GPU of this host")
+    if lines:
+        raise ConfigError("\n".join(lines).removeprefix("warning: ") + f"\n  the variables are {recipe.variables.text()}")
+
+
+def _run(command: list[str], environ: dict[str, str]) -> int:
+    """Run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles, so that the caller can clean up."""
+    child: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if child is not None:
+            child.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        child = subprocess.Popen(command, env=environ)
+        if stopped:  # before there was a child to signal
+            child.terminate()
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _become(command: list[str], environ: dict[str, str]) -> int:
+    """Replace this process by a command, so that signals reach the launcher itself."""
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environ)
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _become, gpus: Callable[[], list[int]] = gpu_memory) -> int:
+    """Describe and run the command of a script, given as ``SCRIPT PROGRAM FLAGS... -- FLAGS OF THE USER``.
+
+    Args:
+        start: starts a real run.
+        gpus: returns the memory of this host's GPUs.
+    Returns:
+        The exit code.
+    Raises:
+        ReportedError: invalid variables or flags, or an unsuitable host.
+    """
+    script, program, *flags = argv
+    cut = flags.index("--")
+    own, users = flags[:cut], flags[cut + 1 :]
+    asks = any(word.split("=")[0] in _QUESTIONS for word in users)
+    environ = {"PYTHON": sys.executable, **environ}
+    with tempfile.TemporaryDirectory(prefix=f"{Path(script).stem}.") as scratch:
+        recipe = build(script, program, own, users, environ, scratch)
+        if recipe.variables.smoke and not asks:
+            print(describe(recipe, plan_run(recipe.config, recipe.world_size)), flush=True)
+            return _run(recipe.command, {name: text for name, text in environ.items() if name not in _OF_SEVERAL_HOSTS})
+    if asks:
+        return start([environ["PYTHON"], *recipe.command[3:]], {**environ, "WORLD_SIZE": str(recipe.world_size)})
+    plan = plan_run(recipe.config, recipe.world_size)
+    if recipe.variables.dry_run:
+        print(describe(recipe, plan), plan.text(), sep="\n\n")
+        return EXIT_OK
+    found = gpus() if plan.device == "cuda" else []
+    if plan.device == "cuda":
+        check_gpus(recipe, found)
+    if environ.get("NODE_RANK", "0") in ("", "0"):
+        print(describe(recipe, plan, min(found, default=None)), flush=True)
+    return start(recipe.command, environ)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of scripts/recipe.py; returns the exit code."""
+    try:
+        return run(argv, os.environ)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

@@ -27,7 +27,8 @@ Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/sch
 - Later wins: defaults, then those of `--preset NAME` ([zoo.md](../how-to/zoo.md)), then `--config FILE`, then the command line from left to
   right; a flag given twice takes the last value.
 - Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
-- `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
+- `--config FILE` reads YAML: the names below, flat or under the name of their group; of several files the later
+  ones come over the earlier ones. `--print-config` prints such a file and exits.
 - `--dry-run` prints what a run would take on every rank, parameters, memory, collectives and bytes, and exits; `--dry-run json` the same
   for programs. `--world-size N` says for how many processes (default: those that the launcher has started, or `WORLD_SIZE`).
   `--device auto` then means GPUs.

@@ -1,10 +1,10 @@
-"""Parser from a command line, and optionally a YAML file, to a validated ``Config``.
+"""Parser from a command line, and optionally YAML files, to a validated ``Config``.
 
 The fields of ``config/schema.py`` are the flags. The flags of Megatron-LM and Megatron-DeepSpeed are accepted: other
 names are rewritten, flags without meaning here are collected in ``Config.ignored_flags``, unsupported flags that would
 change the result are rejected (``ignored_flags.py``). Abbreviations are not accepted: a mistyped flag ends the program
 with exit code 2 and the nearest names. Later values win: defaults, those of --preset (``config/presets.py``), then the
-file, then the command line from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except
+files, then the command line from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except
 for the values that its engine reads from the file alone.
 
 Nothing here imports torch or numpy; a wrong flag is reported in a tenth of a second, before any communication.
@@ -38,7 +38,7 @@ class CommandLine:
     """A command line split into flags, before names and values are checked."""
 
     settings: list[Setting] = field(default_factory=list)
-    config_file: str | None = None
+    config_files: list[str] = field(default_factory=list)
     print_config: bool = False
     dry_run: str | None = None  # text or json
     world_size: int | None = None
@@ -136,16 +136,16 @@ def _open_fields(draft: _Draft, line: CommandLine) -> OpenFields:
 
 
 def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
-    """Return the program's own settings, then those of the file, then those of the command line."""
+    """Return the program's own settings, then those of the files, then those of the command line."""
     own = [] if family is None else [Setting("model-family", (family,), "this program")]
-    of_file: list[Setting] = []
-    if line.config_file:
+    of_files: list[Setting] = []
+    for path in line.config_files:
         try:
-            of_file = read_config_file(line.config_file)
+            of_files += read_config_file(path)
         except ConfigError as error:
             line.problems.append(str(error))
             line.has_all_settings = False
-    return own + of_file + line.settings
+    return own + of_files + line.settings
 
 
 # ------------------------------------------------------------------------------------------------------- scanning
@@ -204,8 +204,9 @@ def _note(line: CommandLine, setting: Setting) -> None:
             line.problems.append(f"--world-size: {error}")
             line.world_size_is_open = True
     elif setting.name == "config":
-        line.config_file = setting.words[0] if setting.words and setting.words[0] else None
-        if line.config_file is None:
+        if setting.words and setting.words[0]:
+            line.config_files.append(setting.words[0])
+        else:
             line.problems.append("--config: expected the path of a YAML file, got nothing")
     else:
         line.settings.append(setting)

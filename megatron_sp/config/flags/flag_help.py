@@ -22,7 +22,7 @@ _GENERAL = (
         "--preset NAME",
         "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags (`megatron-sp presets` lists them)",
     ),
-    ("--config FILE", "YAML file of flags, flat or grouped; the command line comes after it"),
+    ("--config FILE", "YAML file of flags, flat or grouped; given twice the second comes over the first, and the command line over both"),
     ("--deepspeed-config FILE", "DeepSpeed's JSON; it must agree with the flags, docs/reference/flags.md"),
     ("--print-config", "print the whole configuration as YAML for --config, and exit"),
     (

@@ -6,13 +6,15 @@ import json
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatron_sp.commands import cli, recipe_run
-from megatron_sp.commands.recipe import ROOT, Recipe, build
-from megatron_sp.commands.recipe_run import check_gpus, describe, main, run
+from megatron_sp.commands import cli
+from megatron_sp.commands import recipe as recipes
+from megatron_sp.commands.recipe import ROOT, Recipe, build, check_gpus, describe, main, run
 from megatron_sp.commands.recipe_variables import LAUNCHER_NAMES, NAMES, Variables, misspelled
 from megatron_sp.data.tokenizers.train import train_sentencepiece
 from megatron_sp.planner.dry_run import plan_run
@@ -20,12 +22,24 @@ from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_duration
 
 GIB = 2**30
-OWN = ("--preset", "gpt-6.7b", "--seq-length", "16384", "--bf16", "--micro-batch-size", "1", "--global-batch-size", "16", "--lr", "1e-4")
+FLAGS = {"preset": "gpt-6.7b", "seq-length": 16384, "bf16": True, "micro-batch-size": 1, "global-batch-size": 16, "lr": "1e-4"}
+_FILES = tempfile.TemporaryDirectory(prefix="recipes.")
+
+
+def own(**more: object) -> tuple[str, str]:
+    """A script's own flags: a file like those in scripts/recipes."""
+    flags = FLAGS | {name.replace("_", "-"): value for name, value in more.items()}
+    path = Path(_FILES.name) / f"{abs(hash(str(flags)))}.yaml"
+    path.write_text(yaml.safe_dump(flags))
+    return "--config", str(path)
+
+
+OWN = own()
 EIGHT = {"NPROC_PER_NODE": "8", "SP": "host", "ZERO": "1", "OVERLAP": "auto", "TRAIN_ITERS": "100"}
 
 
-def recipe(*users: str, own: tuple[str, ...] = OWN, **variables: str) -> Recipe:
-    return build("scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", own, users, {**EIGHT, **variables}, "/tmp/scratch")
+def recipe(*users: str, flags: tuple[str, ...] = OWN, **variables: str) -> Recipe:
+    return build("scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", flags, users, {**EIGHT, **variables}, "/tmp/scratch")
 
 
 class Starts:
@@ -209,21 +223,20 @@ def test_a_smoke_test_has_layers_for_all_stages_and_fills_the_pipeline(kind: str
 
 
 def test_batches_that_grow() -> None:
-    ramp = ("--global-batch-size", "32", "--rampup-batch-size", "16", "8", "48")
-    made = recipe(own=(*OWN, *ramp), TRAIN_ITERS="4")
+    ramp = own(global_batch_size=32, rampup_batch_size=[16, 8, 48])
+    made = recipe(flags=ramp, TRAIN_ITERS="4")
     told = describe(made, plan_run(made.config, made.world_size))  # 16, 16 and 24 sequences, then 32
     assert "32 sequences (16 at the start), 524,288 tokens, 32 micro-batches; 4 steps, 1.4 M tokens" in told
-    small = recipe(own=(*OWN, *ramp), SMOKE="1").config.batch
+    small = recipe(flags=ramp, SMOKE="1").config.batch
     assert (small.global_batch_size, small.rampup_batch_size) == (2, (1, 1, 1))
 
 
 def test_batches_in_steps() -> None:
-    steps = ("--step-batch-size-schedule", "0:16 400K:8 800K:32")
-    own = (*OWN, "--global-batch-size", "32", *steps)
-    made = recipe(own=own, TRAIN_ITERS="4")
+    steps = own(global_batch_size=32, step_batch_size_schedule="0:16 400K:8 800K:32")
+    made = recipe(flags=steps, TRAIN_ITERS="4")
     told = describe(made, plan_run(made.config, made.world_size))  # 16, 16, 8 and 8 sequences, then 32
     assert "32 sequences (16 at the start), 524,288 tokens, 32 micro-batches; 4 steps, 786.4 k tokens" in told
-    assert recipe(own=own, SMOKE="1").config.batch.global_batch_size == 2
+    assert recipe(flags=steps, SMOKE="1").config.batch.global_batch_size == 2
 
 
 def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:
@@ -237,9 +250,9 @@ def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:
     assert small.checkpoint.save == "/tmp/scratch" and small.kernels.device == "cpu" and small.data.mock_data
     assert small.batch.global_batch_size == 2  # accumulates, as the full size does: dp is 1
     assert recipe(SMOKE="1", SP="1").config.batch.global_batch_size == 2 * 2  # dp 2
-    assert recipe(SMOKE="1", SP="1", own=(*OWN, "--global-batch-size", "8")).config.batch.global_batch_size == 2
-    llama = (*OWN, "--preset", "llama3-8b")
-    assert recipe(SMOKE="1", own=llama).config.model.num_groups == 4 and recipe(SMOKE="1").config.model.num_groups == 8
+    assert recipe(SMOKE="1", SP="1", flags=own(global_batch_size=8)).config.batch.global_batch_size == 2
+    llama = own(preset="llama3-8b")
+    assert recipe(SMOKE="1", flags=llama).config.model.num_groups == 4 and recipe(SMOKE="1").config.model.num_groups == 8
     assert recipe("--seed", "7", "--num-layers", "3", SMOKE="1").config.model.num_layers == 3  # the user's flags come last
 
 
@@ -280,7 +293,7 @@ def test_own_data(tmp_path: Path) -> None:
     plan = plan_run(mine.config, mine.world_size)
     assert mine.config.model.vocab_size == 300 and f"  data        {prefix}\n" in describe(mine, plan)
     assert recipe(DATA_PATH=str(prefix), SMOKE="1").config.data.mock_data
-    bert = build("b.sh", "pretrain_bert.py", (*OWN, "--preset", "bert-base", "--seq-length", "512"), (),
+    bert = build("b.sh", "pretrain_bert.py", own(preset="bert-base", seq_length=512), (),
                  {"DATA_PATH": str(prefix), "VOCAB_FILE": str(words), "TRAIN_ITERS": "9"}).config  # fmt: skip
     assert bert.data.tokenizer_type == "BertWordPieceLowerCase" and bert.data.vocab_file == str(words) and bert.model.vocab_size is None
 
@@ -301,7 +314,7 @@ def test_a_smoke_test_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, cap
         assert seen[0].is_dir() and not {"NNODES", "NODE_RANK", "NPROC_PER_NODE"} & environ.keys() and environ["HOME"] == "/h"
         return 9
 
-    monkeypatch.setattr(recipe_run, "_run", fake)
+    monkeypatch.setattr(recipes, "_run", fake)
     argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
     assert run(argv, {**EIGHT, "SMOKE": "1", "NNODES": "2", "NODE_RANK": "1", "HOME": "/h"}) == 9
     told = capsys.readouterr().out
@@ -312,9 +325,9 @@ def test_a_smoke_test_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, cap
 def test_the_end_of_a_smoke_test() -> None:
     """Its exit code is passed on, and a SIGTERM of ours to it; then signals are as before."""
     before = signal.getsignal(signal.SIGTERM)
-    assert recipe_run._run(["bash", "-c", "exit 7"], dict(os.environ)) == 7
+    assert recipes._run(["bash", "-c", "exit 7"], dict(os.environ)) == 7
     program = 'sleep 20 & trap "kill $!; exit 75" TERM; kill -TERM $PPID; wait'
-    assert recipe_run._run(["bash", "-c", program], dict(os.environ)) == 75
+    assert recipes._run(["bash", "-c", program], dict(os.environ)) == 75
     assert signal.getsignal(signal.SIGTERM) is before
 
 

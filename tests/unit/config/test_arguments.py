@@ -353,6 +353,15 @@ def test_the_command_line_comes_after_the_file_wherever_it_stands(tmp_path: Path
     assert (config.optimizer.lr, config.precision.bf16, config.batch.seed) == (1e-3, False, 7)
 
 
+def test_a_later_file_comes_over_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("lr: 0.5\nbf16: true\nseed: 7\n")
+    (tmp_path / "b.yaml").write_text("seed: 8\nnum-layers: 3\n")
+    config = config_from_args(
+        [*SOUND.split(), "--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}", "--num-layers", "4"]
+    )
+    assert (config.optimizer.lr, config.precision.bf16, config.batch.seed, config.model.num_layers) == (1e-3, True, 8, 4)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -59,7 +59,6 @@ TORCH_FREE = (
     "commands/preset_table",
     "commands/pretrain",
     "commands/recipe",
-    "commands/recipe_run",
     "commands/recipe_variables",
     "commands/schedule/options",
     "commands/section_task",
