@@ -135,7 +135,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _add_ckpt(commands: Commands) -> None:
-    from megatron_sp.commands.ckpt.options import add_actions
+    from megatron_sp.commands.ckpt.command import add_actions
 
     text = "list, show, verify, compare, thin out and merge checkpoints"
     add_actions(_add_command(commands, "ckpt", text))

@@ -1,4 +1,4 @@
-"""What scripts/pretrain_*.sh share: a script's variables and flags become a command, which is described and run.
+"""The command behind scripts/pretrain_*.sh: a script's variables and flags become a command, which is described and run.
 
     SMOKE=1    the same layout with the tiny sizes of scripts/recipes/smoke.yaml on CPU processes: tp, sp, cp, pp and ep are
                reduced to at most 2, dp to what ZeRO needs; the run folder is removed at the end, unless SAVE names one

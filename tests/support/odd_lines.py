@@ -330,7 +330,7 @@ def load_everything() -> None:
     """What programs import when they need it, once, so that no child does it again."""
     import torch
 
-    import megatron_sp.commands.ckpt.deep
+    import megatron_sp.commands.ckpt.tensors
     import megatron_sp.convert.command
     import megatron_sp.inference.team
     import megatron_sp.planner.command

@@ -13,9 +13,8 @@ from support import ckpts
 from torch import Tensor
 
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import diff as comparing
-from megatron_sp.commands.ckpt import distance
-from megatron_sp.commands.ckpt.distance import Distance
+from megatron_sp.commands.ckpt import contents, tensors
+from megatron_sp.commands.ckpt.tensors import Distance
 
 Capture = pytest.CaptureFixture[str]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -109,7 +108,7 @@ def test_names_shapes_and_dtypes(base: Path, tmp_path: Path, capsys: Capture, mo
     assert code == 1 and rows[NORM] == ("fp32 [14]", "bf16 [15]") and rows["extra"] == (None, "bf16 [14]")
     assert rows["decoder.final_layernorm.bias"] == ("fp32 [14]", None) and rows[EMBEDDING] == ("fp32 [37, 14]", "bf16 [37, 14]")
     assert "master: 16 tensors only in b" in text and "... and " not in text
-    monkeypatch.setattr(comparing, "_MAX_ROWS", 3)
+    monkeypatch.setattr(contents, "_MAX_ROWS", 3)
     assert "... and 14 more (--json has all)" in diff(capsys, base, other)[1]
     some = ("--tensors", "*layers*weight", "--weights-only")
     assert diff(capsys, base, other, *some)[0] == 1  # other dtypes
@@ -132,16 +131,16 @@ def test_what_cannot_be_compared(base: Path, tmp_path: Path, capsys: Capture) ->
 
 @pytest.mark.parametrize("block_bytes", [1, pytest.param(1 << 20, marks=pytest.mark.long)])
 def test_distance(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensors, "PART_BYTES", block_bytes)
     nan, inf = math.nan, math.inf
 
     def between(a: list[float], b: list[float], rtol: float = 0.0, atol: float = 0.0) -> Distance:
         return Distance.of([(torch.tensor(a), torch.tensor(b, dtype=torch.float64))], rtol, atol, lambda n: None)
 
     found = between([1.0, 2.0, -4.0], [1.0, 2.5, -4.0])
-    assert (found.max_abs, found.largest, found.max_rel, found.beyond, found.count) == (0.5, 4.0, 0.125, 1, 3)
+    assert (found.max_abs, found.largest, found.max_rel(), found.beyond, found.count) == (0.5, 4.0, 0.125, 1, 3)
     assert between([nan, inf, -inf, 0.0], [nan, inf, -inf, -0.0]).beyond == 0
     for a, b in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf)):
         assert (between([a], [b], 0.5, 1e9).beyond, between([a], [b]).max_abs) == (1, inf)
     assert [between([2.0], [1.0], rtol, atol).beyond for rtol, atol in ((1.0, 0.0), (0.0, 1.0), (0.4, 0.5))] == [0, 0, 1]
-    assert between([1.0], [0.0]).max_rel == inf and between([], []).max_rel == 0.0
+    assert between([1.0], [0.0]).max_rel() == inf and between([], []).max_rel() == 0.0

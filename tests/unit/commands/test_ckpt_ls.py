@@ -16,7 +16,7 @@ from support.run_logs import LogWriter
 
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import survey as looking
+from megatron_sp.commands.ckpt import folders
 
 Capture = pytest.CaptureFixture[str]
 
@@ -97,14 +97,14 @@ def test_while_a_job_saves(run: Path, capsys: Capture) -> None:
 
 
 def test_a_folder_that_vanishes_meanwhile_is_left_out(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_at = looking.look_at
+    look_at = folders.look_at
 
-    def look(path: Path, step: int, kind: str) -> looking.Entry:
+    def look(path: Path, step: int, kind: str) -> folders.Entry:
         if step == 2:
             raise FileNotFoundError
         return look_at(path, step, kind)
 
-    monkeypatch.setattr(looking, "look_at", look)
+    monkeypatch.setattr(folders, "look_at", look)
     assert [c["step"] for c in ls(capsys, run)[1][0]["checkpoints"]] == [4, 6]
 
 

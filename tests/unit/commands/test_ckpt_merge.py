@@ -12,7 +12,7 @@ from support.training import assert_same_tensors, state, tensors
 
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import merge as merging
+from megatron_sp.commands.ckpt import tensors as merging
 
 Capture = pytest.CaptureFixture[str]
 

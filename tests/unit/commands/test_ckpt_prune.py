@@ -12,7 +12,6 @@ from support import ckpts
 from megatron_sp.checkpoint import commit
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import prune as pruning
 
 Capture = pytest.CaptureFixture[str]
 
@@ -139,6 +138,6 @@ def test_a_folder_that_cannot_be_deleted(run: Path, capsys: Capture, monkeypatch
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(pruning.commit, "discard", refuse)
+    monkeypatch.setattr(commit, "discard", refuse)
     code, _, err = prune(capsys, run, "--keep-last", 1)
     assert code == 6 and "not everything could be deleted: Permission denied" in err

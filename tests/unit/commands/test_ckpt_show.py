@@ -12,8 +12,8 @@ import torch
 from support import ckpts
 
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import values
-from megatron_sp.commands.ckpt.values import Values
+from megatron_sp.commands.ckpt import tensors as reading
+from megatron_sp.commands.ckpt.tensors import Values
 
 Capture = pytest.CaptureFixture[str]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -79,13 +79,13 @@ def test_values_of_a_tensor(run: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize("block_bytes", [40, pytest.param(1, marks=pytest.mark.long), pytest.param(1 << 20, marks=pytest.mark.long)])
 def test_statistics_do_not_depend_on_blocks(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far from zero, where a sum of squares would have lost the deviation."""
-    monkeypatch.setattr(values, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reading, "PART_BYTES", block_bytes)
     torch.manual_seed(0)
     x = 1e6 + torch.randn(50, 3, dtype=torch.float64)
     x[7, 1] = 0.0
     told: list[int] = []
     found = Values.of(iter(x.split(20)), told.append)
-    assert (found.mean, found.std) == pytest.approx((float(x.mean()), float(x.std(correction=0))), rel=1e-12)
+    assert (found.mean, found.std()) == pytest.approx((float(x.mean()), float(x.std(correction=0))), rel=1e-12)
     assert found.norm == pytest.approx(float(x.norm()), rel=1e-12) and (found.smallest, found.zeros) == (0.0, 1)
     assert sum(told) == x.numel() * 8
     nothing = Values.of(iter([torch.full((2,), math.nan), torch.zeros(0, 3)])).to_dict()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron_sp.commands import cli
-from megatron_sp.commands.ckpt import verify
+from megatron_sp.commands.ckpt import folders
+from megatron_sp.commands.ckpt.tensors import deep_problems
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]
@@ -48,7 +49,7 @@ def test_sound_ones(tmp_path: Path, capsys: Capture) -> None:
 def test_other_models_are_sound(shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = ckpts.make_tensors(**shape)
     shape.pop("classes", None)
-    assert verify.problems(ckpts.save(tmp_path, 1, tensors=tensors, state=ckpts.make_state(tensors, **shape)), deep=True) == []
+    assert folders.problems(ckpts.save(tmp_path, 1, tensors=tensors, state=ckpts.make_state(tensors, **shape)), deep=deep_problems) == []
 
 
 def test_every_problem_of_the_bytes_is_listed(tmp_path: Path, capsys: Capture) -> None:
@@ -73,7 +74,7 @@ def test_every_problem_of_the_bytes_is_listed(tmp_path: Path, capsys: Capture) -
 def test_state_of_another_step(tmp_path: Path) -> None:
     folder = ckpts.save(tmp_path, 3)
     ckpts.reseal(folder, step=4)
-    assert verify.problems(folder, deep=False) == ["state.json is of step 3, the manifest of step 4"]
+    assert folders.problems(folder) == ["state.json is of step 3, the manifest of step 4"]
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:
@@ -133,8 +134,8 @@ DEEP: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
 def test_what_the_bytes_cannot_tell(change: Callable[[Tensors], Tensors], expected: list[str], tmp_path: Path) -> None:
     sound = ckpts.make_tensors()
     folder = ckpts.save(tmp_path, 1, tensors=change(dict(sound)), rows=2, state=ckpts.make_state(sound))
-    assert verify.problems(folder, deep=False) == []
-    assert verify.problems(folder, deep=True) == expected
+    assert folders.problems(folder) == []
+    assert folders.problems(folder, deep=deep_problems) == expected
 
 
 def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
     dtype = listed.tensors[NORM][0]
     tensors = {**listed.tensors, NORM: (dtype, (15,)), EMBEDDING: ("BF16", listed.tensors[EMBEDDING][1])}
     (folder / MANIFEST_NAME).write_bytes(Manifest(**{**vars(listed), "tensors": tensors}).encode())
-    found = verify.problems(folder, deep=True)
+    found = folders.problems(folder, deep=deep_problems)
     assert sum(f"holds {EMBEDDING} as F32, the manifest lists it as BF16" in problem for problem in found) == 4
     assert f"{NORM} [15] is not stored completely and once: its pieces hold 14 elements in total, the tensor has 15" in found
     assert any(problem.startswith(f"{EMBEDDING} [37, 14] is not stored completely") for problem in found)
@@ -161,5 +162,5 @@ def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
 def test_a_configuration_that_makes_no_model(config: Any, says: str, tmp_path: Path) -> None:
     tensors = ckpts.make_tensors()
     folder = ckpts.save(tmp_path, 1, tensors=tensors, state={**ckpts.make_state(tensors), "config": json.loads(json.dumps(config))})
-    (problem,) = verify.problems(folder, deep=True)
+    (problem,) = folders.problems(folder, deep=deep_problems)
     assert says in problem

@@ -1,0 +1,377 @@
+"""Values of a checkpoint's tensors, read in blocks: for ``ckpt show --values``, ``diff``, ``verify --deep`` and ``merge``."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint import load
+from megatron_sp.checkpoint import verify as files
+from megatron_sp.checkpoint.finite_tensors import FiniteTensors
+from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
+from megatron_sp.checkpoint.pieces import tiling_problem
+from megatron_sp.checkpoint.stream import (
+    BLOCK_BYTES,
+    NativeReader,
+    Source,
+    TensorInfo,
+    TensorReader,
+    require_no_checkpoint,
+    tensor_infos,
+    write_checkpoint,
+)  # fmt: skip
+from megatron_sp.commands.ckpt.folders import byte_problems, step_folder
+from megatron_sp.commands.ckpt.tables import WEIGHTS, Progress, Tensors, kind_of, plural, warn, weights_of
+from megatron_sp.config.rules import normalize
+from megatron_sp.config.schema import Config
+from megatron_sp.data.tokenizers import kept
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.experts import expert_biases, stored_dtype
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.parallel.layers import shard_specs
+from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError, ReportedError
+from megatron_sp.utils.format import format_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PART_BYTES = 8 << 20  # of values that are looked at together
+_CLASSES = "classification_head.weight"
+_WORDS = "embedding.word_embeddings.weight"
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass
+class Values:
+    """Statistics of a tensor; all except the counts are of finite values only.
+
+    Attributes:
+        count: number of all values.
+        nans, infinities, zeros: number of such values.
+        norm: square root of the sum of squares.
+    """
+
+    count: int = 0
+    nans: int = 0
+    infinities: int = 0
+    zeros: int = 0
+    smallest: float = math.inf
+    largest: float = -math.inf
+    mean: float = 0.0
+    norm: float = 0.0
+    _squares: float = 0.0  # of the distances from the mean
+    _finite: int = 0
+
+    @classmethod
+    def of(cls, blocks: Iterable[Tensor], progress: Callable[[int], None] = lambda num_bytes: None) -> Values:
+        """Compute the statistics of a tensor given in blocks; ``progress`` receives the bytes of each block."""
+        found = cls()
+        for block in blocks:
+            for part in block.reshape(-1).split(max(1, PART_BYTES // block.element_size())):
+                found.add(part)
+            progress(block.numel() * block.element_size())
+        return found
+
+    def add(self, part: Tensor) -> None:
+        """Add values; sums are in fp64, means and squares are combined as in Chan, Golub and LeVeque (1979)."""
+        x = part.double()
+        good = torch.isfinite(x)
+        self.count += x.numel()
+        if not bool(good.all()):
+            self.nans += int(torch.isnan(x).sum())
+            self.infinities += int(torch.isinf(x).sum())
+            x = x[good]
+        if not x.numel():
+            return
+        n, mean = x.numel(), float(x.mean())
+        total = self._finite + n
+        self._squares += float((x - mean).square().sum()) + (mean - self.mean) ** 2 * self._finite * n / total
+        self.mean += (mean - self.mean) * n / total
+        self._finite = total
+        self.zeros += int((x == 0).sum())
+        self.smallest, self.largest = min(self.smallest, float(x.min())), max(self.largest, float(x.max()))
+        self.norm = math.hypot(self.norm, float(torch.linalg.vector_norm(x)))
+
+    def std(self) -> float:
+        """Return the population standard deviation."""
+        return math.sqrt(self._squares / self._finite) if self._finite else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics for JSON; None in place of those that are not finite."""
+        numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": self.std(), "norm": self.norm}
+        counts = {"count": self.count, "zeros": self.zeros, "nan": self.nans, "infinite": self.infinities}
+        return {name: value if self._finite and math.isfinite(value) else None for name, value in numbers.items()} | counts
+
+
+def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return statistics of these tensors."""
+    reader = NativeReader(step_dir, verified=True)
+    with Progress("reading tensors", sum(reader.tensors()[name].num_bytes for name in names)) as progress:
+        return {name: Values.of(reader.blocks(name), progress.add).to_dict() for name in names}
+
+
+@dataclass
+class Distance:
+    """Distance of values a from values b.
+
+    Attributes:
+        max_abs: max|a-b|; inf if only one of the two is finite, or they are different infinities.
+        largest: max|b| over finite values.
+        beyond: number of values with |a-b| > atol + rtol*|b|; NaN equals NaN.
+        count: number of all values.
+    """
+
+    max_abs: float = 0.0
+    largest: float = 0.0
+    beyond: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]) -> Distance:
+        """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the bytes of the first's blocks."""
+        found = cls()
+        for a, b in blocks:
+            step = max(1, PART_BYTES // max(a.element_size(), b.element_size()))
+            for x, y in zip(a.reshape(-1).split(step), b.reshape(-1).split(step), strict=True):
+                found.add(x, y, rtol, atol)
+            progress(a.numel() * a.element_size())
+        return found
+
+    def add(self, x: Tensor, y: Tensor, rtol: float, atol: float) -> None:
+        """Add a block of values, the same number from each tensor."""
+        self.count += x.numel()
+        if not x.numel():
+            return
+        if x.dtype == y.dtype and torch.equal(x, y):  # the common case, and by far the fastest to detect
+            finite = y[torch.isfinite(y)] if y.is_floating_point() else y
+            self.largest = max(self.largest, float(finite.double().abs().max()) if finite.numel() else 0.0)
+            return
+        x, y = x.double(), y.double()
+        same = (x == y) | (torch.isnan(x) & torch.isnan(y))
+        distance = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        size = torch.where(torch.isfinite(y), y.abs(), 0.0)
+        self.max_abs, self.largest = max(self.max_abs, float(distance.max())), max(self.largest, float(size.max()))
+        self.beyond += int((distance > atol + rtol * size).sum())
+
+    def max_rel(self) -> float:
+        """Return max|a-b| / max|b|."""
+        if self.max_abs == 0.0:
+            return 0.0
+        return self.max_abs / self.largest if self.largest else math.inf
+
+
+def distances(folders: Sequence[Path], names: Sequence[str], rtol: float, atol: float) -> Iterator[tuple[str, Distance]]:
+    """Yield the distance of each of these tensors, which have the same shape in both checkpoints."""
+    readers = [NativeReader(folder, verified=True) for folder in folders]
+    infos = [reader.tensors() for reader in readers]
+    with Progress("comparing", sum(infos[0][name].num_bytes for name in names)) as progress:
+        for name in names:
+            width = max(info[name].dtype.itemsize for info in infos)  # blocks of as many values in both
+            blocks = (r.blocks(name, BLOCK_BYTES * i[name].dtype.itemsize // width) for r, i in zip(readers, infos, strict=True))
+            yield name, Distance.of(zip(*blocks, strict=True), rtol, atol, progress.add)
+
+
+# ------------------------------------------------------------------------------------------------------ verify --deep
+
+
+def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
+    """Return what is wrong beyond the bytes of the files.
+
+    Tensors must be complete, finite, consistent, and have the configuration's shapes.
+    """
+    index: load.Index = defaultdict(list)
+    found, whole = [], set()
+    for file in load.data_files(listed):
+        try:
+            rows = load.read_headers(step_dir, [file])
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
+            continue
+        for row in rows:
+            try:
+                for name, pieces in load.make_index(step_dir, listed, [row]).items():
+                    index[name] += pieces
+            except CheckpointError as error:
+                found.append(str(error))
+    for name, (_, shape) in sorted(listed.tensors.items()):
+        if problem := tiling_problem(shape, [piece.rect for piece in index.get(name, [])]):
+            found.append(f"{name} {list(shape)} is not stored completely and once: {problem}")
+        else:
+            whole.add(name)
+    found += _not_finite(TensorReader(step_dir, tensor_infos(listed), index), whole)
+    return [*found, *_unpaired(listed.tensors), *_of_another_shape(step_dir, listed)]
+
+
+def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
+    infos = reader.tensors()
+    with Progress("reading tensors", sum(infos[name].num_bytes for name in names)) as progress:
+        for name in sorted(names):
+            try:
+                values = Values.of(reader.blocks(name), progress.add)
+            except CheckpointError as error:
+                yield str(error)
+                continue
+            if values.nans or values.infinities:
+                yield f"{name} has values that are not finite: {values.nans:,} NaN and {values.infinities:,} infinite of {values.count:,}"
+
+
+def _unpaired(tensors: Tensors) -> Iterator[str]:
+    """Yield inconsistent optimizer state: it must belong to a weight, have its shape, and be of every kind for each weight that has any."""
+    weights, owned = weights_of(tensors), defaultdict(set)
+    for name, (_, shape) in sorted(tensors.items()):
+        kind, weight = kind_of(name)
+        if kind == WEIGHTS:
+            continue
+        owned[kind].add(weight)
+        if weight not in weights:
+            yield f"{name} is of a weight that is not there ({weight})"
+        elif weights[weight][1] != shape:
+            yield f"{name} has the shape {list(shape)}, its weight {list(weights[weight][1])}"
+    stepped = set().union(*owned.values())
+    rounded = {name for name in stepped if weights.get(name, ("", ()))[0] in ("F16", "BF16")}
+    if rounded:
+        owned.setdefault("master", set())
+    for kind, names in sorted(owned.items()):
+        for weight in sorted((rounded if kind == "master" else stepped) - names):
+            yield f"optimizer.{kind}.{weight} is missing: other state of this weight is there"
+
+
+def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
+    try:
+        state = read_state(step_dir)
+        expected = expected_shapes(state.get("config"), listed.tensors)
+    except (ReportedError, OSError) as error:
+        yield f"the shapes of the configuration's model cannot be determined: {error}"
+        return
+    weights = weights_of(listed.tensors)
+    for name, shape in sorted(expected.items()):
+        if name not in weights:
+            yield f"{name} {list(shape)} is missing: the configuration's model has it"
+        elif weights[name][1] != shape:
+            yield f"{name} has the shape {list(weights[name][1])}, the configuration's model {list(shape)}"
+    for name in sorted(set(weights) - set(expected)):
+        yield f"{name} {list(weights[name][1])} is not in the configuration's model"
+    has_optimizer = any(kind_of(name)[0] != WEIGHTS for name in listed.tensors)
+    if state.get("has_optimizer") is not None and bool(state["has_optimizer"]) != has_optimizer:
+        found = "optimizer state" if has_optimizer else "no optimizer state"
+        yield f"state.json says has_optimizer {state['has_optimizer']}, but the checkpoint has {found}"
+
+
+def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every parameter of a configuration's model, which is built without memory for it.
+
+    Args:
+        stored_config: configuration in ``state.json``.
+        tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does
+            not.
+    Raises:
+        ConfigError: there is no configuration, or no model can be built from it.
+    """
+    config, _ = Config.from_dict(stored_config)
+    normalize(config)
+    shape = config.model
+    if shape.vocab_size is None and _WORDS in tensors:
+        shape.vocab_size = tensors[_WORDS][1][0]
+    if not shape.num_layers or shape.num_layers > len(tensors):  # or a wrong number would build layers for hours
+        raise ConfigError(f"the configuration has {shape.num_layers} layers, the checkpoint {len(tensors):,} tensors")
+    make: Callable[..., torch.nn.Module] = BertModel if shape.is_bert else GPTModel
+    if _CLASSES in tensors:
+        make = partial(BertClassifier, num_classes=tensors[_CLASSES][1][0])
+    try:
+        with torch.device("meta"):
+            model = make(shape, config.kernels, seed=0, dtype=torch.float32)
+    except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # none of its numbers can be trusted
+        raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
+    specs = shard_specs(model)
+    found = {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
+    return found | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- merge
+
+
+def merge(
+    path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None, allow_non_finite: bool = False
+) -> int:  # fmt: skip
+    """Rewrite a checkpoint of many processes as one of a single process, with one tensor in memory at a time; print the result.
+
+    Args:
+        output: run folder to create.
+        dtype: dtype of the weights; None: unchanged.
+        allow_non_finite: write tensors that have NaN or infinities in them, too, with a warning.
+    Raises:
+        ConfigError: ``dtype`` is given without ``weights_only``.
+        CheckpointError: the checkpoint is missing or damaged, has tensors that are not finite, or the output already has checkpoints.
+        DataError: the run's copy of its tokenizer is damaged.
+        DiskError, LockError: the output cannot be written.
+    """
+    if dtype is not None and not weights_only:
+        raise ConfigError(
+            f"--dtype {dtype} needs --weights-only: a run goes on from unrounded weights, so only weights for use, or to finetune, can be"
+            " converted"
+        )
+    require_no_checkpoint(output)  # before the source is read
+    step_dir = step_folder(path, ckpt_step)
+    listed = read_manifest(step_dir)
+    files.require_none(step_dir, byte_problems(step_dir, listed))
+    reader = NativeReader(step_dir, verified=True)
+    finite = FiniteTensors(allow=allow_non_finite)
+    sources = _sources(reader, finite, weights_only, None if dtype is None else DTYPES[dtype])
+    state = dict(reader.state)
+    state["layout"] = {"world_size": 1, "dp": 1, "cp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None}
+    state |= {"has_optimizer": False} if weights_only else {}
+    is_new = not output.exists()
+    try:
+        with Progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as progress:
+            _copy_tokenizer(state, step_dir, output)
+            written = write_checkpoint(output, listed.step, sources, state, progress=progress.add)
+    except BaseException:
+        if is_new:  # the tokenizer is there before the tensors
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+    for note in finite.notes():
+        warn(note)
+    new = read_manifest(written)
+    files.require_none(written, byte_problems(written, new))
+    was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {plural(listed.world_size, 'process', 'processes')}"
+    size = f"{format_bytes(new.num_bytes)} in {plural(len(new.files), 'file')}, {plural(len(new.tensors), 'tensor')}"
+    print(f"{written}: {size}, verified (was {was})")
+    return 0
+
+
+def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
+    """Return the tensors to write. A weight is converted to another dtype from its master weight if there is one, to round only once."""
+
+    def read(name: str, wanted: torch.dtype) -> Tensor:
+        return finite.look(name, reader.read(name), wanted).to(wanted)
+
+    tensors, sources = reader.tensors(), {}
+    for name, (shape, stored) in tensors.items():
+        if weights_only and kind_of(name)[0] != WEIGHTS:
+            continue
+        wanted, master = stored_dtype(name, stored, dtype), f"optimizer.master.{name}"
+        origin = master if wanted != stored and master in tensors else name
+        sources[name] = Source(shape, wanted, partial(read, origin, wanted))
+    return sources
+
+
+def _copy_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:
+    """Copy the run's tokenizer to the output. Raises DataError if it is damaged, DiskError if it cannot be written."""
+    record = kept.Record.from_json(state.get("tokenizer"))
+    if record is None:
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        state["tokenizer"] = kept.copy(record, step_dir, output)._asdict()
+    except OSError as error:
+        raise DiskError(f"the tokenizer cannot be written into {output}: {error.strerror}") from None
