@@ -1,6 +1,6 @@
 """report.html: one file without scripts, which loads nothing. A content security policy in its head forbids both.
 
-Everything in a report is untrusted text: it becomes markup nowhere (``megatron_sp/report/html.py`` escapes).
+Everything in a report is untrusted text: it becomes markup nowhere (``megatron_sp/utils/markup.py`` escapes).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import megatron_sp.report
 from first_light.records import Record
 from first_light.report import PartResult, Report, write_file
 from first_light.tables import Table, results, tables, undone, verdict_of
-from megatron_sp.report.html import Html, join, table, tag
+from megatron_sp.utils import markup
 from megatron_sp.utils.format import format_duration
+from megatron_sp.utils.markup import Html, join, table, tag
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _LOOKS = {"ok": "good", "wrong": "bad", "failed": "bad", "absent": "busy", "NOT WELL": "bad", "stopped": "warn"}
 _COLOURS = {  # Okabe and Ito's, as in the overlap picture: blues and greens compute, reds move
     "projection": "#0072B2", "attention": "#009E73", "output projection": "#56B4E9", "mlp": "#E69F00", "wait": "#d7373f",
@@ -45,15 +45,9 @@ def page(report: Report) -> str:
     sections = [_summary(report, parts), *(_section(*part) for part in parts)]
     links = [tag("a", name, href=f"#part-{number}") for number, (name, _, _) in enumerate(parts)]
     numbered = [tag("section", section, id="summary" if number == 0 else f"part-{number - 1}") for number, section in enumerate(sections)]
-    body = tag("body", header, tag("nav", tag("a", "summary", href="#summary"), links), tag("main", numbered))
+    body = join(header, tag("nav", tag("a", "summary", href="#summary"), links), tag("main", numbered))
     css = (Path(megatron_sp.report.__file__).parent / "page.css").read_text(encoding="utf-8")
-    head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="color-scheme", content="light dark"),
-        tag("title", "First light"), tag("style", Html(css + _STYLE)),
-    )  # fmt: skip
-    return join(Html("<!DOCTYPE html>\n"), tag("html", head, body, lang="en"), Html("\n"))
+    return markup.page("First light", css + _STYLE, body)
 
 
 def _lead(report: Report, left: Sequence[str]) -> Html:

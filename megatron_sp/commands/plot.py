@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.report.charts import sparkline
 from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
-from megatron_sp.report.sparkline import sparkline
 from megatron_sp.utils.command_parser import documented_parser
 from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
 from megatron_sp.utils.output_file import write_output

@@ -6,20 +6,12 @@ it receives, in the colour of the rank that sends them. ``context_matrix`` says 
 
 from __future__ import annotations
 
-from html import escape
-
 from megatron_sp.parallel.context_plan import ContextPlan, Runs
+from megatron_sp.utils.markup import svg
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#882255")
 _LEFT, _WIDTH, _RIGHT, _LANE, _TOP = 74, 840, 300, 34, 92  # pixels
-_STYLE = """
-  .page { fill: #ffffff } .title { font: 600 16px sans-serif; fill: #1b1f24 } .text { font: 12px sans-serif; fill: #32383f }
-  .lane { fill: #eef1f4 } .tick { stroke: #57606a; stroke-width: 0.6 }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .title { fill: #f0f3f6 } .text { fill: #d0d7de } .lane { fill: #161b22 } .tick { stroke: #9ea7b3 }
-  }
-"""
 
 
 def context_matrix(plan: ContextPlan, batch: int) -> str:
@@ -62,12 +54,7 @@ def context_svg(plan: ContextPlan, sequence: int = 0) -> str:
     width, height = _LEFT + _WIDTH + _RIGHT, _TOP + c * _LANE + 20
     title = f"{s:,} positions on {c} {'rank' if c == 1 else 'ranks'}: {_mask_in_words(plan, sequence)}"
     key = "wide: positions of the rank; narrow: keys and values that it receives, in the colour of their owner"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title, quote=True)}">',
-        f"<style>{_STYLE}</style>", f'<rect class="page" width="{width}" height="{height}"/>',
-        f'<text class="title" x="16" y="26">{escape(title)}</text>', f'<text class="text" x="16" y="46">{key}</text>',
-        *_ends_of_documents(plan, sequence),
-    ]  # fmt: skip
+    parts = _ends_of_documents(plan, sequence)
     mean = sum(plan.area(i) for i in range(c)) / c
     for i in range(c):
         top = _TOP + i * _LANE
@@ -78,7 +65,7 @@ def context_svg(plan: ContextPlan, sequence: int = 0) -> str:
         received = sum(b - a for j in range(c) if j != i for a, b in plan.rows(i, j)[sequence])
         share = f"{plan.area(i) / mean:.2f} of the mean's pairs" if mean else "no pairs"
         parts.append(f'<text class="text" x="{_LEFT + _WIDTH + 10}" y="{top + 17}">receives {received:,} rows; {share}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    return svg(width, height, title, key, parts)
 
 
 def _mask_in_words(plan: ContextPlan, sequence: int) -> str:

@@ -1,13 +1,7 @@
-"""The whole page: one file that works from a disk, loads nothing and runs no script but its own.
-
-A content security policy in its head forbids every other script, by hash, and every connection, so that even an error
-in the escaping could not execute a run's text.
-"""
+"""The whole page: one file that works from a disk, loads nothing and runs no script but its own (``utils/markup.py``)."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -15,18 +9,22 @@ from pathlib import Path
 
 from megatron_sp import __version__
 from megatron_sp.report import sections
-from megatron_sp.report.chart import figure
-from megatron_sp.report.charts import axis_map, charts
-from megatron_sp.report.classified import classification_section
-from megatron_sp.report.configuration import configuration_section
-from megatron_sp.report.experts import experts_section
-from megatron_sp.report.html import Html, join, script_json, tag
-from megatron_sp.report.measured import exchanges_section, numerics_section, prediction_section
+from megatron_sp.report.charts import axis_map, charts, figure
 from megatron_sp.report.reading import RunFiles, read_run
 from megatron_sp.report.run_history import SMOOTHED_FROM
+from megatron_sp.report.sections import (
+    classification_section,
+    configuration_section,
+    exchanges_section,
+    experts_section,
+    numerics_section,
+    prediction_section,
+)
 from megatron_sp.report.summary import comparison, header, tiles
 from megatron_sp.report.time_section import time_section
+from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.markup import Html, join, tag
 from megatron_sp.utils.output_file import write_output
 
 _HERE = Path(__file__).parent
@@ -97,34 +95,15 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
         "smoothed_from": SMOOTHED_FROM,
     }  # fmt: skip
     main = tag("main", [part.body for part in present])
-    body = tag("body", header(run, runs[1:], now), _navigation(present), _notes(runs), main, _footer(several))
-    script = _script()
-    scripts = [tag("script", script_json(data), type="application/json", id="data"), tag("script", script)]
-    return join(Html("<!DOCTYPE html>\n"), tag("html", _head(run.name, script), body, Html("\n"), scripts, lang="en"), Html("\n"))
-
-
-def _head(name: str, script: str) -> Html:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="color-scheme", content="light dark"),
-        tag("title", f"{name}: run report"),
-        tag("style", Html(_asset("page.css"))),
-    )
+    body = join(header(run, runs[1:], now), _navigation(present), _notes(runs), main, _footer(several))
+    # what needs no document, and what does, in one scope of their own
+    script = '"use strict";\n(() => {\n' + _asset("scales.js") + _asset("page.js") + "})();\n"
+    return markup.page(f"{run.name}: run report", _asset("page.css"), body, [script], data=data)
 
 
 @cache
 def _asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
-
-
-def _script() -> Html:
-    """Return the page's script: what needs no document, and what does, in one scope of their own."""
-    return Html('"use strict";\n(() => {\n' + _asset("scales.js") + _asset("page.js") + "})();\n")
 
 
 def _navigation(parts: Sequence[sections.Section]) -> Html:

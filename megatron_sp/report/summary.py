@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_sp.report.html import Html, join, show, table, tag
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import accuracies, are_equal, number, starts_after_interruptions
 from megatron_sp.report.time_use import Attempt, time_line, totals
-from megatron_sp.utils.format import format_duration, format_parameters
+from megatron_sp.utils.format import format_duration, format_parameters, show
+from megatron_sp.utils.markup import Html, join, table, tag
 
 SILENT_S = 120.0  # after which a run that says it is running is not believed
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sp.report.bars import bar
-from megatron_sp.report.html import Html, join, show, table, tag
+from megatron_sp.report.charts import bar
 from megatron_sp.report.reading import RunFiles, config_of
 from megatron_sp.report.run_history import Record, are_equal, number
 from megatron_sp.report.sections import Section, card, quiet, section, shortened, text
 from megatron_sp.report.time_use import SLOW, Attempt, merged, slow_steps, time_line, totals
-from megatron_sp.utils.format import format_duration
+from megatron_sp.utils.format import format_duration, show
+from megatron_sp.utils.markup import Html, join, table, tag
 
 WORDS = {
     "steps": "training steps", "lost": "steps discarded by an interruption", "valid": "validation", "save": "saving",

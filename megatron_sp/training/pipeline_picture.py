@@ -7,11 +7,11 @@ F0-F1-..B0---F2-B1---     F forward, B backward (with a W: the gradient of the i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from statistics import median
 
 from megatron_sp.parallel.pipeline_plan import Action
 from megatron_sp.training.pipeline_times import Box, Timetable
+from megatron_sp.utils.markup import svg
 
 COLUMNS = 48  # of a rank's row on the console
 _LEFT, _RIGHT, _ROW, _LANE = 64, 16, 30, 24  # pixels
@@ -19,12 +19,8 @@ _NARROWEST, _WIDEST, _LETTER = 840, 12_000, 6.5
 # after Okabe and Ito, whose colours colour-blind readers can tell apart, each a background for black letters; lighter: a rank's later
 # stages
 _STYLE = """
-  .page { fill: #ffffff } .title { font: 600 16px sans-serif; fill: #1b1f24 } .text { font: 12px sans-serif; fill: #32383f }
-  .lane { fill: #eef1f4 } .tick { stroke: #8c959f; stroke-width: 0.6 } .in { font: 11px sans-serif; fill: #1b1f24; text-anchor: middle }
+  .in { font: 11px sans-serif; fill: #1b1f24; text-anchor: middle }
   .F { fill: #56b4e9 } .B { fill: #2eb88f } .W { fill: #e69f00 } .f { fill: #b4def6 } .b { fill: #a3dfcd } .w { fill: #f6d68f }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } .title { fill: #f0f3f6 } .text { fill: #d0d7de } .lane { fill: #21262d } .tick { stroke: #6e7681 }
-  }
 """
 
 
@@ -96,16 +92,8 @@ def pipeline_svg(planned: Timetable, measured: Timetable, title: str) -> str:
     width, top = round(_LEFT + lanes + _RIGHT), 98
     second = top + ranks * _ROW + 48
     height = second + ranks * _ROW + 12
-    about = summary(planned, measured)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"'
-        f' aria-label="{escape(title, quote=True)}">',
-        f"<style>{_STYLE}</style>", f'<rect class="page" width="{width}" height="{height}"/>',
-        f'<text class="title" x="16" y="26">{escape(title)}</text>', f'<text class="text" x="16" y="46">{escape(about)}</text>',
-        *_key(planned),
-        *_panel("planned", planned, top, lanes, scale), *_panel("measured", measured, second, lanes, scale),
-    ]  # fmt: skip
-    return "\n".join([*parts, "</svg>", ""])
+    panels = [*_panel("planned", planned, top, lanes, scale), *_panel("measured", measured, second, lanes, scale)]
+    return svg(width, height, title, summary(planned, measured), [*_key(planned), *panels], style=_STYLE, sized=True)
 
 
 def _pixels_per_second(planned: Timetable, longest: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_duration(seconds: float) -> str:
     """Format a duration like ``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
@@ -33,3 +35,33 @@ def format_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f}"
+
+
+def show(value: float, kind: str = "plain") -> str:
+    """Return a number in human-readable form.
+
+    Args:
+        kind: plain, loss, si (1.2 M), bytes, percent (of one), seconds, count.
+    """
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if kind == "loss":
+        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+    if kind == "si":
+        return _si(value)
+    if kind == "bytes":
+        return format_bytes(value)
+    if kind == "percent":
+        return f"{100 * value:.1f} %"
+    if kind == "count":
+        return f"{value:,.0f}"
+    if kind == "seconds":
+        return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 100 else format_duration(value)
+    return f"{value:.4g}"
+
+
+def _si(value: float) -> str:
+    for unit, size in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_sp.schedule.report.show import count, is_quiet, line_words, part_words
 from megatron_sp.schedule.report.survey import Edge, Node, Part, Survey
+from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.output_file import write_output
 
@@ -74,14 +75,11 @@ def page(found: Survey) -> str:
     warnings = "".join(f'<p class="bad">{_text(w)}</p>' for w in found.warnings)
     lines = "".join(f"<li><code>{_text(line_words(d))}</code></li>" for d in found.directives)
     body = "".join(_module(child, found) for child in _tops(found.folded()))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main><h1>{_text(title)}</h1>"
-        f'<p class="lead">{_text(count(len(found.directives), "line"))}; {_text(share)}</p>{problem}{warnings}'
-        f'<p class="legend">{legend}</p>{body}<h2>Lines</h2><ol>{lines}</ol></main></body></html>\n'
+    lead = f'<p class="lead">{_text(count(len(found.directives), "line"))}; {_text(share)}</p>'
+    main = (
+        f'<main><h1>{_text(title)}</h1>{lead}{problem}{warnings}<p class="legend">{legend}</p>{body}<h2>Lines</h2><ol>{lines}</ol></main>'
     )
+    return markup.page(title, _STYLE, markup.Html(main))
 
 
 def _tops(root: Node) -> list[Node]:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
-from megatron_sp.report.html import show
 from megatron_sp.report.run_history import smoothed
+from megatron_sp.utils.format import show
 
 SCALES = ROOT / "megatron_sp/report/scales.js"
 NODE = shutil.which("node") or shutil.which("nodejs")

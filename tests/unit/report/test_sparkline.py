@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_sp.report.sparkline import sparkline
+from megatron_sp.report.charts import sparkline
 
 
 def test_bars_follow_the_values() -> None:
