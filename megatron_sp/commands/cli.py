@@ -10,13 +10,13 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from megatron_sp import __version__
 from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.program import code_of, run_program
 
-Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
+Run = Callable[[argparse.Namespace], int]
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "pretrain": ("pretrain", "pretrain a GPT or a BERT; several processes: torchrun -m megatron_sp pretrain gpt FLAGS"),
     "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),
@@ -29,7 +29,10 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "report": ("report", "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration"),
     "plot": ("plot", "draw the curves of one or several runs"),
     "summarize": ("summarize", "summarize a run in a few lines"),
-    "chaos": ("chaos", "stress a training on this machine: killed, stopped, starved of disk and damaged it must end with the same weights"),
+    "chaos": (
+        "chaos",
+        "stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights",
+    ),
 }
 DATA_PROGRAMS: dict[str, tuple[str, str]] = {
     "corpus": ("corpus", "write a JSONL corpus of the text that comes with Python"),
@@ -71,6 +74,11 @@ def _find_program(words: list[str]) -> Callable[[], int | None] | None:
 
 
 def _parser() -> CommandParser:
+    from megatron_sp.commands import ckpt, data
+    from megatron_sp.commands.schedule import options as schedule
+    from megatron_sp.convert import arguments as convert
+    from megatron_sp.planner import options as plan
+
     parser = CommandParser(
         prog="megatron-sp",
         description="Megatron-style pretraining in plain PyTorch, and the tools around it; each command has its own --help",
@@ -79,79 +87,29 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (_, text) in PROGRAMS.items():
         commands.add_parser(name, help=text, add_help=False)
-    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule):
-        add(commands)
-    return parser
 
+    def add(name: str, text: str, run: Run | None = None, **more: Any) -> CommandParser:
+        # a command's line in the list is also the first sentence of its own --help
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", **more)
+        command.set_defaults(run=run)
+        return command
 
-def _add_command(commands: Commands, name: str, text: str, **more: Any) -> argparse.ArgumentParser:
-    """Add a command; its line in the list of commands is also the first sentence of its own --help."""
-    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", **more)
-
-
-def _add_doctor(commands: Commands) -> None:
     text = "check this machine: torch, devices, backends, optional packages, disk and memory, and suggest a fix for anything missing"
-    doctor = _add_command(commands, "doctor", text)
-    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
-    doctor.set_defaults(run=_doctor)
-
-
-def _add_data(commands: Commands) -> None:
-    from megatron_sp.commands.data import add_actions
-
-    data = commands.add_parser("data", help="make, inspect, join and split data sets")
-    add_actions(data, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
-
-
-def _add_presets(commands: Commands) -> None:
-    text = "list the published models whose shape --preset NAME takes, with their parameters and sources"
-    presets = _add_command(commands, "presets", text)
+    add("doctor", text, _doctor).add_argument("--json", action="store_true", help="print the rows as JSON")
+    data_sets = commands.add_parser("data", help="make, inspect, join and split data sets")
+    data.add_actions(data_sets, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
+    presets = add("presets", "list the published models whose shape --preset NAME takes, with their parameters and sources", _presets)
     presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
-    presets.set_defaults(run=_presets)
-
-
-def _add_plan(commands: Commands) -> None:
     text = "choose a layout for given GPUs: predicted memory and speed of all layouts of a model, the fastest that fit first"
-    from megatron_sp.planner import options
-
-    plan = _add_command(commands, "plan", text, usage=options.USAGE, epilog=options.EPILOG)
-    options.add_arguments(plan)
-    plan.set_defaults(run=_plan, takes_words=True)
-
-
-def _add_convert(commands: Commands) -> None:
+    planner = add("plan", text, _plan, usage=plan.USAGE, epilog=plan.EPILOG)
+    plan.add_arguments(planner)
+    planner.set_defaults(takes_words=True)
     text = "convert weights from and to Hugging Face, Megatron and Megatron-DeepSpeed; docs/how-to/convert.md has the formats"
-    from megatron_sp.convert import arguments
-
-    parser = _add_command(commands, "convert", text, epilog=arguments.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_arguments(parser)
-    parser.set_defaults(run=_convert)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from megatron_sp.convert import command
-
-    return command.run(args)
-
-
-def _add_ckpt(commands: Commands) -> None:
-    from megatron_sp.commands.ckpt.command import add_actions
-
-    text = "list, show, verify, compare, thin out and merge checkpoints"
-    add_actions(_add_command(commands, "ckpt", text))
-
-
-def _add_schedule(commands: Commands) -> None:
-    from megatron_sp.commands.schedule.options import add_actions
-
+    convert.add_arguments(add("convert", text, _convert, epilog=convert.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter))
+    ckpt.add_actions(add("ckpt", "list, show, verify, compare, thin out and merge checkpoints"))
     text = "check, show, explain, verify and train external models (transformers', yours) by schedules: docs/how-to/schedule.md"
-    add_actions(_add_command(commands, "schedule", text))
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from megatron_sp.planner.command import run
-
-    return run(args, args.words)
+    schedule.add_actions(add("schedule", text))
+    return parser
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -165,3 +123,15 @@ def _presets(args: argparse.Namespace) -> int:
 
     print(preset_table.as_json() if args.json else preset_table.table())
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_sp.planner.command import run
+
+    return run(args, args.words)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megatron_sp.convert import command
+
+    return command.run(args)

@@ -352,11 +352,11 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _beco
     if recipe.variables.dry_run:
         print(describe(recipe, plan), plan.text(), sep="\n\n")
         return EXIT_OK
-    found = gpus() if plan.device == "cuda" else []
+    gpu_bytes = gpus() if plan.device == "cuda" else []
     if plan.device == "cuda":
-        check_gpus(recipe, found)
+        check_gpus(recipe, gpu_bytes)
     if environ.get("NODE_RANK", "0") in ("", "0"):
-        print(describe(recipe, plan, min(found, default=None)), flush=True)
+        print(describe(recipe, plan, min(gpu_bytes, default=None)), flush=True)
     return start(recipe.command, environ)
 
 

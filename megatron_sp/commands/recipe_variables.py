@@ -71,7 +71,7 @@ class Variables:
         if mistyped:
             raise ConfigError("\n  ".join(mistyped))
         sp = environ.get("SP", "1")
-        found = cls(
+        variables = cls(
             _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
             0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP, CP and PP leave)"),
             _whole(environ, "CP", "1"), _whole(environ, "PP", "1"), environ.get("PP_SCHEDULE", ""), _whole(environ, "EP", "1"),
@@ -82,9 +82,9 @@ class Variables:
             environ.get("SAVE", ""), _switch(environ, "SMOKE"), _switch(environ, "DRY_RUN"),
             environ.get("GPU_TYPE", ""), environ.get("LINK_TYPE", ""), _price(environ, "PRICE_PER_GPU_HOUR"),
         )  # fmt: skip
-        if found.smoke and found.dry_run:
+        if variables.smoke and variables.dry_run:
             raise ConfigError("SMOKE=1 trains a tiny model and DRY_RUN=1 plans the full one: give one of them")
-        return found
+        return variables
 
     @property
     def full_layout(self) -> RankCounts:
@@ -140,12 +140,12 @@ def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LA
     where both have the same value (``NODES=2 NNODES=2``).
     """
     plain = {_plain(name): name for name in names if name not in _COMMON}
-    found: dict[str, str] = {}
+    meant_by_name: dict[str, str] = {}
     for name, value in environ.items():
         if value and name not in names:
             meant = plain.get(_plain(name)) or next((ours for key, ours in plain.items() if _is_slip(_plain(name), key)), None)
-            found |= {name: meant} if meant and environ.get(meant) != value else {}
-    return found
+            meant_by_name |= {name: meant} if meant and environ.get(meant) != value else {}
+    return meant_by_name
 
 
 def _plain(name: str) -> str:

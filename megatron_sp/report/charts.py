@@ -115,19 +115,19 @@ class Curve:
         return record | ({"bad": self.bad} if self.bad else {})
 
 
-def curve(label: str, run: int, style: str, x: Sequence[float], given: Sequence[float], buckets: int) -> Curve:
+def curve(label: str, run: int, style: str, x: Sequence[float], values: Sequence[float], buckets: int) -> Curve:
     """Return a curve with at most two points (and possibly a gap) for each bucket, and the last point.
 
     Args:
-        x, given: points in order; x must be finite.
+        x, values: points in order; x must be finite.
     """
-    y = [value if -LARGEST < value < LARGEST else math.nan for value in given]
+    y = [value if -LARGEST < value < LARGEST else math.nan for value in values]
     finite = [value for value in y if value == value]
     out = Curve(label, run, style, count=len(y))
     if finite:
         out.low, out.high, out.last = min(finite), max(finite), finite[-1]
     if len(finite) < len(y):
-        bad = [(a, f"{b:g}") for a, b, kept in zip(x, given, y, strict=True) if kept != kept]
+        bad = [(a, f"{b:g}") for a, b, kept in zip(x, values, y, strict=True) if kept != kept]
         out.num_bad, out.bad = len(bad), bad[:: max(1, math.ceil(len(bad) / MARKED))]
     if len(y) <= 2 * buckets:
         out.x, out.y = list(x), y
@@ -281,7 +281,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
     loss = Chart("loss", "Loss", "loss", "loss", _loss_curves(runs, buckets), unit="nats", wide=True, note=_loss_note(runs))
     levels, predicted = _memory_levels(runs)
-    found = [
+    others = [
         one("lr", "Learning rate", "learning rate", "plain", "lr", from_zero=True, noisy=False),
         one("grad_norm", "Gradient norm", "gradient norm", "plain", "grad_norm", from_zero=True, unit="L2"),
         one("tokens_per_s", "Throughput", "throughput", "si", "tokens_per_s", from_zero=True, unit="tokens/s"),
@@ -310,7 +310,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
         one("num_zeros_in_grad", "Zeros in the gradients", "zeros", "si", "num_zeros_in_grad", from_zero=True, unit="elements"),
     ]
     constant = ("loss_scale", "global_batch_size")  # worth a chart only when they change
-    kept = [c for c in found if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
+    kept = [c for c in others if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
     return [loss, *_validation_charts(runs, buckets), *kept]
 
 
@@ -318,13 +318,13 @@ def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
     """Return the charts of validation metrics besides the loss: further terms (BERT's order loss), accuracy."""
     records = [r for run in runs for r in run.history.valid.values()]
     names = dict.fromkeys(str(key) for r in records for key in r if key not in _OF_EVERY_VALIDATION)
-    found = []
+    drawn = []
     for place, name in enumerate(names):
         curves = [_series(run.history, index, "valid", name, run.name, buckets // 4) for index, run in enumerate(runs)]
         words, kind = name.replace("_", " "), "percent" if accuracies({name: None}) else "loss"
         unit = "nats" if name.endswith("loss") else ""
-        found.append(Chart(f"valid-{place}", f"Validation: {words}", words, kind, [c for c in curves if _holds_values(c)], unit=unit))
-    return [c for c in found if c.curves][:_VALIDATION_CHARTS]
+        drawn.append(Chart(f"valid-{place}", f"Validation: {words}", words, kind, [c for c in curves if _holds_values(c)], unit=unit))
+    return [c for c in drawn if c.curves][:_VALIDATION_CHARTS]
 
 
 def _holds_values(c: Curve) -> bool:

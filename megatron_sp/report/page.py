@@ -94,8 +94,17 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
         "charts": [c.to_json() for c in drawn], "resumed": resumed, "axes": [axis_map(each) for each in runs],
         "smoothed_from": SMOOTHED_FROM,
     }  # fmt: skip
-    main = tag("main", [part.body for part in present])
-    body = join(header(run, runs[1:], now), _navigation(present), _notes(runs), main, _footer(several))
+    links = [tag("a", part.title, href=f"#{part.key}") for part in present]
+    notes = [note for each in runs for note in each.notes][: sections.ROWS]
+    words = "Long curves are thinned out: of neighbouring steps the lowest and the highest value are drawn. "
+    words += "Time, predictions and exchanges are those of the first run. " if several else ""
+    body = join(
+        header(run, runs[1:], now),
+        tag("nav", links, aria_label="sections"),
+        tag("aside", [tag("p", "◆ ", note) for note in notes], class_="notes") if notes else None,
+        tag("main", [part.body for part in present]),
+        tag("footer", tag("p", words, f"Made by megatron_sp {__version__}.", class_="quiet")),
+    )
     # what needs no document, and what does, in one scope of their own
     script = '"use strict";\n(() => {\n' + _asset("scales.js") + _asset("page.js") + "})();\n"
     return markup.page(f"{run.name}: run report", _asset("page.css"), body, [script], data=data)
@@ -104,15 +113,6 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
 @cache
 def _asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
-
-
-def _navigation(parts: Sequence[sections.Section]) -> Html:
-    return tag("nav", [tag("a", part.title, href=f"#{part.key}") for part in parts], aria_label="sections")
-
-
-def _notes(runs: Sequence[RunFiles]) -> Html | None:
-    found = [note for run in runs for note in run.notes]
-    return tag("aside", [tag("p", "◆ ", note) for note in found[: sections.ROWS]], class_="notes") if found else None
 
 
 def _controls() -> Html:
@@ -127,10 +127,3 @@ def _controls() -> Html:
         tag("span", "drag to zoom, double click for the whole run", class_="quiet"),
         class_="controls needs-script",
     )
-
-
-def _footer(several: bool) -> Html:
-    words = "Long curves are thinned out: of neighbouring steps the lowest and the highest value are drawn. "
-    if several:
-        words += "Time, predictions and exchanges are those of the first run. "
-    return tag("footer", tag("p", words, f"Made by megatron_sp {__version__}.", class_="quiet"))

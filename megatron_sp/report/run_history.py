@@ -99,18 +99,18 @@ def replay(history: History, records: Iterable[Record]) -> None:
 
 def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
     """Return the starts before which the run had not come to its end; a call after the end, or a longer run, interrupts nothing."""
-    found: list[Record] = []
+    starts: list[Record] = []
     end, reached = -math.inf, 0
     for record in records:
         if record["kind"] == "start":
             if reached < end:
-                found.append(record)
+                starts.append(record)
             planned = number(record.get("train_iters"))
             end, reached = planned if math.isfinite(planned) else math.inf, record["step"]
         else:
             end = math.inf if end == -math.inf else end  # the file begins without a start
             reached = max(reached, record["step"])
-    return found
+    return starts
 
 
 def _resume(history: History, step: int) -> None:

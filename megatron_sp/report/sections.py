@@ -48,13 +48,13 @@ def shortened(rows: Sequence[Any], what: str) -> tuple[Sequence[Any], Html | Non
 
 def environment_section(runs: Sequence[RunFiles]) -> Section | None:
     """Return the section about the environment: versions, devices, hosts, layout, with a column for each run."""
-    found = [_about_flat(run.environment) for run in runs]
-    names = list(dict.fromkeys(name for each in found for name in each))
+    columns = [_about_flat(run.environment) for run in runs]
+    names = list(dict.fromkeys(name for each in columns for name in each))
     if not names:
         return None
     rows = []
     for name in names:
-        values = [each.get(name, "–") for each in found]
+        values = [each.get(name, "–") for each in columns]
         rows.append([tag("th", name, scope="row"), *(tag("td", v, class_="differs" if v != values[0] else None) for v in values)])
     return section("environment", "Environment", tag("div", table(["", *(run.name for run in runs)], rows), class_="card"))
 
@@ -106,12 +106,12 @@ class _Confusion(NamedTuple):
 
 def classification_section(runs: Sequence[RunFiles]) -> Section | None:
     """Return the section: scores of all runs with a classification, and details by class for the first run."""
-    found = [(run, last) for run in runs for last in run.of_kind("classification")[-1:]]
-    if not found:
+    classified = [(run, last) for run in runs for last in run.of_kind("classification")[-1:]]
+    if not classified:
         return None
     head = ["run", "step", "examples", "accuracy", "exact match", "F1", "Matthews correlation"]
-    rows = [[run.name, f"{last['step']:,}", show(number(last.get("examples")), "count"), *_scores(last)] for run, last in found]
-    confused = _confusion(found[0][1]) if found[0][0] is runs[0] else None
+    rows = [[run.name, f"{last['step']:,}", show(number(last.get("examples")), "count"), *_scores(last)] for run, last in classified]
+    confused = _confusion(classified[0][1]) if classified[0][0] is runs[0] else None
     return section(
         "classification", "Classification",
         card("Validation examples", table(head, rows, numeric=range(1, 7)), _majority_baseline(confused)),
@@ -197,22 +197,24 @@ def experts_section(run: RunFiles) -> Section | None:
 
 def _loads(record: Record) -> list[float]:
     """Return the largest load of each layer in a record; nothing if it has none, or something else in their place."""
-    found = record.get("expert_load_max_by_layer")
-    return [number(value) for value in found[:_LAYERS]] if isinstance(found, list) else []
+    loads = record.get("expert_load_max_by_layer")
+    return [number(value) for value in loads[:_LAYERS]] if isinstance(loads, list) else []
 
 
 def _columns(records: Sequence[Record]) -> list[tuple[int, int, list[float]]]:
     """Return (first step, last step, largest load of each layer) of each column."""
     count = min(_COLUMNS, len(records))
-    found = []
+    columns = []
     for i in range(count):
         part = records[i * len(records) // count : (i + 1) * len(records) // count]
         layers = max(len(_loads(record)) for record in part)
         loads = [
             [value for record in part for value in _loads(record)[layer : layer + 1] if math.isfinite(value)] for layer in range(layers)
         ]
-        found.append((int(number(part[0]["step"])), int(number(part[-1]["step"])), [max(of_layer, default=math.nan) for of_layer in loads]))
-    return found
+        columns.append(
+            (int(number(part[0]["step"])), int(number(part[-1]["step"])), [max(of_layer, default=math.nan) for of_layer in loads])
+        )
+    return columns
 
 
 def _picture(columns: Sequence[tuple[int, int, list[float]]], high: float) -> Html:
@@ -359,32 +361,36 @@ def _two_bars(exchange: float, exposed: float, whole: float) -> Html:
 
 def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
     """Return the section: every flag with its value in each run and its default; a run without a configuration has no column."""
-    told = [run for run in runs if run.config]
-    if not told:
+    configured = [run for run in runs if run.config]
+    if not configured:
         return None
     defaults = Config().to_dict()
-    configs = [run.config for run in told]
+    configs = [run.config for run in configured]
     helps = {group: {f.name: described(f) for f in dataclasses.fields(cls)} for group, cls in GROUPS.items()}
     rows, changed, differ = [], 0, 0
     for group, entries in defaults.items():
         about = tag("span", (GROUPS[group].__doc__ or "").partition("\n")[0].rstrip("."), class_="quiet")
-        rows.append(tag("tr", tag("th", f"{group} options ", about, colspan=len(told) + 2, scope="colgroup"), class_="group"))
+        rows.append(tag("tr", tag("th", f"{group} options ", about, colspan=len(configured) + 2, scope="colgroup"), class_="group"))
         for name, default in entries.items():
             values = [config[group][name] for config in configs]
             is_changed, is_other = any(v != default for v in values), any(v != values[0] for v in values)
             changed, differ = changed + is_changed, differ + is_other
             rows.append(_row(name, helps[group][name], values, default, is_changed=is_changed, is_other=is_other))
-    head = tag("tr", tag("th", "flag", scope="col"), [tag("th", run.name, scope="col") for run in told], tag("th", "default", scope="col"))
+    head = tag(
+        "tr", tag("th", "flag", scope="col"), [tag("th", run.name, scope="col") for run in configured], tag("th", "default", scope="col")
+    )
     body = tag(
         "div", tag("table", tag("thead", head), tag("tbody", rows), class_="config", id="config-table"), class_="scroll", tabindex="0"
     )
     words = f"{changed} flags differ from their defaults"
-    words += (f"; {differ} between the runs" if differ else "; the runs have the same configuration") if len(told) > 1 else ""
+    words += (f"; {differ} between the runs" if differ else "; the runs have the same configuration") if len(configured) > 1 else ""
     missing = [run.name for run in runs if not run.config]
     if missing:
         words += f". The configuration of {', '.join(missing)} is unknown: neither a start record nor a checkpoint has it"
     return section(
-        "configuration", "Configuration", tag("div", tag("p", words + ".", class_="quiet"), _controls(len(told) > 1), body, class_="card")
+        "configuration",
+        "Configuration",
+        tag("div", tag("p", words + ".", class_="quiet"), _controls(len(configured) > 1), body, class_="card"),
     )
 
 

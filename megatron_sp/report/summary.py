@@ -171,14 +171,14 @@ def tiles(run: RunFiles, now: float) -> Html:
 
 def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
     """Return tiles with the accuracies of the last validation, and of a classifier's final evaluation."""
-    found = []
+    tiles = []
     for last in list(run.history.valid.values())[-1:]:
         about = f"in the validation at step {last['step']:,}"
-        found += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
+        tiles += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
     for last in run.of_kind("classification")[-1:]:
         about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
-        found.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
-    return found
+        tiles.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
+    return tiles
 
 
 def _title(name: str) -> str:

@@ -99,19 +99,22 @@ def _changes(old: Record, new: Record) -> str:
 
 
 def _about(start: Record) -> dict[str, dict[str, Any]]:
-    found = start.get("environment")
-    found = found if isinstance(found, dict) else {}
-    return {"": {k: v for k, v in found.items() if not isinstance(v, dict)}, **{k: v for k, v in found.items() if isinstance(v, dict)}}
+    environment = start.get("environment")
+    environment = environment if isinstance(environment, dict) else {}
+    return {
+        "": {k: v for k, v in environment.items() if not isinstance(v, dict)},
+        **{k: v for k, v in environment.items() if isinstance(v, dict)},
+    }
 
 
 def _flat(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     if not old or not new:
         return {}
-    found: dict[str, tuple[Any, Any]] = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*old, *new]):
         a, b = old.get(group, {}), new.get(group, {})
-        found |= {str(key): (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
-    return found
+        changes |= {str(key): (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
+    return changes
 
 
 def _slow_card(tries: Sequence[Attempt]) -> Html:

@@ -85,31 +85,33 @@ class SlowStep:
 
 def attempts(records: Iterable[Record]) -> list[Attempt]:
     """Divide the records into attempts, one for each start; records without a time are skipped."""
-    found: list[Attempt] = []
+    tries: list[Attempt] = []
     for record in _as_it_was(records):
         now, step = number(record["time"]), record["step"]
-        if record["kind"] == "start" or not found:
-            found.append(_begin(record, now, found[-1].end if found else -math.inf))
+        if record["kind"] == "start" or not tries:
+            tries.append(_begin(record, now, tries[-1].end if tries else -math.inf))
         if record["kind"] != "start":
-            _add(found[-1], record, now)
-        found[-1].end = max(found[-1].end, now)
-        found[-1].last_step = max(found[-1].last_step, step)
-    found = [attempt for attempt in found if attempt is found[0] or not attempt.is_idle]
-    _mark_lost(found)
-    return found
+            _add(tries[-1], record, now)
+        tries[-1].end = max(tries[-1].end, now)
+        tries[-1].last_step = max(tries[-1].last_step, step)
+    tries = [attempt for attempt in tries if attempt is tries[0] or not attempt.is_idle]
+    _mark_lost(tries)
+    return tries
 
 
 def _as_it_was(records: Iterable[Record]) -> list[Record]:
     """Return the records with a time; a background save, recorded after its end, is moved to the time at which training went on."""
-    found: list[Record] = []
+    in_order: list[Record] = []
     for record in records:
-        now, place = number(record.get("time")), len(found)
+        now, place = number(record.get("time")), len(in_order)
         if not math.isfinite(now):
             continue
-        while "background_s" in record and place > 0 and found[place - 1]["kind"] != "start" and number(found[place - 1]["time"]) > now:
+        while (
+            "background_s" in record and place > 0 and in_order[place - 1]["kind"] != "start" and number(in_order[place - 1]["time"]) > now
+        ):
             place -= 1
-        found.insert(place, record)
-    return found
+        in_order.insert(place, record)
+    return in_order
 
 
 def _begin(record: Record, now: float, earliest: float) -> Attempt:
@@ -139,19 +141,19 @@ def _add(attempt: Attempt, record: Record, now: float) -> None:
         attempt.spans.append(Span(word, begin, now, step))
 
 
-def _mark_lost(found: list[Attempt]) -> None:
+def _mark_lost(tries: list[Attempt]) -> None:
     """Mark steps as lost if they are beyond the point at which a later attempt resumed."""
     kept = math.inf
-    for attempt in reversed(found):
+    for attempt in reversed(tries):
         attempt.spans = [Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans]
         kept = min(kept, attempt.first_step)
 
 
-def time_line(found: Sequence[Attempt]) -> list[Span]:
+def time_line(tries: Sequence[Attempt]) -> list[Span]:
     """Return all spans in order, including those in which nothing ran although the run was not complete."""
     spans: list[Span] = []
-    for index, attempt in enumerate(found):
-        if spans and not found[index - 1].is_complete and attempt.begin > spans[-1].end:
+    for index, attempt in enumerate(tries):
+        if spans and not tries[index - 1].is_complete and attempt.begin > spans[-1].end:
             spans.append(Span("down", spans[-1].end, attempt.begin, attempt.first_step))
         spans += attempt.spans
     return spans
@@ -192,10 +194,10 @@ def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
     return out
 
 
-def slow_steps(found: Sequence[Attempt]) -> list[SlowStep]:
+def slow_steps(tries: Sequence[Attempt]) -> list[SlowStep]:
     """Return the intervals with steps longer than ``SLOW`` times the usual, the median of earlier steps (see ``_usual``)."""
     slow = []
-    for index, attempt in enumerate(found):
+    for index, attempt in enumerate(tries):
         seconds = [number(r.get("step_s")) for r in attempt.train]
         for place, (value, usual) in enumerate(zip(seconds, _usual(seconds), strict=True)):
             if value > SLOW * usual > 0:

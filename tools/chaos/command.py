@@ -10,6 +10,7 @@ from megatron_sp.utils.command_parser import CommandParser
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
 
 USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
+TEXT = "Stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights."
 EPILOG = (
     "After -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
     " current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs --save-interval, and a --train-iters that takes a"
@@ -23,7 +24,7 @@ def main(argv: list[str], prog: str) -> int:
     Raises:
         ConfigError: flags or folder cannot be used, or the training fails even without a fault.
     """
-    parser = CommandParser(prog=prog, usage=USAGE, epilog=EPILOG, description="Stress a training on this machine.")
+    parser = CommandParser(prog=prog, usage=USAGE, epilog=EPILOG, description=TEXT)
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="folder for the runs, on the file system to test; new, empty, or from an earlier call"
     )

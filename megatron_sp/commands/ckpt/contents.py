@@ -85,11 +85,11 @@ def show(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Sequ
 
 def _matching(tensors: Tensors, pattern: str) -> list[str]:
     """Return the names that equal the pattern or match it as a shell pattern. Raises CheckpointError: no name does."""
-    found = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
-    if not found:
+    names = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
+    if not names:
         near = difflib.get_close_matches(pattern, list(tensors), n=3, cutoff=0.4) or sorted(tensors)[:3]
         raise CheckpointError(f"no tensor matches {pattern!r}; nearest: {', '.join(near) or 'it has no tensors at all'}")
-    return found
+    return names
 
 
 def _checkpoint_record(step_dir: Path, listed: Manifest, state: Record) -> Record:
@@ -165,9 +165,9 @@ def _checkpoint_lines(record: Record) -> list[str]:
         lines += ["", "tensors", *aligned(tensors, (3,))]
     if "values" in record:
         rows_of_values: list[tuple[str, ...]] = [("tensor", *_STATISTICS, *_COUNTS)]
-        for name, found in record["values"].items():
-            numbers = ["-" if found[key] is None else f"{found[key]:.6g}" for key in _STATISTICS]
-            rows_of_values.append((name, *numbers, *(f"{found[key]:,}" for key in _COUNTS)))
+        for name, statistics in record["values"].items():
+            numbers = ["-" if statistics[key] is None else f"{statistics[key]:.6g}" for key in _STATISTICS]
+            rows_of_values.append((name, *numbers, *(f"{statistics[key]:,}" for key in _COUNTS)))
         lines += ["", "values (of the finite ones)", *aligned(rows_of_values, range(1, 10))]
     return lines
 
@@ -249,11 +249,11 @@ def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: flo
     ]
     if tensors is not None and not any(chosen):
         raise CheckpointError(f"no tensor of {folders[0]} or {folders[1]} matches {tensors!r}: see megatron-sp ckpt show STEP --tensors")
-    found = _tensor_differences(folders, chosen[0], chosen[1], rtol, atol)
-    compared, same = len(set(chosen[0]) | set(chosen[1])), not found and not any(row.counts for row in rows)
+    differing = _tensor_differences(folders, chosen[0], chosen[1], rtol, atol)
+    compared, same = len(set(chosen[0]) | set(chosen[1])), not differing and not any(row.counts for row in rows)
     if as_json:
         tensor_records = [
-            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row._asdict().items()} for row in found
+            {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row._asdict().items()} for row in differing
         ]
         record = {
             "a": str(folders[0]), "b": str(folders[1]), "same": same, "state": [row._asdict() for row in rows],
@@ -261,9 +261,14 @@ def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: flo
         }  # fmt: skip
         print(json.dumps(record, indent=1))
     else:
-        equal = f"{compared - len(found):,} of {plural(compared, 'tensor')} equal"
+        equal = f"{compared - len(differing):,} of {plural(compared, 'tensor')} equal"
         equal += "" if rtol is None and atol is None else " within the tolerances"
-        lines = [f"a: {folders[0]}", f"b: {folders[1]}", *_difference_lines(rows, found), f"{'the same' if same else 'different'}: {equal}"]
+        lines = [
+            f"a: {folders[0]}",
+            f"b: {folders[1]}",
+            *_difference_lines(rows, differing),
+            f"{'the same' if same else 'different'}: {equal}",
+        ]
         print("\n".join(lines))
     return 0 if same else EXIT_DIFFERENT
 
@@ -303,7 +308,7 @@ def _tensor_differences(
     return rows
 
 
-def _difference_lines(rows: list[Difference], found: list[TensorDifference]) -> list[str]:
+def _difference_lines(rows: list[Difference], tensors: list[TensorDifference]) -> list[str]:
     def plain(value: Any) -> str:
         if isinstance(value, dict):
             return ", ".join(f"{key} {entry}" for key, entry in value.items())
@@ -314,8 +319,8 @@ def _difference_lines(rows: list[Difference], found: list[TensorDifference]) -> 
         some = [(row.name, plain(row.a), plain(row.b)) for row in rows if row.counts == counts]
         lines += [f"{title}:", *aligned([("", "a", "b"), *some])] if some else []
     # optimizer state in one of the two only is one line for each kind: there may be many such tensors
-    alone = [row for row in found if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]
-    rest = [row for row in found if row not in alone]
+    alone = [row for row in tensors if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]
+    rest = [row for row in tensors if row not in alone]
     if rest:
         rest.sort(key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name))
         table = [("", "a", "b", "max|a-b|", "/max|b|", "values beyond"), *map(_tensor_cells, rest[:_MAX_ROWS])]
@@ -324,7 +329,7 @@ def _difference_lines(rows: list[Difference], found: list[TensorDifference]) -> 
     counts_alone = Counter((kind_of(row.name)[0], "b" if row.a is None else "a") for row in alone)
     lines += [f"{kind}: {plural(count, 'tensor')} only in {side}" for (kind, side), count in sorted(counts_alone.items())]
     kinds: dict[str, list[TensorDifference]] = {}
-    for tensor in found:
+    for tensor in tensors:
         if tensor.max_abs is not None:
             kinds.setdefault(kind_of(tensor.name)[0], []).append(tensor)
     for kind, of_kind in sorted(kinds.items(), key=lambda item: (item[0] != WEIGHTS, item[0])):

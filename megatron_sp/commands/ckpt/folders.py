@@ -76,10 +76,10 @@ def resolve_runs(path: Path) -> list[CheckpointPath]:
 
 def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
     """Return the step folder itself, or the newest (or chosen) one of a run, not verified. Raises CheckpointError: there is none."""
-    found = find.candidates(path, ckpt_step)
-    for warning in found.warnings:
+    candidates = find.candidates(path, ckpt_step)
+    for warning in candidates.warnings:
         warn(warning)
-    return found.folders[0]
+    return candidates.folders[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- survey
@@ -153,19 +153,19 @@ class Survey:
 
 def survey(place: CheckpointPath) -> Survey:
     """Survey a folder, or the one step folder that ``place`` names."""
-    found = Survey(place, writer=holder_of(place.run) if place.run else None)
+    surveyed = Survey(place, writer=holder_of(place.run) if place.run else None)
     if place.only is not None:
-        found.steps = [look_at(place.only, _step_of(place.only), STEP)]
+        surveyed.steps = [look_at(place.only, _step_of(place.only), STEP)]
     else:
-        entries = _entries(place.folder, found.notes)
-        found.steps = [entry for entry in entries if entry.kind == STEP]
-        found.leftovers = [entry for entry in entries if entry.kind != STEP]
-        found.latest, problem = commit.read_latest(place.folder)
-        found.notes += [f"{problem}: the folders themselves decide"] if problem else []
+        entries = _entries(place.folder, surveyed.notes)
+        surveyed.steps = [entry for entry in entries if entry.kind == STEP]
+        surveyed.leftovers = [entry for entry in entries if entry.kind != STEP]
+        surveyed.latest, problem = commit.read_latest(place.folder)
+        surveyed.notes += [f"{problem}: the folders themselves decide"] if problem else []
     if place.run is not None:
         with suppress(DataError):  # no log yet, or none at all: the losses stay out
-            found.losses = read_history(place.run).train
-    return found
+            surveyed.losses = read_history(place.run).train
+    return surveyed
 
 
 def look_at(path: Path, step: int, kind: str) -> Entry:
@@ -230,84 +230,84 @@ def ls(paths: Sequence[Path], *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _survey_lines(found: Survey) -> list[str]:
-    folder, advice = found.place.folder, [f"  {line}" for line in _advice(found)]
-    entries = sorted([*found.steps, *found.leftovers], key=lambda entry: entry.step)  # leftovers of a step follow it
+def _survey_lines(listing: Survey) -> list[str]:
+    folder, advice = listing.place.folder, [f"  {line}" for line in _advice(listing)]
+    entries = sorted([*listing.steps, *listing.leftovers], key=lambda entry: entry.step)  # leftovers of a step follow it
     if not entries:
         program = foreign.identify(folder)
         return [f"{folder}: no checkpoint", *advice] if program is None else find.of_another_program(folder, program, None).splitlines()
-    head = f"{folder}: {plural(len(found.steps), 'checkpoint')}"
-    head += f", {len(found.leftovers)} left over" if found.leftovers else ""
+    head = f"{folder}: {plural(len(listing.steps), 'checkpoint')}"
+    head += f", {len(listing.leftovers)} left over" if listing.leftovers else ""
     head += f", {format_bytes(sum(entry.num_bytes for entry in entries))}"
-    return [head, *aligned([_HEADINGS, *(_row(found, entry) for entry in entries)], right=(2, 3, 4, 8)), *advice]
+    return [head, *aligned([_HEADINGS, *(_row(listing, entry) for entry in entries)], right=(2, 3, 4, 8)), *advice]
 
 
-def _row(found: Survey, entry: Entry) -> tuple[str, ...]:
-    loss, held = found.loss_of(entry), ("-", "-", "-", "-")
+def _row(listing: Survey, entry: Entry) -> tuple[str, ...]:
+    loss, held = listing.loss_of(entry), ("-", "-", "-", "-")
     if entry.manifest:
         known = facts(entry.manifest, entry.state)
         has_optimizer = "yes" if known["optimizer"] else "no"
         held = (f"{known['tensors']:,}", parameter_words(known), has_optimizer, layout_words(known["layout"]))
-    words = [_health(found, entry)]
+    words = [_health(listing, entry)]
     if entry.problems and entry.kind != "part":
         more = f" (and {len(entry.problems) - 1} more)" if len(entry.problems) > 1 else ""
         words[0] += f": {entry.problems[0].splitlines()[0]}{more}"
-    words += ["latest"] if entry.kind == STEP and entry.step == found.latest else []
-    words += ["a resume takes it"] if found.place.only is None and entry is found.resumes_from() else []
+    words += ["latest"] if entry.kind == STEP and entry.step == listing.latest else []
+    words += ["a resume takes it"] if listing.place.only is None and entry is listing.resumes_from() else []
     size = format_bytes(entry.num_bytes), str(entry.num_files)
     return entry.path.name, date(entry.saved), *size, *held, "-" if loss is None else f"{loss:.4f}", ", ".join(words)
 
 
-def _health(found: Survey, entry: Entry) -> str:
+def _health(listing: Survey, entry: Entry) -> str:
     """Return the state of an entry: complete, damaged, being written or deleted, unfinished, set aside, abandoned."""
     if entry.kind == "part":
-        return "being written or deleted" if found.is_written() else "unfinished"
+        return "being written or deleted" if listing.is_written() else "unfinished"
     word = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}[entry.kind]
     return word if not entry.problems else "damaged" if entry.kind == STEP else f"{word}, damaged"
 
 
-def _advice(found: Survey) -> list[str]:
+def _advice(listing: Survey) -> list[str]:
     """Return notes and advice for the user, one line each."""
-    run, newest, lines = found.place.run or found.place.folder, found.newest(), list(found.notes)
-    if found.is_written() and found.writer is not None:
-        lines.append(f"a job is writing here: {found.writer.who}, last sign of life {found.writer.age_s:.0f} s ago")
-    if found.place.only is None and newest is not None and newest.problems:
-        before = [entry.path.name for entry in found.steps if not entry.problems and entry.step < newest.step]
+    run, newest, lines = listing.place.run or listing.place.folder, listing.newest(), list(listing.notes)
+    if listing.is_written() and listing.writer is not None:
+        lines.append(f"a job is writing here: {listing.writer.who}, last sign of life {listing.writer.age_s:.0f} s ago")
+    if listing.place.only is None and newest is not None and newest.problems:
+        before = [entry.path.name for entry in listing.steps if not entry.problems and entry.step < newest.step]
         way = f"--resume-fallback takes {before[-1]}" if before else "there is no complete one before it"
         lines.append(f"a resume stops at {newest.path.name}, which is damaged: {way}")
-    takes = found.resumes_from()
+    takes = listing.resumes_from()
     if takes is not None and takes.manifest is not None and not facts(takes.manifest, takes.state)["optimizer"]:
         lines.append(f"{takes.path.name} has no optimizer state: it loads with --finetune, or with --no-load-optim")
-    kinds = {entry.kind for entry in found.leftovers}
-    if "part" in kinds and not found.is_written():
+    kinds = {entry.kind for entry in listing.leftovers}
+    if "part" in kinds and not listing.is_written():
         lines.append("unfinished: a save or a deletion was cut short; the next job that saves here removes it")
     if kinds & {"replaced", "abandoned"}:
         lines.append("set aside, abandoned: from a continuation of the run that was given up; each can be loaded by its path")
-    if found.steps or found.leftovers:
+    if listing.steps or listing.leftovers:
         lines.append(f"checked: manifests and sizes; not the files' contents, which megatron-sp ckpt verify {run} compares")
-    if kinds and not found.is_written():
+    if kinds and not listing.is_written():
         lines.append(f"to delete what is left over: megatron-sp ckpt prune {run} --leftovers")
     return lines
 
 
-def _survey_record(found: Survey) -> dict[str, Any]:
-    resumes, writer = found.resumes_from(), found.writer
+def _survey_record(listing: Survey) -> dict[str, Any]:
+    resumes, writer = listing.resumes_from(), listing.writer
 
     def record(entry: Entry) -> dict[str, Any]:
-        loss = found.loss_of(entry)
+        loss = listing.loss_of(entry)
         return {
-            "path": str(entry.path), "step": entry.step, "health": _health(found, entry), "problems": entry.problems,
+            "path": str(entry.path), "step": entry.step, "health": _health(listing, entry), "problems": entry.problems,
             "saved": entry.saved, "bytes": entry.num_bytes, "files": entry.num_files,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             **(facts(entry.manifest, entry.state) if entry.manifest else {}),
         }  # fmt: skip
 
     return {
-        "run": str(found.place.run) if found.place.run else None, "folder": str(found.place.folder), "latest": found.latest,
-        "resume": resumes.step if resumes and found.place.only is None else None,
+        "run": str(listing.place.run) if listing.place.run else None, "folder": str(listing.place.folder), "latest": listing.latest,
+        "resume": resumes.step if resumes and listing.place.only is None else None,
         "writer": {"who": writer.who, "age_s": writer.age_s, "alive": writer.is_alive} if writer else None,
-        "checkpoints": [record(entry) for entry in found.steps], "leftovers": [record(entry) for entry in found.leftovers],
-        "notes": _advice(found),
+        "checkpoints": [record(entry) for entry in listing.steps], "leftovers": [record(entry) for entry in listing.leftovers],
+        "notes": _advice(listing),
     }  # fmt: skip
 
 
@@ -332,10 +332,10 @@ def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | 
         folders = list(list_steps(place.folder).values())
     code = EXIT_OK
     for step_dir in folders:
-        found = problems(step_dir, deep=deep)
-        if found:
+        wrong = problems(step_dir, deep=deep)
+        if wrong:
             code = EXIT_CHECKPOINT
-            print("\n".join([f"{step_dir}: damaged, {plural(len(found), 'problem')}:", *(f"  {p}" for p in found)]), file=sys.stderr)
+            print("\n".join([f"{step_dir}: damaged, {plural(len(wrong), 'problem')}:", *(f"  {p}" for p in wrong)]), file=sys.stderr)
         else:
             listed = read_manifest(step_dir)
             size = format_bytes(listed.num_bytes)
@@ -351,15 +351,15 @@ def problems(step_dir: Path, *, deep: DeepCheck | None = None) -> list[str]:
         return [str(error)]  # it is unknown what else must be there
     if extra := files.extra_files(step_dir, listed):
         warn(f"{step_dir} holds files that its manifest does not list, ignored: {', '.join(extra[:10])}")
-    found = byte_problems(step_dir, listed)
-    if not any(STATE_NAME in problem for problem in found):
+    texts = byte_problems(step_dir, listed)
+    if not any(STATE_NAME in problem for problem in texts):
         try:
             step = read_state(step_dir).get("step")
-            found += [] if step == listed.step else [f"state.json is of step {step}, the manifest of step {listed.step}"]
+            texts += [] if step == listed.step else [f"state.json is of step {step}, the manifest of step {listed.step}"]
         except CheckpointError as error:
-            found.append(str(error))
-    found += [] if deep is None else deep(step_dir, listed)
-    return [problem.replace(f"{step_dir}/", "") for problem in dict.fromkeys(found)]
+            texts.append(str(error))
+    texts += [] if deep is None else deep(step_dir, listed)
+    return [problem.replace(f"{step_dir}/", "") for problem in dict.fromkeys(texts)]
 
 
 def byte_problems(step_dir: Path, listed: Manifest) -> list[str]:
@@ -425,8 +425,8 @@ def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None,
                 warn(f"{step_dir} is damaged and does not count as kept (megatron-sp ckpt verify {step_dir} says how)")
         return is_sound[step_dir]
 
-    if dry_run and (found := survey(place)).is_written() and found.writer:
-        warn(f"a job is writing here ({found.writer.who}): nothing can be deleted until it ends")
+    if dry_run and (listing := survey(place)).is_written() and listing.writer:
+        warn(f"a job is writing here ({listing.writer.who}): nothing can be deleted until it ends")
     old = [] if keep_last is None else commit.outdated(place.folder, keep_last, keep_every, sound)
     if keep_last is not None and not old:
         kept = plural(sum(is_sound.values()), "sound checkpoint")

@@ -84,13 +84,13 @@ def facts(manifest: Manifest, state: dict[str, Any]) -> dict[str, Any]:
 
 def layout_of(manifest: Manifest, state: dict[str, Any]) -> dict[str, Any]:
     """Return the world size, and tp, sp, dp and the ZeRO stage as far as the state has them."""
-    stored, found = state.get("layout"), {"world_size": manifest.world_size}
+    stored, layout = state.get("layout"), {"world_size": manifest.world_size}
     if isinstance(stored, dict):
-        found |= {key: stored[key] for key in ("world_size", "dp", "cp", "sp", "tp", "tp_seq") if isinstance(stored.get(key), int)}
+        layout |= {key: stored[key] for key in ("world_size", "dp", "cp", "sp", "tp", "tp_seq") if isinstance(stored.get(key), int)}
     stage: Any = state
     for key in ("config", "parallel", "zero_stage"):
         stage = stage.get(key) if isinstance(stage, dict) else None
-    return found | ({"zero_stage": stage} if isinstance(stage, int) and found["world_size"] > 1 else {})
+    return layout | ({"zero_stage": stage} if isinstance(stage, int) and layout["world_size"] > 1 else {})
 
 
 def layout_words(layout: dict[str, Any]) -> str:
@@ -101,9 +101,9 @@ def layout_words(layout: dict[str, Any]) -> str:
     return f"{layout['world_size']}{': ' if words else ''}{', '.join(words)}"
 
 
-def parameter_words(found: dict[str, Any]) -> str:
+def parameter_words(record: dict[str, Any]) -> str:
     """Return the number and dtypes of parameters as text, such as ``5.1 M fp32``."""
-    return f"{format_count(found['parameters'])} {'+'.join(found['dtypes'])}".strip()
+    return f"{format_count(record['parameters'])} {'+'.join(record['dtypes'])}".strip()
 
 
 def flag(field: str) -> str:

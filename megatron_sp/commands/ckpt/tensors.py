@@ -190,26 +190,26 @@ def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
     Tensors must be complete, finite, consistent, and have the configuration's shapes.
     """
     index: load.Index = defaultdict(list)
-    found, whole = [], set()
+    problems, whole = [], set()
     for file in load.data_files(listed):
         try:
             rows = load.read_headers(step_dir, [file])
         except (CheckpointError, OSError) as error:
-            found.append(str(error))
+            problems.append(str(error))
             continue
         for row in rows:
             try:
                 for name, pieces in load.make_index(step_dir, listed, [row]).items():
                     index[name] += pieces
             except CheckpointError as error:
-                found.append(str(error))
+                problems.append(str(error))
     for name, (_, shape) in sorted(listed.tensors.items()):
         if problem := tiling_problem(shape, [piece.rect for piece in index.get(name, [])]):
-            found.append(f"{name} {list(shape)} is not stored completely and once: {problem}")
+            problems.append(f"{name} {list(shape)} is not stored completely and once: {problem}")
         else:
             whole.add(name)
-    found += _not_finite(TensorReader(step_dir, tensor_infos(listed), index), whole)
-    return [*found, *_unpaired(listed.tensors), *_of_another_shape(step_dir, listed)]
+    problems += _not_finite(TensorReader(step_dir, tensor_infos(listed), index), whole)
+    return [*problems, *_unpaired(listed.tensors), *_of_another_shape(step_dir, listed)]
 
 
 def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
@@ -263,8 +263,8 @@ def _of_another_shape(step_dir: Path, listed: Manifest) -> Iterator[str]:
         yield f"{name} {list(weights[name][1])} is not in the configuration's model"
     has_optimizer = any(kind_of(name)[0] != WEIGHTS for name in listed.tensors)
     if state.get("has_optimizer") is not None and bool(state["has_optimizer"]) != has_optimizer:
-        found = "optimizer state" if has_optimizer else "no optimizer state"
-        yield f"state.json says has_optimizer {state['has_optimizer']}, but the checkpoint has {found}"
+        stored = "optimizer state" if has_optimizer else "no optimizer state"
+        yield f"state.json says has_optimizer {state['has_optimizer']}, but the checkpoint has {stored}"
 
 
 def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int, ...]]:
@@ -293,8 +293,8 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     except (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError) as error:  # none of its numbers can be trusted
         raise ConfigError(f"no model can be built from the configuration: {error or type(error).__name__}") from None
     specs = shard_specs(model)
-    found = {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
-    return found | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
+    shapes = {name: tuple(specs[name].shape) if name in specs else tuple(p.shape) for name, p in model.named_parameters()}
+    return shapes | {name: tuple(bias.shape) for name, bias in expert_biases(model).items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- merge

@@ -36,7 +36,7 @@ TORCH_FREE = (
     "checkpoint/lock",
     "checkpoint/manifest",
     "checkpoint/verify",
-    "commands/ckpt/command",
+    "commands/ckpt/__init__",
     "commands/ckpt/contents",
     "commands/ckpt/folders",
     "commands/ckpt/tables",

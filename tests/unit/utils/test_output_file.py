@@ -266,7 +266,7 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
 SUFFIX = {"--picture": ".png"}
 PAIRS = ("megatron_sp/commands/preprocess.py", "megatron_sp/commands/data.py")
 FOLDERS = {  # what makes a folder, and refuses one that is there
-    ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/command.py", "--output"),
+    ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/__init__.py", "--output"),
     ("megatron_sp/commands/section_task.py", "--output"),
 }  # fmt: skip
 NAMES = ("--output", "--json", "--html", "--report", "--picture", "--save", "--plot", "--out", "--output-prefix", "--svg", "--csv")
