@@ -1,9 +1,15 @@
-"""The whole page: one file that works from a disk, loads nothing and runs no script but its own (``utils/markup.py``)."""
+"""The whole page, and its top: state and key figures of the run.
+
+One file that works from a disk, loads nothing and runs no script but its own (``utils/markup.py``).
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +17,7 @@ from megatron_sp import __version__
 from megatron_sp.report import sections
 from megatron_sp.report.charts import axis_map, charts, figure
 from megatron_sp.report.reading import RunFiles, read_run
-from megatron_sp.report.run_history import SMOOTHED_FROM
+from megatron_sp.report.run_history import SMOOTHED_FROM, accuracies, are_equal, number, starts_after_interruptions
 from megatron_sp.report.sections import (
     classification_section,
     configuration_section,
@@ -20,12 +26,225 @@ from megatron_sp.report.sections import (
     numerics_section,
     prediction_section,
 )
-from megatron_sp.report.summary import comparison, header, tiles
 from megatron_sp.report.time_section import time_section
+from megatron_sp.report.time_use import Attempt, time_line, totals
 from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
-from megatron_sp.utils.markup import Html, join, tag
+from megatron_sp.utils.format import format_duration, format_parameters, show
+from megatron_sp.utils.markup import Html, join, table, tag
 from megatron_sp.utils.output_file import write_output
+
+# -------------------------------------------------------------------------------------------------- the top of the page
+
+
+SILENT_S = 120.0  # after which a run that says it is running is not believed
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a run: a word, its look (good, busy, warn, bad), and a sentence."""
+
+    word: str
+    look: str
+    why: str
+
+
+SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}
+
+
+def state_of(run: RunFiles, now: float) -> State:
+    """Return the state of the run at the time ``now``."""
+    status, message = run.status.get("status"), str(run.status.get("message") or "")
+    code = run.status.get("exit_code")
+    if status == "done":
+        return State("done", "good", "")
+    if status == "preempted":
+        return State("preempted", "warn", "everything is saved; the same command resumes the run")
+    if status == "failed":
+        return State("failed", "bad", f"exit code {code}: {message}" if message else f"exit code {code}")
+    if status != "running":
+        return State("unknown", "warn", "there is no run_status.json" if not run.status else "run_status.json names no known state")
+    signs = [number(run.lock.get("heartbeat")), *(number(r.get("time")) for r in run.records[-1:]), number(run.status.get("time"))]
+    silent = now - max((s for s in signs if math.isfinite(s)), default=-math.inf)
+    if silent > SILENT_S:
+        since = f" for {format_duration(silent)}" if math.isfinite(silent) else ""
+        return State(
+            "lost", "bad", f"run_status.json says that it is running, but there was no sign of life{since}: killed, or its host went down"
+        )
+    return State("running", "busy", f"last sign of life {format_duration(silent)} before this page was made")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Key figures of a run; NaN for those that were not logged."""
+
+    step: int
+    train_iters: float
+    tokens: float
+    loss: float
+    best: float
+    best_step: int
+    tokens_per_s: float
+    mfu: float
+    memory: float
+    interruptions: int
+    skipped: float
+    useful: float  # share of the time from first launch to last record in steps that count
+
+
+def figures(run: RunFiles) -> Figures:
+    """Compute the key figures from the records."""
+    train, valid = run.train, list(run.history.valid.values())
+    tries = run.attempts
+    last = train[-1] if train else {}
+    losses = [(number(r.get("loss")), r["step"]) for r in valid]
+    best, best_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
+    named = [run.status.get("train_iters"), *(s.get("train_iters") for s in run.of_kind("start")[-1:])]
+    return Figures(
+        step=max([0, *(r["step"] for r in run.records[-1:]), *run.history.train]),
+        train_iters=next((n for n in map(number, named) if math.isfinite(n)), math.nan),
+        tokens=number(last.get("consumed_tokens")), loss=number(last.get("loss")), best=best, best_step=best_step,
+        tokens_per_s=_median(run, "tokens_per_s"), mfu=_median(run, "mfu"),
+        memory=max((m for r in run.of_kind("train") if math.isfinite(m := number(r.get("memory_bytes")))), default=math.nan),
+        interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")), useful=useful_share(tries),
+    )  # fmt: skip
+
+
+def _median(run: RunFiles, field: str) -> float:
+    values = [v for r in run.train if math.isfinite(v := number(r.get(field)))]
+    return statistics.median(values) if values else math.nan
+
+
+def useful_share(tries: Sequence[Attempt]) -> float:
+    """Return the share of the time from the first launch to the last record that was spent in training steps that were kept."""
+    sums = totals(time_line(tries))
+    whole = sum(sums.values())
+    return sums["steps"] / whole if whole > 0 else math.nan
+
+
+def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
+    """Return the header: name, state and a one-line description of the run."""
+    state = state_of(run, now)
+    names = ", ".join(other.name for other in others)
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    return tag(
+        "header",
+        tag("p", "run report", class_="kicker"),
+        tag("h1", run.name, pill(state)),
+        tag("p", join(*_with_dots(_in_words(run))), class_="lead"),
+        tag("p", f"{run.folder}", " · compared with " + names if others else "", f" · made {made}", class_="quiet"),
+    )
+
+
+def pill(state: State) -> Html:
+    """Badge with the state of a run."""
+    return tag(
+        "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}", title=state.why or None
+    )
+
+
+def _with_dots(words: Sequence[str]) -> list[object]:
+    return [" · ".join(words)] if words else ["no record yet"]
+
+
+def _in_words(run: RunFiles) -> list[str]:
+    start = next(reversed(run.of_kind("start")), {})
+    layout, config = run.environment.get("layout"), run.config
+    words = []
+    if math.isfinite(params := number(start.get("num_params"))):
+        words.append(f"{format_parameters(int(params))} parameters")
+    if config:
+        precision = config["precision"]
+        words.append("fp16" if precision["fp16"] else "bf16" if precision["bf16"] else "fp32")
+        if config["model"]["seq_length"]:
+            words.append(f"sequences of {config['model']['seq_length']}")
+    if isinstance(layout, dict):
+        sizes = ", ".join(f"{axis} {layout[axis]}" for axis in ("dp", "cp", "sp", "tp") if number(layout.get(axis)) > 1)
+        words.append(f"{layout.get('world_size', '?')} processes{f' ({sizes})' if sizes else ''}")
+    if config and config["parallel"].get("zero_stage"):
+        words.append(f"ZeRO {config['parallel']['zero_stage']}")
+    if isinstance(device := run.environment.get("device"), str):
+        words.append(device)
+    return words
+
+
+def tiles(run: RunFiles, now: float) -> Html:
+    """Return the tiles with the key figures."""
+    f, state = figures(run), state_of(run, now)
+    of_all = f" of {f.train_iters:,.0f}" if math.isfinite(f.train_iters) else ""
+    share = f.step / f.train_iters if f.train_iters > 0 else math.nan
+    twice = len(run.repeated)
+    equal = sum(are_equal(taken) for taken in run.repeated.values())
+    again = f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical" if twice else "no logged step was repeated"
+    rows = [
+        ("State", f"{SIGNS[state.look]} {state.word}", state.why or "finished normally", state.look),
+        ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
+        ("Tokens", show(f.tokens, "si"), f"{show(f.tokens, 'count')} consumed" if math.isfinite(f.tokens) else "", ""),
+        ("Best validation loss", show(f.best, "loss"), _about_best(run, f), ""),
+        *_accuracy_tiles(run),
+        ("Throughput", f"{show(f.tokens_per_s, 'si')}", "tokens/s, median of the logged steps", ""),
+        ("MFU", show(f.mfu, "percent"), "median; causal attention counted once", ""),
+        ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
+        ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
+        ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
+        ("Skipped steps", show(f.skipped, "count"), "gradients not finite, weights unchanged", "warn" if f.skipped > 0 else ""),
+    ]
+    return tag("div", [_tile(*row) for row in rows], class_="tiles")
+
+
+def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    """Return tiles with the accuracies of the last validation, and of a classifier's final evaluation."""
+    tiles = []
+    for last in list(run.history.valid.values())[-1:]:
+        about = f"in the validation at step {last['step']:,}"
+        tiles += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
+    for last in run.of_kind("classification")[-1:]:
+        about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
+        tiles.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
+    return tiles
+
+
+def _title(name: str) -> str:
+    """Return the heading for the name of an accuracy, such as ``lm_accuracy``."""
+    words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy (chance is 50 %)"}
+    return words.get(name, name.replace("_", " ").capitalize())
+
+
+def _tile(name: str, value: str, about: str, look: str) -> Html:
+    parts = [tag("div", text, class_=kind) for kind, text in (("name", name), ("value", value), ("about", about))]
+    return tag("div", parts, class_=f"tile {look}".strip())
+
+
+def _about_best(run: RunFiles, f: Figures) -> str:
+    """Return the step of the best validation loss, and its perplexity if there is one (not for a classifier)."""
+    if not math.isfinite(f.best):
+        return "no validation yet"
+    perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
+    return f"{perplexity}at step {f.best_step:,}"
+
+
+def comparison(runs: Sequence[RunFiles], now: float) -> Html:
+    """Return a table with one row for each run, and losses at the last step that all have logged."""
+    common = set.intersection(*(set(run.history.train) for run in runs)) if runs else set()
+    at = max(common, default=None)
+    head = [
+        "run", "state", "steps", "tokens", f"loss at step {at:,}" if at is not None else "last loss", "best validation", "tokens/s", "MFU",
+        "peak memory", "interruptions", "skipped",
+    ]  # fmt: skip
+    rows = []
+    for index, run in enumerate(runs):
+        f = figures(run)
+        loss = number(run.history.train[at].get("loss")) if at is not None else f.loss
+        name = tag("th", tag("span", class_=f"swatch c{index % 6} d{index % 6}"), run.name, scope="row")
+        rows.append([
+            name, pill(state_of(run, now)), f"{f.step:,}", show(f.tokens, "si"), show(loss, "loss"), show(f.best, "loss"),
+            show(f.tokens_per_s, "si"), show(f.mfu, "percent"), show(f.memory, "bytes"), f.interruptions, show(f.skipped, "count"),
+        ])  # fmt: skip
+    return table(head, rows, numeric=range(2, 11))
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
 
 _HERE = Path(__file__).parent
 _WITHOUT_SCRIPTS = tag(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from support.training import train
 
-from megatron_sp.report.page import page
+from megatron_sp.report.page import figures, page, state_of
 from megatron_sp.report.reading import read_run
 from megatron_sp.report.run_history import are_equal
-from megatron_sp.report.summary import figures, state_of
 from megatron_sp.report.time_use import time_line, totals
 
 PARTS = ("overview", "curves", "time", "prediction", "exchanges", "environment", "configuration")

@@ -17,9 +17,8 @@ from support.run_logs import EVIL, LogWriter, evil_run
 from megatron_sp.commands import report
 from megatron_sp.config.schema import Config
 from megatron_sp.report.charts import charts, curve, figure
-from megatron_sp.report.page import name_apart, page
+from megatron_sp.report.page import figures, name_apart, page, state_of
 from megatron_sp.report.reading import read_run
-from megatron_sp.report.summary import figures, state_of
 from megatron_sp.report.time_use import Span, attempts, merged, slow_steps, time_line, totals
 from megatron_sp.utils.errors import DataError
 from megatron_sp.utils.format import show
