@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.run_logs import LogWriter
 
 from megatron_sp.commands import plot
-
-
-class Writer:
-    """Writes a metrics.jsonl as training does; every record is ten seconds after the one before."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder, self.time = folder, 1000.0
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        self.time += 10
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "time": self.time, "step": step, **values}) + "\n")
-
-    def steps(self, first: int, last: int, loss: float) -> None:
-        for step in range(first, last + 1):
-            self.write("train", step, loss=loss, lr=1e-3, grad_norm=0.5, tokens_per_s=100.0, consumed_tokens=step * 64)
 
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> Path:
     """Steps 1 to 7, killed; resumed from step 5 to step 10; validations at 4, 6 (done again) and 8."""
-    writer = Writer(tmp_path / "resumed")
+    writer = LogWriter(tmp_path / "resumed")
     writer.write("start", 0, attempt=0)
     writer.steps(1, 4, loss=4.0)
     writer.write("valid", 4, loss=4.5, perplexity=90.0)
@@ -58,7 +40,7 @@ def test_a_resume_undoes_what_was_done_beyond_it(resumed: Path) -> None:
 
 
 def test_what_a_resume_has_not_done_again_yet_is_gone_too(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a")
+    writer = LogWriter(tmp_path / "a")
     writer.steps(1, 9, loss=4.0)
     writer.write("valid", 9, loss=4.0, perplexity=54.0)
     writer.write("start", 5, attempt=1)
@@ -77,7 +59,7 @@ def test_the_axes(resumed: Path) -> None:
 
 
 def test_validation_between_logged_steps_gets_its_share_of_the_tokens(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a")
+    writer = LogWriter(tmp_path / "a")
     writer.write("valid", 0, loss=9.0, perplexity=8000.0)
     writer.steps(10, 10, loss=1.0)
     writer.write("valid", 12, loss=2.0, perplexity=7.4)
@@ -85,12 +67,12 @@ def test_validation_between_logged_steps_gets_its_share_of_the_tokens(tmp_path: 
 
 
 def test_two_resumes_from_the_same_step_and_one_from_before(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a")
+    writer = LogWriter(tmp_path / "a")
     writer.write("start", 0)
     for start, last, loss in ((0, 6, 1.0), (4, 8, 2.0), (4, 5, 3.0), (2, 9, 4.0)):
         if start:
             writer.write("start", start)
-        writer.steps(start + 1, last, loss)
+        writer.steps(start + 1, last, loss=loss)
     run = plot.read_history(tmp_path / "a")
     assert run.resumed == [2]
     assert [r["loss"] for r in run.train.values()] == [1.0, 1.0, *[4.0] * 7]
@@ -110,7 +92,7 @@ def test_a_torn_last_line_and_a_bad_one_are_left_out_and_said(resumed: Path, cap
 
 
 def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a")
+    writer = LogWriter(tmp_path / "a")
     for step, loss in enumerate([1.0, "nan", None, 2.0, "inf"], 1):
         writer.write("train", step, loss=loss)
     values = plot.read_history(tmp_path / "a").series("train", "loss", "step")[1]
@@ -128,7 +110,7 @@ def test_a_smoothed_curve_does_not_lag() -> None:
 @pytest.mark.parametrize(("name", "axis"), [("loss.png", "step"), ("loss.svg", "tokens"), ("loss.svg", "time")])
 def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
     pytest.importorskip("matplotlib")
-    long = Writer(tmp_path / "long")
+    long = LogWriter(tmp_path / "long")
     long.steps(1, 200, loss=2.0)
     output = tmp_path / name
     assert plot.main([str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
