@@ -19,15 +19,16 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def load() -> None:
-    """Make the program's package importable as ``chaos``, without tools/ on the path: names there are those of other packages, too.
+    """Make the program importable as ``chaos``, without tools/ on the path, whose names other packages have, too.
 
     Raises:
         ConfigError: it is not beside the package.
     """
     if not (PROGRAM / "__init__.py").is_file():
         raise ConfigError(
-            f"megatron-sp chaos is a program of the repository, tools/chaos, which an installed package does not have ({PROGRAM} is not"
-            " there): run `pip install -e .` in a clone of the repository, and the same command again"
+            "megatron-sp chaos is a program of the repository, tools/chaos, which an installed package does not have"
+            f" ({PROGRAM} is not there): run `pip install -e .` in a clone of the repository, and the same command"
+            " again"
         )
     if "chaos" not in sys.modules:
         spec = importlib.util.spec_from_file_location("chaos", PROGRAM / "__init__.py", submodule_search_locations=[str(PROGRAM)])

@@ -1,4 +1,4 @@
-"""Write a JSONL corpus from the text that comes with Python: ``megatron-sp data corpus --output runs/quickstart/corpus.jsonl``."""
+"""Write a JSONL corpus from the text that comes with Python: ``megatron-sp data corpus --output corpus.jsonl``."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _allocator() -> Iterator[Finding]:
-    """Check whether torch's allocator on the GPU may grow its segments: else long sequences lose memory to holes in them."""
+    """Check whether torch's allocator may grow its segments on a GPU: else long sequences lose memory to holes."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
@@ -149,7 +149,8 @@ def _allocator() -> Iterator[Finding]:
     setting = ",".join([*(part for part in text.split(",") if part and "expandable_segments" not in part), "expandable_segments:True"])
     yield Finding(
         "allocator", "warn", f"{name}={text}: segments of fixed size" if name else "segments of fixed size",
-        f"sequences of changing or great length lose less memory to holes with export {name or 'PYTORCH_ALLOC_CONF'}={setting}",
+        "sequences of changing or great length lose less memory to holes with export"
+        f" {name or 'PYTORCH_ALLOC_CONF'}={setting}",
     )  # fmt: skip
 
 

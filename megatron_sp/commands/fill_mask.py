@@ -82,7 +82,7 @@ def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
 
 
 def baseline(stored: Stored) -> str:
-    """Return a line with the most frequent masked token in the run's validation data, and its share of all masked tokens."""
+    """Return a line with the most frequent masked token of the run's validation data, and its share."""
     import numpy as np
 
     from megatron_sp.data.build import build_bert_datasets

@@ -1,4 +1,4 @@
-"""Presets as a table: as text for a terminal, as Markdown for docs/how-to/zoo.md, and as JSON. Nothing here imports torch."""
+"""Presets as a table: as text for a terminal, as Markdown for docs/how-to/zoo.md, and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command behind scripts/pretrain_*.sh: a script's variables and flags become a command, which is described and run.
+"""The command behind scripts/pretrain_*.sh: variables and flags become a command, which is described and run.
 
     SMOKE=1    the same layout with the tiny sizes of scripts/recipes/smoke.yaml on CPU processes: tp, sp, cp, pp and ep are
                reduced to at most 2, dp to what ZeRO needs; the run folder is removed at the end, unless SAVE names one
@@ -156,8 +156,8 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
         raise ConfigError(f"DATA_PATH={path}: there is no {path}.idx; megatron-sp preprocess makes it (see README.md)")
     if bool(spm) == bool(vocab) or not os.path.isfile(spm or vocab):
         raise ConfigError(
-            f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece model, a"
-            " tokenizer.json, or a list of word pieces"
+            f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece"
+            " model, a tokenizer.json, or a list of word pieces"
         )
     of_model = "HuggingFaceTokenizer" if spm.endswith(".json") else "SentencePieceTokenizer"
     tokenizer = [of_model, "--tokenizer-model", spm] if spm else ["BertWordPieceLowerCase", "--vocab-file", vocab]
@@ -213,8 +213,9 @@ def _model(recipe: Recipe, plan: RunPlan) -> str:
     model, name = recipe.config.model, recipe.config.preset or recipe.program
     heads = f"{model.num_attention_heads} heads" + (f" with {model.num_groups} groups" if model.num_query_groups else "")
     return (
-        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_parameters(plan.num_params)} parameters, {model.num_layers} layers,"
-        f" hidden {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens, {recipe.config.precision.params_dtype}"
+        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_parameters(plan.num_params)} parameters,"
+        f" {model.num_layers} layers, hidden {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens,"
+        f" {recipe.config.precision.params_dtype}"
     )
 
 
@@ -228,8 +229,9 @@ def _layout(recipe: Recipe, plan: RunPlan) -> str:
     pipeline = f", pp {stages} ({parallel.pipeline_kind})" if stages > 1 else ""
     return (
         f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
-        f" {parallel.sequence_parallel_size}{exchanges}{context}{experts}{pipeline}, dp {parallel.dp_size(recipe.world_size)},"
-        f" ZeRO stage {parallel.zero_stage}, recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
+        f" {parallel.sequence_parallel_size}{exchanges}{context}{experts}{pipeline}, dp"
+        f" {parallel.dp_size(recipe.world_size)}, ZeRO stage {parallel.zero_stage}, recomputation:"
+        f" {recipe.config.kernels.recompute_granularity or 'none'}"
     )
 
 
@@ -286,8 +288,9 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
     if len(gpus) < recipe.nproc:
         fewer = f"; NPROC_PER_NODE={len(gpus)} {script} takes those" if gpus else ""
         raise ConfigError(
-            f"{_many(recipe.nproc, 'GPU is', 'GPUs are')} needed on this host, and there are {len(gpus)}{fewer}. SMOKE=1 {script} tries the"
-            f" layout with a tiny model on CPU processes, DRY_RUN=1 {script} says what the full size takes"
+            f"{_many(recipe.nproc, 'GPU is', 'GPUs are')} needed on this host, and there are {len(gpus)}{fewer}."
+            f" SMOKE=1 {script} tries the layout with a tiny model on CPU processes, DRY_RUN=1 {script} says what"
+            " the full size takes"
         )
     lines = shortage(recipe.config, recipe.world_size, "cuda", min(gpus[: recipe.nproc]), "on a GPU of this host")
     if lines:
@@ -295,7 +298,7 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
-    """Run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles, so that the caller can clean up."""
+    """Run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles."""
     child: subprocess.Popen[bytes] | None = None
     stopped = False
 

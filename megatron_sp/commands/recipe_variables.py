@@ -35,7 +35,8 @@ class Variables:
     """Validated environment variables of a script.
 
     Attributes:
-        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp * pp where that is more than the number of hosts.
+        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp * pp if larger than the number of
+            hosts.
     """
 
     nproc: int
@@ -95,7 +96,7 @@ class Variables:
 
     @property
     def smoke_layout(self) -> RankCounts:
-        """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes, with ep two with other tokens."""
+        """Layout of a smoke test: at most 2 ranks on each axis, with ZeRO or ep two processes with other tokens."""
         tp, sp, cp, pp = (min(size, 2) for size in self.full_layout[:4])
         ep = min(self.ep, 2)
         return RankCounts(tp, sp, cp, pp, max(tp * sp * cp * pp, pp * ep, 2 if self.zero else 1), ep)
@@ -135,9 +136,9 @@ def _price(environ: Mapping[str, str], name: str) -> float | None:
 def misspelled(environ: Mapping[str, str], names: tuple[str, ...] = (*NAMES, *LAUNCHER_NAMES)) -> dict[str, str]:
     """Return the variables of an environment that are almost one of ours, each with the one that is meant.
 
-    An environment has hundreds of variables that are none of our business. Counted are other capitals and underscores (``DRYRUN``,
-    ``dry_run``), and a letter too many, too few, wrong or in its neighbour's place (``DRY_RNU``) in names of five letters or more; not
-    where both have the same value (``NODES=2 NNODES=2``).
+    An environment has hundreds of variables that are none of our business. Counted are other capitals and underscores
+    (``DRYRUN``, ``dry_run``), and in names of five letters or more one letter too many, too few, wrong or in its
+    neighbour's place (``DRY_RNU``); not where both have the same value (``NODES=2 NNODES=2``).
     """
     plain = {_plain(name): name for name in names if name not in _COMMON}
     meant_by_name: dict[str, str] = {}

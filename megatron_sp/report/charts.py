@@ -1,4 +1,4 @@
-"""Charts of a page: their curves, data for the page's script, which draws them, and frames with tables for readers without scripts.
+"""Charts of a page: data for the page's script, which draws them, and frames with tables for readers without scripts.
 
 A screen has about a thousand columns. With more points, each bucket of neighbours is reduced to its minimum and
 maximum, so that no spike is lost, and its mean, from which the smoothed line is drawn. Values that are not finite leave
@@ -337,7 +337,7 @@ def _series(history: History, index: int, kind: str, field: str, label: str, buc
 
 
 def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
-    """Return the curves of training loss, undone steps and validation loss; with several runs each run has its colour."""
+    """Return the curves of training loss, undone steps and validation loss; of several runs each has its colour."""
     curves = []
     for index, run in enumerate(runs):
         before = f"{run.name}: " if len(runs) > 1 else ""
@@ -392,7 +392,7 @@ def _memory_levels(runs: Sequence[RunFiles]) -> tuple[list[tuple[float, str]], s
 
 
 def axis_map(run: RunFiles) -> dict[str, list[float]]:
-    """Return a thinned-out table of steps, tokens and minutes, with which the page's script converts between the axes."""
+    """Return a thinned-out table of steps, tokens and minutes, by which the page's script changes the x axis."""
     records = [r for r in run.train if math.isfinite(number(r.get("consumed_tokens")))]
     every = max(1, math.ceil(len(records) / _KNOTS))
     knots = records[::every] + (records[-1:] if records and (len(records) - 1) % every else [])

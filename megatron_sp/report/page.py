@@ -116,7 +116,7 @@ def _median(run: RunFiles, field: str) -> float:
 
 
 def useful_share(tries: Sequence[Attempt]) -> float:
-    """Return the share of the time from the first launch to the last record that was spent in training steps that were kept."""
+    """Return the share of the time since the first launch that was spent in training steps that were kept."""
     sums = totals(time_line(tries))
     whole = sum(sums.values())
     return sums["steps"] / whole if whole > 0 else math.nan
@@ -270,7 +270,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
 
 
 def name_apart(runs: Sequence[RunFiles]) -> None:
-    """Make the names of runs unique: runs of the same name get their paths as names, and those of the same path a number."""
+    """Make the names of runs unique: runs of one name get their paths, and those of one path a number."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -126,7 +126,7 @@ def _absent(path: Path) -> str:
 
 
 def _json(path: Path, notes: list[str]) -> Record:
-    """Return the JSON object in a file; {} if the file is missing or is not an object, and with a note if it cannot be used."""
+    """Return the JSON object in a file; {} if there is none, with a note if the file cannot be used."""
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")
@@ -154,7 +154,7 @@ def _newest_state(folder: Path, notes: list[str]) -> Record:
 
 
 def config_of(record: Record) -> dict[str, dict[str, Any]]:
-    """Return the configuration in a start record or a checkpoint's state, without unknown fields; empty if it cannot be used."""
+    """Return the configuration in a start record or a checkpoint's state; empty if it cannot be used."""
     try:
         return Config.from_dict(record["config"])[0].to_dict() if "config" in record else {}
     except ConfigError:

@@ -98,7 +98,7 @@ def replay(history: History, records: Iterable[Record]) -> None:
 
 
 def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
-    """Return the starts before which the run had not come to its end; a call after the end, or a longer run, interrupts nothing."""
+    """Return the starts that followed an interruption; a call after the end of the run, or to make it longer, does not."""
     starts: list[Record] = []
     end, reached = -math.inf, 0
     for record in records:
@@ -124,7 +124,7 @@ def _resume(history: History, step: int) -> None:
 
 
 def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
-    """Return the running mean over ``share`` of the points to either side; near the ends over fewer, so that a slope causes no bias."""
+    """Return the running mean over ``share`` of the points to either side; near the ends over fewer, without bias."""
     reach, count = max(1, round(share * len(values))), len(values)
     finite = [(v, 1) if math.isfinite(v) else (0.0, 0) for v in values]
     sums = list(itertools.accumulate((v for v, _ in finite), initial=0.0))
@@ -139,7 +139,7 @@ def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
 
 
 def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
-    """Return the logged training steps that were taken more than once, each with its records in the order of writing."""
+    """Return the logged training steps that were taken more than once, each with its records in order."""
     seen: dict[int, list[Record]] = {}
     for record in records:
         if record.get("kind") == "train":

@@ -281,7 +281,7 @@ def _value(record: Record, field: str) -> str:
 
 
 def prediction_section(run: RunFiles) -> Section | None:
-    """Return the section that compares the closed forms with measurements after ten steps, from the last such record."""
+    """Return the section that compares predictions with measurements after ten steps, from the last such record."""
     last = next(reversed(run.of_kind("prediction")), None)
     if last is None:
         return None
@@ -321,7 +321,7 @@ def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], whole: float, v
 
 
 def exchanges_section(run: RunFiles) -> Section | None:
-    """Return the section about --report-overlap: time of the exchanges, and the share of it that was hidden under computation."""
+    """Return the section about --report-overlap: the time of the exchanges, and how much of it ran under computation."""
     if not run.overlap:
         return None
     rows = run.overlap["rows"]
@@ -360,7 +360,7 @@ def _two_bars(exchange: float, exposed: float, whole: float) -> Html:
 
 
 def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
-    """Return the section: every flag with its value in each run and its default; a run without a configuration has no column."""
+    """Return the section: every flag with its default and its value in each run whose configuration is known."""
     configured = [run for run in runs if run.config]
     if not configured:
         return None
@@ -403,7 +403,7 @@ def _row(name: str, help_: str, values: Sequence[object], default: object, *, is
 
 
 def _controls(several: bool) -> Html:
-    """Return the filter for the table, which only the page's script shows; without the script the table has every row."""
+    """Return the filter of the table, which only the page's script shows; without it the table has every row."""
     choices = [("changed", "not the default"), ("all", "all flags")]
     if several:
         choices.insert(0, ("other", "where the runs differ"))

@@ -100,7 +100,7 @@ def attempts(records: Iterable[Record]) -> list[Attempt]:
 
 
 def _as_it_was(records: Iterable[Record]) -> list[Record]:
-    """Return the records with a time; a background save, recorded after its end, is moved to the time at which training went on."""
+    """Return the records that have a time; a background save is moved to where training went on."""
     in_order: list[Record] = []
     for record in records:
         now, place = number(record.get("time")), len(in_order)
@@ -195,7 +195,7 @@ def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
 
 
 def slow_steps(tries: Sequence[Attempt]) -> list[SlowStep]:
-    """Return the intervals with steps longer than ``SLOW`` times the usual, the median of earlier steps (see ``_usual``)."""
+    """Return the intervals with steps longer than ``SLOW`` times the median of earlier steps."""
     slow = []
     for index, attempt in enumerate(tries):
         seconds = [number(r.get("step_s")) for r in attempt.train]
@@ -208,7 +208,7 @@ def slow_steps(tries: Sequence[Attempt]) -> list[SlowStep]:
 
 
 def _usual(seconds: Sequence[float]) -> list[float]:
-    """Return for each value the median of the ``_AROUND`` before it; if these are few, that of the first ``_AROUND``."""
+    """Return for each value the median of the ``_AROUND`` before it, or of the first ``_AROUND`` if these are few."""
     begin = [s for s in seconds[:_AROUND] if math.isfinite(s)]
     first = median(begin) if begin else math.nan
     window: list[float] = []

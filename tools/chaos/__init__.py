@@ -1,1 +1,1 @@
-"""``megatron-sp chaos``: a training is killed, stopped, starved of disk and damaged, and must end with the same weights."""
+"""``megatron-sp chaos``: a training is killed, stopped, damaged, and must end with the same weights."""

@@ -1,7 +1,7 @@
 """A campaign of runs without and with faults, and the check that all end with the same weights.
 
     clean                    the training without faults
-    round 1, 2, ...          the same training from the start: a fault, a restart if it has ended, another fault, ..., to its end
+    round 1, 2, ...          the same training from the start: a fault, a restart if it has ended, another fault, ...
 
 After each round every tensor of the last checkpoint, and the loss of every logged step, is compared with the clean
 run's, bit for bit.
@@ -76,7 +76,7 @@ class Campaign:
         self._jobs: list[Job] = []
 
     def run(self) -> bool:
-        """Run the campaign; return whether all faults were injected, every round ended like the clean run, and there was no problem."""
+        """Run the campaign; return whether all faults were injected and every round ended like the clean run."""
         try:
             self._clean()
             while self.done < self.num_faults and not self._is_late() and len(self.problems) < 10:
@@ -204,7 +204,7 @@ class Campaign:
             self._problem(job, f"a traceback after '{kind.name}'")
 
     def _is_wrong(self, job: Job) -> bool:
-        """Return whether an attempt ended with an error in configuration, checkpoint, data or numerics, not with a lost port or peer."""
+        """Return whether an attempt ended with an error of its own (exit codes 2 to 5), not with a lost port or peer."""
         return job.has_ended() and read_status(job.run).get("exit_code") in (2, 3, 4, 5)
 
     def _resumed(self, after: _After, watch: Watch, job: Job) -> None:
@@ -295,7 +295,7 @@ def _of_logs(clean: Path, run: Path) -> list[str]:
 
 
 def require_settled(start: dict[str, Any]) -> None:
-    """Check in the ``start`` record of a training that no setting was chosen by timing, which may differ after a restart.
+    """Check in the ``start`` record that no setting was chosen by timing, which may differ after a restart.
 
     Raises:
         ConfigError: --sp-overlap-mode, --attention-backend or the sizes of --cp-comm-type auto were chosen by timing.
@@ -304,23 +304,25 @@ def require_settled(start: dict[str, Any]) -> None:
     if attention.get("ms"):
         names = {"sdpa": "fused", "sdpa-fa3": "flash3", "sdpa-fa4": "flash4"}
         raise ConfigError(
-            "the training settles --attention-backend by timing; killed before its first save it may choose another kernel, which rounds"
-            f" differently: add --attention-backend {names.get(attention['kernel'], attention['kernel'])}, which it has chosen now"
+            "the training settles --attention-backend by timing; killed before its first save it may choose another"
+            " kernel, which rounds differently: add --attention-backend"
+            f" {names.get(attention['kernel'], attention['kernel'])}, which it has chosen now"
         )
     parallel = Config.from_dict(start["config"])[0].parallel
     if start["environment"]["layout"].get("sizes") == "timed":
         raise ConfigError(
-            "the training settles --cp-comm-type auto by timing; killed before its first save it may choose other sizes, whose sums differ"
-            f" in the last bits: in its place give --sequence-parallel-size {parallel.sequence_parallel_size} --context-parallel-size"
-            f" {parallel.context_parallel_size}, which it has chosen now"
+            "the training settles --cp-comm-type auto by timing; killed before its first save it may choose other"
+            " sizes, whose sums differ in the last bits: in its place give --sequence-parallel-size"
+            f" {parallel.sequence_parallel_size} --context-parallel-size {parallel.context_parallel_size}, which it"
+            " has chosen now"
         )
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode == "auto":
         chosen = start["environment"]["layout"]["sp_overlap"]
         chunks = f" --sp-head-chunks {chosen['chunks']}" if chosen["mode"] == "chunked" else ""
         raise ConfigError(
-            "the training settles --sp-overlap-mode by timing; killed before its first save it may choose another mode, whose sums differ"
-            f" in the last bits: add --sp-overlap-mode {chosen['mode']}{chunks}, which it has chosen now, in place of the flags that say"
-            " auto"
+            "the training settles --sp-overlap-mode by timing; killed before its first save it may choose another"
+            f" mode, whose sums differ in the last bits: add --sp-overlap-mode {chosen['mode']}{chunks}, which it"
+            " has chosen now, in place of the flags that say auto"
         )
 
 

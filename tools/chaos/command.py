@@ -12,9 +12,10 @@ from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
 USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
 TEXT = "Stress a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights."
 EPILOG = (
-    "After -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
-    " current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs --save-interval, and a --train-iters that takes a"
-    " minute or two. Without a command a tiny model is trained on made-up data. docs/how-to/chaos.md says what is done to it."
+    "After -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py"
+    " FLAGS. It runs in the current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs"
+    " --save-interval, and a --train-iters that takes a minute or two. Without a command a tiny model is trained on"
+    " made-up data. docs/how-to/chaos.md says what is done to it."
 )
 
 
@@ -68,8 +69,8 @@ def main(argv: list[str], prog: str) -> int:
         for number, noun in ((campaign.done, "fault"), (campaign.rounds, "run"), (len(campaign.problems), "problem"))
     )
     print(
-        f"{faults} in {runs}, {minutes:.1f} min, seed {args.seed}: {campaign.equal} of {runs} ended with the clean run's weights,"
-        f" bit for bit{f'; {problems}' if campaign.problems else ''}"
+        f"{faults} in {runs}, {minutes:.1f} min, seed {args.seed}: {campaign.equal} of {runs} ended with the clean"
+        f" run's weights, bit for bit{f'; {problems}' if campaign.problems else ''}"
     )
     if not sound and not campaign.problems:
         print(f"--minutes {args.minutes:g} were over before all {args.faults} faults")

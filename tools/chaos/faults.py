@@ -123,7 +123,7 @@ def rank_paused(scene: Scene) -> str:
 
 
 def rank_stopped(scene: Scene) -> str:
-    """Stop a rank for good with SIGSTOP: the others have to end by their timeout; then the rest of the job is killed."""
+    """Stop a rank for good with SIGSTOP: the others must end by their timeout, then the whole job is killed."""
     scene.some_steps_pass()
     pid = scene.some_rank()
     scene.hit(pid, signal.SIGSTOP)

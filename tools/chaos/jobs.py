@@ -24,9 +24,10 @@ from megatron_sp.utils.processes import is_running
 
 _POLL_S = 0.004
 _TINY = (  # a GPT of some ten thousand parameters on synthetic tokens
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --mock-data --vocab-size 60 --device cpu"
-    " --num-threads 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval 1 --peak-tflops 1 --save-interval 3"
-    " --distributed-timeout-minutes 0.15 --no-progress-bar --zero-stage 1 --train-iters 40"
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --mock-data"
+    " --vocab-size 60 --device cpu --num-threads 1 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --log-interval"
+    " 1 --peak-tflops 1 --save-interval 3 --distributed-timeout-minutes 0.15 --no-progress-bar --zero-stage 1"
+    " --train-iters 40"
 )
 
 
@@ -208,7 +209,7 @@ def _fork(body: Callable[[], None], output: Path) -> int:
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """Return the result of ``body``, passed as JSON from a forked process: this one stays free of threads, so that it can go on forking.
+    """Return the result of ``body``, computed in a forked process: this one stays free of threads, so it can go on forking.
 
     Raises:
         RuntimeError: the child failed; the message has its traceback.

@@ -274,7 +274,7 @@ def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: flo
 
 
 def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
-    """Return the differences of ``state.json``: progress, schedule and flags; layout and versions, too, but not counted."""
+    """Return the differences of ``state.json``: progress, schedule, flags; layout and versions do not count."""
     states = [read_state(folder) for folder in folders]
     layouts = [layout_words(layout_of(listed, state)) for listed, state in zip(lists, states, strict=True)]
     rows = [Difference(key, states[0].get(key), states[1].get(key)) for key in (*_PROGRESS, *_STATE)]

@@ -51,7 +51,7 @@ class CheckpointPath(NamedTuple):
 
 
 def resolve(path: Path) -> CheckpointPath:
-    """Resolve a path to a run, its checkpoints folder, or one step folder. Raises CheckpointError: it does not exist."""
+    """Resolve a path to a run, its checkpoints folder, or one step folder. Raises CheckpointError: there is none."""
 
     def run_of(folder: Path) -> Path | None:
         return folder.absolute().parent if folder.absolute().name == CHECKPOINTS else None
@@ -75,7 +75,7 @@ def resolve_runs(path: Path) -> list[CheckpointPath]:
 
 
 def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
-    """Return the step folder itself, or the newest (or chosen) one of a run, not verified. Raises CheckpointError: there is none."""
+    """Return the step folder itself, or the newest (or chosen) one of a run. Raises CheckpointError: there is none."""
     candidates = find.candidates(path, ckpt_step)
     for warning in candidates.warnings:
         warn(warning)
@@ -134,7 +134,7 @@ class Survey:
         return self.writer is not None and self.writer.may_write
 
     def newest(self) -> Entry | None:
-        """Return what a resume tries first: a step that an interrupted save has set aside is put back by then, if it is newer."""
+        """Return what a resume tries first: a newer step that an interrupted save has set aside is put back by then."""
         newest = self.steps[-1] if self.steps else None
         aside = [e for e in self.leftovers if e.kind == "replaced" and e.step > (newest.step if newest else -1)]
         return max(aside, key=lambda entry: entry.step) if aside else newest
@@ -145,7 +145,7 @@ class Survey:
         return None if newest is None or newest.problems else newest
 
     def loss_of(self, entry: Entry) -> float | None:
-        """Return the training loss logged at this step; None if there is none, or if the run later continued from an earlier step."""
+        """Return the training loss logged at this step; None if there is none, or a resume has undone it."""
         if entry.kind in ("replaced", "abandoned") or entry.step not in self.losses:
             return None
         return number(self.losses[entry.step].get("loss"))
@@ -221,7 +221,7 @@ def _step_of(path: Path) -> int:
 
 
 def ls(paths: Sequence[Path], *, as_json: bool) -> int:
-    """Print one line for each checkpoint of runs, and advice on damaged ones and leftovers. Raises CheckpointError: a folder is missing."""
+    """Print a line for each checkpoint, and advice on damaged ones and leftovers. Raises CheckpointError: no such folder."""
     surveys = [survey(place) for path in paths for place in resolve_runs(path)]
     if as_json:
         print(json.dumps([_survey_record(found) for found in surveys], indent=1))
@@ -344,7 +344,7 @@ def verify(path: Path, ckpt_step: int | None, *, every: bool, deep: DeepCheck | 
 
 
 def problems(step_dir: Path, *, deep: DeepCheck | None = None) -> list[str]:
-    """Return the problems of a step folder, one sentence each; files that the manifest does not list only cause a warning."""
+    """Return the problems of a step folder, one sentence each; files that no manifest lists only cause a warning."""
     try:
         listed = read_manifest(step_dir)
     except CheckpointError as error:
@@ -377,7 +377,7 @@ def byte_problems(step_dir: Path, listed: Manifest) -> list[str]:
 
 
 def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool) -> int:
-    """Delete old checkpoints and leftover folders of a run, under its lock; the newest sound checkpoint is never deleted.
+    """Delete old checkpoints and leftovers of a run, under its lock, but never the newest sound checkpoint.
 
     Every checkpoint to keep is read in full first: a damaged one does not count as kept.
 
@@ -440,7 +440,7 @@ def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None,
 
 
 def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
-    """Delete unfinished and set-aside folders, but no links or files; return the freed bytes. Refuses if one may still be needed."""
+    """Delete unfinished and set-aside folders, unless one may still be needed; return the freed bytes."""
     left = {
         entry.name: kind
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -453,8 +453,9 @@ def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool
     back = [name for name, (step, _) in left.items() if "replaced" in name and step > newest]
     if back:
         raise CheckpointError(
-            f"{folder / back[-1]} is newer than every step: the save that replaced it was cut short, and the next job puts it back;"
-            f" rename it to {back[-1].partition('.')[0]} yourself, or start that job, before left-over folders are deleted"
+            f"{folder / back[-1]} is newer than every step: the save that replaced it was cut short, and the next"
+            f" job puts it back; rename it to {back[-1].partition('.')[0]} yourself, or start that job, before"
+            " left-over folders are deleted"
         )
     aside = [name for name, (_, kind) in left.items() if kind != "part"]
     if aside and not any(sound(path) for path in reversed(list_steps(folder).values())):

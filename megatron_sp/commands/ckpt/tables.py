@@ -1,4 +1,4 @@
-"""Facts of a checkpoint for the actions of ``megatron-sp ckpt``: from manifest and state, as words, rows and progress lines."""
+"""Facts of a checkpoint, from manifest and state, as words and rows; progress lines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_kind(tensors: Tensors) -> dict[tuple[str, str], Total]:
 
 
 def by_module(tensors: Tensors) -> dict[str, Total]:
-    """Return module -> total for the weights; the same module of all layers is one entry, with ``*`` for the layer's number."""
+    """Return module -> total for the weights; a module of all layers is one entry, with ``*`` for the layer's number."""
     totals: dict[str, Total] = {}
     for name, (dtype, shape) in sorted(weights_of(tensors).items()):
         module = _LAYER.sub(".*", name).rpartition(".")[0] or name
@@ -112,7 +112,7 @@ def flag(field: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return indented lines with aligned columns, without trailing spaces; the columns ``right`` are aligned to the right."""
+    """Return indented lines with aligned columns, those in ``right`` to the right, without trailing spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows)
     return [("  " + "  ".join(line)).rstrip() for line in cells]

@@ -1,4 +1,4 @@
-"""Values of a checkpoint's tensors, read in blocks: for ``ckpt show --values``, ``diff``, ``verify --deep`` and ``merge``."""
+"""Values of a checkpoint's tensors, read in blocks: ``ckpt show --values``, ``diff``, ``verify --deep``, ``merge``."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Distance:
 
     @classmethod
     def of(cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]) -> Distance:
-        """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the bytes of the first's blocks."""
+        """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the first's bytes."""
         found = cls()
         for a, b in blocks:
             step = max(1, PART_BYTES // max(a.element_size(), b.element_size()))
@@ -226,7 +226,7 @@ def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
 
 
 def _unpaired(tensors: Tensors) -> Iterator[str]:
-    """Yield inconsistent optimizer state: it must belong to a weight, have its shape, and be of every kind for each weight that has any."""
+    """Yield optimizer state that is of no weight or of another shape, and kinds of it that a weight lacks."""
     weights, owned = weights_of(tensors), defaultdict(set)
     for name, (_, shape) in sorted(tensors.items()):
         kind, weight = kind_of(name)
@@ -303,7 +303,7 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
 def merge(
     path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None, allow_non_finite: bool = False
 ) -> int:  # fmt: skip
-    """Rewrite a checkpoint of many processes as one of a single process, with one tensor in memory at a time; print the result.
+    """Rewrite a checkpoint of many processes as one of a single process, one tensor at a time; print the result.
 
     Args:
         output: run folder to create.
@@ -311,14 +311,14 @@ def merge(
         allow_non_finite: write tensors that have NaN or infinities in them, too, with a warning.
     Raises:
         ConfigError: ``dtype`` is given without ``weights_only``.
-        CheckpointError: the checkpoint is missing or damaged, has tensors that are not finite, or the output already has checkpoints.
+        CheckpointError: the checkpoint is missing, damaged or not finite, or the output already has checkpoints.
         DataError: the run's copy of its tokenizer is damaged.
         DiskError, LockError: the output cannot be written.
     """
     if dtype is not None and not weights_only:
         raise ConfigError(
-            f"--dtype {dtype} needs --weights-only: a run goes on from unrounded weights, so only weights for use, or to finetune, can be"
-            " converted"
+            f"--dtype {dtype} needs --weights-only: a run goes on from unrounded weights, so only weights for use,"
+            " or to finetune, can be converted"
         )
     require_no_checkpoint(output)  # before the source is read
     step_dir = step_folder(path, ckpt_step)
@@ -350,7 +350,7 @@ def merge(
 
 
 def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
-    """Return the tensors to write. A weight is converted to another dtype from its master weight if there is one, to round only once."""
+    """Return the tensors to write; weights of another dtype come from the master weights, to round only once."""
 
     def read(name: str, wanted: torch.dtype) -> Tensor:
         return finite.look(name, reader.read(name), wanted).to(wanted)
