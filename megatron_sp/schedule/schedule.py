@@ -14,7 +14,6 @@ names; hooks replace its tracer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,19 @@ from torch import nn
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.apply.decide import decide
 from megatron_sp.schedule.apply.ulysses_options import require_known, require_known_of_context
-from megatron_sp.schedule.check.check import Report, check
-from megatron_sp.schedule.check.decision import decide
-from megatron_sp.schedule.check.derive import as_said, complete, open_gathers, with_derived
 from megatron_sp.schedule.core.directives import Directive, caller
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
-from megatron_sp.schedule.core.placements import NotFollowed, PlacementError
 from megatron_sp.schedule.report import show as text
 from megatron_sp.schedule.report.compare import Difference, diff
 from megatron_sp.schedule.report.cost import Cost, cost
 from megatron_sp.schedule.report.picture import write_picture
 from megatron_sp.schedule.report.survey import survey
-from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
+from megatron_sp.schedule.verify.derive import as_said
+from megatron_sp.schedule.verify.proof import measure, prove
+from megatron_sp.schedule.verify.verify import LossOf, Verdict
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 
@@ -56,9 +54,7 @@ class Schedule:
         self.model, self.mesh, self.seq_dim = model, mesh, seq_dim
         self.directives: list[Directive] = []
         self.applied: Applied | None = None
-        self._checked: list[Directive] | None = None  # what a dry run has completed
         self._verified: list[Directive] | None = None  # what verify() has found right, as it was written
-        self._batch: Mapping[str, Any] | None = None  # the last batch that was given, for later dry runs
 
     def __getitem__(self, glob: str) -> Selection:
         """Select the modules that a glob matches. Raises PathError: it matches none."""
@@ -181,48 +177,33 @@ class Schedule:
             self.directives[-1] = line
         return self
 
-    def remember(self, batch: Mapping[str, Any] | None) -> None:
-        """Set the keyword arguments of the model for later dry runs that are given none."""
-        self._batch = batch
-
-    def check(self, batch: Mapping[str, Any] | None = None) -> Report:
-        """Check for mistakes without ranks, a GPU or weight values; see ``check.py``. Inferred adjoints are added to the lines.
+    def check(self, batch: Mapping[str, Any] | None = None) -> str:
+        """Look at the lines alone, without ranks: paths, sizes, heads, and sums that are plainly missing or made twice.
 
         Args:
-            batch: keyword arguments of the model, of any valid size (default: those of an earlier call, else an
-                example, if the model's configuration describes its inputs).
-            Returns:
-                Placements of the tensors that enter and leave each module, and warnings.
-            Raises:
-                PlacementError: a sum is missing or done twice, or shares do not fit; names modules and lines.
-                ConfigError: ``apply`` would reject the lines, or has been called already (E15).
+            batch: ignored; the model is not run.
+        Returns:
+            What is left to ``verify()``, as a sentence.
+        Raises:
+            ConfigError: ``apply()`` would refuse the lines, or has been called already (E15).
         """
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
-        said = as_said(self.directives)
-        self._batch = batch if batch is not None else self._batch
-        try:
-            report = check(self.model, said, self.mesh, self.seq_dim, self._batch)
-        except PlacementError as error:
-            if said != self._verified or self._speaks_of_dp():
-                raise
-            return Report(
-                warnings=[f"verify() has measured that these lines are right, so this is not an error: {error}"],
-                dry=False,
-                why_not=str(error),
-            )
-        self.directives = with_derived(said, report)
-        self._checked = list(self.directives) if report.dry else None
-        return report
+        decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
+        return "the lines fit the model; whether it computes the same, verify(batch) measures, on ranks"
 
     def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
-        """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``.
+        """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``. Collective over all ranks.
+
+        What the lines leave open (adjoints, where dropout differs) is measured, and added to them.
 
         Args:
             batch: keyword arguments of the model, the same on every rank.
             dtype: dtype in which both compute.
             loss: function of the model's result (default: its own loss).
         Raises:
+            NumericsError: they differ; names the first module that differs, the missing sum, and the worst tensors.
+            ConfigError: the lines are invalid; DoesNotRun: the split model fails.
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
         if not verdict.ok:
@@ -233,50 +214,36 @@ class Schedule:
         """Compare as ``verify()`` does, but return a verdict (see ``verdict.ok``) even if the results differ."""
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
-        with suppress(NotFollowed):
-            decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
-        if any(open_gathers(self.directives, self.mesh)):
-            with suppress(ConfigError):  # mistakes are measured below
-                self._complete(batch, guess=True)
-        verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
+        decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
+        verdict, self.directives = measure(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
         if verdict.ok:
             self._verified = as_said(self.directives)
         return verdict
 
-    def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:
-        """Apply the lines to the model.
+    def apply(self, batch: Mapping[str, Any] | None = None, *, verify: bool = True) -> nn.Module:
+        """Apply the lines to the model. Collective over all ranks of the mesh.
 
-        What they leave open (adjoints, where dropout differs) is inferred as by ``check()``, and a mistake that it
-        finds is an error, unless ``verify()`` has accepted the same lines. If there is no batch, or the dry run does
-        not know a function, and nothing is open, there is a warning.
+        Lines that ``verify()`` has not accepted are verified first, on a small copy of the model if it is large: see
+        ``proof.py``. If that is not possible, there is a warning, or an error if something is open (adjoints, where
+        dropout differs). On a mesh without a job nothing is verified, as nothing can run.
 
         Args:
-            batch: as for ``check``.
-            guess: use defaults for what is open and cannot be inferred: the adjoint of an all_gather is reduce_scatter
-                at an input and slice at an output, and dropout is the same on all ranks; if nothing is open, trust the
-                lines without a dry run.
+            batch: keyword arguments of the model, the same on every rank (default: an example, if its configuration
+                describes its inputs).
+            verify: False: trust the lines, with defaults for what is open: the adjoint of an all_gather is
+                reduce_scatter at an input and slice at an output, and dropout is the same on all ranks.
         Returns:
             The model.
         Raises:
-            PlacementError: a mistake that ``check`` finds.
-            ConfigError: a line is invalid, something is open and cannot be inferred, or this is a second call (E15).
+            NumericsError: the split model computes something else than the whole one; says where, and what is missing.
+            ConfigError: a line is invalid, something is open and cannot be measured, or this is a second call (E15).
         """
         if self.applied is not None:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
-        if self.directives != self._checked:
-            self._complete(self._batch if batch is None else batch, guess=guess)
+        if verify and as_said(self.directives) != self._verified:
+            self.directives = prove(self.model, self.directives, self.mesh, self.seq_dim, batch)
         self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim)
-        self._batch = None
         return self.model
-
-    def _speaks_of_dp(self) -> bool:
-        """Return whether a line communicates over dp, where ``verify()`` gives all ranks the same rows."""
-        return self.mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in self.directives)
-
-    def _complete(self, batch: Mapping[str, Any] | None, *, guess: bool) -> None:
-        self._batch = batch
-        verified = self._verified is not None and as_said(self.directives) == self._verified
-        self.directives = complete(self.model, self.directives, self.mesh, self.seq_dim, batch, guess=guess, verified=verified)
 
 
 class Selection:
@@ -357,7 +324,7 @@ class Selection:
                 axis: dim of the activation.
                 arg: input, by name or index (default: the first).
                 out: output, by index or key (default: the only one, or the first).
-                grad: adjoint of all_gather: reduce_scatter or slice (default: inferred).
+                grad: adjoint of all_gather: reduce_scatter or slice (default: measured by ``verify()``).
                 over: axis of the mesh (default: tp).
         """
         return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts)
@@ -423,8 +390,8 @@ def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) ->
     """Create an empty schedule for a model.
 
     Args:
-        model: may be on the meta device, for checks only.
-        mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to check without one; None: one rank.
+        model: may be on the meta device, to show and to apply.
+        mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to show it without one; None: one rank.
         seq_dim: the sequence dim of activations: 1 of [b, s, h].
     """
     return Schedule(model, mesh or Mesh(), seq_dim)

@@ -62,8 +62,8 @@ def step(model: nn.Module) -> Tensor:
 def same(cases: list[tuple[str, int, bool, str]]) -> None:
     for name, tp, seq, more in cases:
         s = scheduled(dropping(name), name, tp, seq=seq, region=more == "region")
-        if more == "checked":
-            s.check()
+        if more == "verified":
+            s.verify(batch())
         if more == "recomputed":  # inside of what differs, where what ranks share is not torch's own state
             s["transformer.h.*.attn" if name == "gpt2" else "bert.encoder.layer.*"].checkpoint()
         s.model.eval()  # as from_pretrained leaves it
@@ -91,7 +91,7 @@ TWO = [
     ("bert", 2, True, ""), ("bert", 1, False, "region"), ("gpt2", 2, False, "recomputed"), ("llama", 1, False, ""),
 ]  # fmt: skip
 MORE = [
-    ("bert", 2, False, ""), ("bert", 2, False, "checked"), ("bert", 2, True, "checked"), ("bert", 2, True, "recomputed"),
+    ("bert", 2, False, ""), ("bert", 2, False, "verified"), ("bert", 2, True, "verified"), ("bert", 2, True, "recomputed"),
     ("bert", 1, False, ""), ("gpt2", 2, False, ""), ("gpt2", 2, True, ""), ("gpt2", 1, False, ""), ("llama", 2, True, ""),
 ]  # fmt: skip
 FOUR = [("bert", 2, True, ""), ("bert", 2, False, "region"), ("gpt2", 2, False, ""), ("llama", 2, False, "")]

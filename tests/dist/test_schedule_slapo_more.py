@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import world_group
-from megatron_sp.schedule.core.placements import PlacementError
+from megatron_sp.schedule import slapo
 from megatron_sp.schedule.slapo import (
     Primitive,
     ShardMethod,
@@ -28,12 +28,10 @@ from megatron_sp.schedule.slapo import (
     get_cuda_rng_tracker,
     init_empty_weights,
     list_primitives,
-    methods,
     register_primitive,
     register_shard_method,
     set_random_seed,
 )
-from megatron_sp.schedule.slapo.sharding import sync_ops
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 H, FF = 6, 10
@@ -120,7 +118,7 @@ def early_versions() -> None:
         sch["0"].sync("both")
 
     compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), packed)
-    with pytest.raises(PlacementError, match="give blocks=3"):
+    with pytest.raises(ConfigError, match="give blocks=3"):
         compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), lambda sch: packed(sch, None))
     sch = create_schedule(Mlp())
     sch["down"].shard("weight", axis=1)
@@ -191,7 +189,7 @@ def verified() -> None:
 
     def differs(write: Callable[[SlapoSchedule], Any], *words: str, **more: Any) -> None:
         sch = create_schedule(Mlp())
-        with pytest.raises((NumericsError, PlacementError)) as error, Verify(sch, x, **more):
+        with pytest.raises((NumericsError, ConfigError)) as error, Verify(sch, x, **more):
             write(sch)
         assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -199,7 +197,7 @@ def verified() -> None:
         s["up"].shard(["weight", "bias"], axis=0)
         s["up"].sync("fwd_post", "all_gather", axis=-1)
 
-    differs(gathered, "input gradient x", "no line sums it", "E6")
+    differs(gathered, "input gradient x", "the gradients of its input x on the ranks of tp sum to the reference", "E6")
     differs(lambda s: s["down"].replace(nn.Linear(FF, H, bias=False)), "output result")
     differs(lambda s: (s["down"].sync("fwd_pre", "RR->SR"), s["down"].sync("fwd_post", "SR->RR")), "['down'].annotate('weight'")
     differs(
@@ -262,7 +260,7 @@ def registered() -> Iterator[list[Any]]:
     try:
         yield calls
     finally:
-        del methods._METHODS[Gain], methods.PRIMITIVES["freeze"]
+        del slapo._METHODS[Gain], slapo.PRIMITIVES["freeze"]
 
 
 def what_users_add() -> None:
@@ -377,19 +375,19 @@ def functions_for_hooks() -> None:
     own = (rank + 1) * whole
     w = data(8, 3).t() + 1
     for differ, expected in ((True, size * w), (False, w)):
-        y, grad = gradient(mine, lambda x, d=differ: sync_ops.all_gather_forward_output(x, 1, None, tensor_parallel_output_grad=d), w)
+        y, grad = gradient(mine, lambda x, d=differ: slapo.all_gather_forward_output(x, 1, None, tensor_parallel_output_grad=d), w)
         assert torch.equal(y, whole)
         torch.testing.assert_close(grad, expected.chunk(size, 1)[rank])
     part = w.chunk(size, 1)[rank]
-    y, grad = gradient(own, lambda x: sync_ops.reduce_scatter_forward_output(x, 1, None), part)
+    y, grad = gradient(own, lambda x: slapo.reduce_scatter_forward_output(x, 1, None), part)
     torch.testing.assert_close(y, ranks.chunk(size, 1)[rank])
     assert torch.equal(grad, w)
-    y, grad = gradient(whole, lambda x: sync_ops.scatter_forward_output(x, dim=1), part)
+    y, grad = gradient(whole, lambda x: slapo.scatter_forward_output(x, dim=1), part)
     assert torch.equal(y, mine) and torch.equal(grad, w)
-    y, grad = gradient(own, lambda x: sync_ops.reduce_forward_output(x, None), w)
+    y, grad = gradient(own, lambda x: slapo.reduce_forward_output(x, None), w)
     torch.testing.assert_close(y, ranks)
     assert torch.equal(grad, w)
-    y, grad = gradient(whole, lambda x: sync_ops.reduce_backward_grad(x, None), (rank + 1) * w)
+    y, grad = gradient(whole, lambda x: slapo.reduce_backward_grad(x, None), (rank + 1) * w)
     assert torch.equal(y, whole)
     torch.testing.assert_close(grad, w * sum(range(1, size + 1)))
 

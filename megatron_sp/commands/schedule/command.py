@@ -22,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--class and --set are about a config.json: with --factory your function decides")
     if args.action == "verify":
         return ranks.verify(args, prepare)
-    s, batch = prepare(args, Mesh.sizes(args.tp, args.sp, args.dp, cp=args.cp), meta=True)
-    s.remember(batch)
+    s, _ = prepare(args, Mesh.sizes(args.tp, args.sp, args.dp, cp=args.cp), meta=True)
     {"check": _check, "show": _show, "explain": _explain}[args.action](s, args)
     return 0
 
@@ -47,17 +46,9 @@ def _read(args: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Schedule:
 
 
 def _check(s: Schedule, args: argparse.Namespace) -> None:
-    found = survey(s)
-    if found.problem:
-        raise ConfigError(found.problem)
-    if args.json:
-        print(json.dumps({"ok": True, "lines": len(s.directives), "warnings": found.warnings, "dry_run": not found.why_not}))
-        return
-    if found.why_not:
-        print(f"warning: only the lines were looked at, there was no dry run: {found.why_not}")
-    print(f"sound: {len(s.directives)} lines on {type(s.model).__name__}, {s.mesh}")
-    for warning in found.warnings:
-        print(f"warning: {warning}")
+    said = s.check()
+    lines = len(s.directives)
+    print(json.dumps({"ok": True, "lines": lines}) if args.json else f"{lines} lines on {type(s.model).__name__}, {s.mesh}: {said}")
 
 
 def _show(s: Schedule, args: argparse.Namespace) -> None:

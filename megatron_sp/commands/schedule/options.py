@@ -14,7 +14,9 @@ _FACTORY = "function of yours that returns the model, or (model, batch of keywor
 def add_actions(schedule: argparse.ArgumentParser) -> None:
     """Add a subcommand for each action."""
     actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _action(actions, "check", "look for mistakes without a job: paths, sizes, missing or doubled sums; exit code 2 if there are any")
+    _action(
+        actions, "check", "look at the lines alone, without a job: paths, sizes, heads; `verify` proves them; exit code 2 if they cannot be"
+    )
     show = _action(actions, "show", "the model's tree: what is split and how, where ranks talk")
     show.add_argument("--every", action="store_true", help="include modules that the schedule does not touch")
     show.add_argument("--html", metavar="FILE", help="write a picture of it, as one HTML file")

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.commands.schedule import source
 from megatron_sp.schedule import Mesh, Schedule
-from megatron_sp.schedule.verify import verify as comparison
+from megatron_sp.schedule.verify.proof import example
 from megatron_sp.utils.errors import ConfigError, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.launch import Launch
 
@@ -84,7 +84,12 @@ def _compare(args: argparse.Namespace, prepare: Prepare, launch: Launch) -> int:
             groups = ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, cp_size=args.cp, timeout=_TIMEOUT)
             mesh = Mesh.of(groups)
         s, batch = prepare(args, mesh, meta=False)
-        batch = batch if batch is not None else source.example(s.model, args.batch, args.seq, args.seed)
+        if batch is None:
+            torch.manual_seed(args.seed)
+            batch = example(s.model, rows=args.batch, tokens=args.seq)
+        if batch is None:
+            name = type(s.model).__name__
+            raise ConfigError(f"it is not known what {name} takes: give --factory a function that returns (model, batch)")
         s.model.train()
         verdict = s.measure(batch)
     finally:
@@ -96,5 +101,6 @@ def _compare(args: argparse.Namespace, prepare: Prepare, launch: Launch) -> int:
         print(f"{type(s.model).__name__} over {mesh}: {verdict}", flush=True)
     if not verdict.ok and args.json:
         return NumericsError.exit_code
-    comparison.require(verdict)
+    if not verdict.ok:
+        raise NumericsError(str(verdict))
     return 0

@@ -164,26 +164,3 @@ def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
     place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frames[-1].filename}:{frames[-1].lineno}"
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     return f"{'the file fails' if made is None else 'the function fails'} at {place}: {what}"
-
-
-def example(model: nn.Module, rows: int, tokens: int, seed: int) -> Batch:
-    """Return a random batch for a model of transformers: token ids of different lengths with mask and, if needed, labels; or images.
-
-    Raises:
-        ConfigError: the inputs of the model are not known.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
-    if "input_ids" in names and isinstance(vocabulary := getattr(config, "vocab_size", None), int):
-        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, tokens), generator=draw)
-        made = {"input_ids": ids}
-        if "attention_mask" in names:
-            mask = (torch.arange(tokens) < torch.tensor([max(1, tokens - 3 * row) for row in range(rows)])[:, None]).long()
-            made |= {"input_ids": torch.where(mask.bool(), ids, getattr(config, "pad_token_id", None) or 0), "attention_mask": mask}
-        if "labels" in names and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
-            made["labels"] = torch.where(made["attention_mask"].bool(), ids, -100) if "attention_mask" in made else ids
-        return made
-    if "pixel_values" in names and isinstance(size := getattr(config, "image_size", None), (int, tuple, list)):
-        sides = [size, size] if isinstance(size, int) else size
-        return {"pixel_values": torch.randn(rows, getattr(config, "num_channels", 3), *sides, generator=draw)}
-    raise ConfigError(f"it is not known what {type(model).__name__} takes: give --factory a function that returns (model, batch)")

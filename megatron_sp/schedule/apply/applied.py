@@ -90,7 +90,8 @@ class Applied:
             if parameter.grad is None:
                 continue
             self.sum_parts(name, parameter.grad)
-            all_reduce(parameter.grad, self.mesh.dp_sp)
+            for group in self.mesh.replicas:
+                all_reduce(parameter.grad, group)
 
     def sum_parts(self, name: str, grad: Tensor) -> None:
         """Sum the gradient of one parameter over tp, in place."""

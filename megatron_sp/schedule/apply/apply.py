@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.schedule.apply import local_rules
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.attributes import annotate_parameters, replace_modules, set_attributes
 from megatron_sp.schedule.apply.context import Context
@@ -31,6 +32,7 @@ from megatron_sp.schedule.apply.head_counts import implied
 from megatron_sp.schedule.apply.job import ApplyJob
 from megatron_sp.schedule.apply.layers import replace_forwards
 from megatron_sp.schedule.apply.plan import WholeModel, plan_splits
+from megatron_sp.schedule.apply.preconditions import without_fast_paths
 from megatron_sp.schedule.apply.randomness import Streams, around
 from megatron_sp.schedule.apply.recompute import recompute
 from megatron_sp.schedule.apply.splits import shard_specs, split_tensors
@@ -38,31 +40,25 @@ from megatron_sp.schedule.apply.ulysses import Ulysses
 from megatron_sp.schedule.apply.ulysses_options import OF_CONTEXT, require_known_of_context
 from megatron_sp.schedule.apply.undo import whole_or_not_at_all
 from megatron_sp.schedule.apply.zero import ZeroTraining
-from megatron_sp.schedule.check import local_rules
-from megatron_sp.schedule.check.preconditions import without_fast_paths
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.utils.errors import ConfigError
 
 
-def apply(
-    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True, multiple: int | None = None
-) -> Applied:
+def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True) -> Applied:
     """Change a model as these lines specify; if anything is raised, the model is left unchanged.
 
     Args:
         rules: check the rules on the lines; callers that apply some of the lines only, or measure wrong ones, do not.
-        multiple: apply ``ulysses()`` on one rank, too, and pad lengths to a multiple of this: the reference that a run
-            on several ranks is compared with, step by step (default: one rank does nothing).
     Raises:
         ConfigError: an impossible line.
     """
     brought = [d.args["new"] for d in directives if d.do == "replace" and isinstance(d.args["new"], nn.Module)]
     with whole_or_not_at_all(model, *brought):
-        return _convert(ApplyJob(model, directives, mesh, seq_dim), rules=rules, multiple=multiple)
+        return _convert(ApplyJob(model, directives, mesh, seq_dim), rules=rules)
 
 
-def _convert(job: ApplyJob, *, rules: bool, multiple: int | None) -> Applied:
+def _convert(job: ApplyJob, *, rules: bool) -> Applied:
     model, mesh = job.model, job.mesh
     require_whole(model)
     if rules:
@@ -88,7 +84,7 @@ def _convert(job: ApplyJob, *, rules: bool, multiple: int | None) -> Applied:
     _wrap_forwards(job)
     without_fast_paths(model, {path for _, path, _ in job.each("shard", "column", "row", "vocab_parallel")})
 
-    ulysses = _cut_sequences(job, multiple)
+    ulysses = _cut_sequences(job)
     specs = shard_specs(model, plan.splits, whole.shapes, partial_gradients, job.tp)
     zero = _shard_parameters(job, specs)
     if (plan.splits and job.tp_size > 1) or (zero is not None and zero.comes_and_goes):
@@ -111,15 +107,16 @@ def _wrap_forwards(job: ApplyJob) -> None:
         recompute(module, path, line.args.get("policy", "full"), line.where, streams)
 
 
-def _cut_sequences(job: ApplyJob, multiple: int | None) -> Ulysses | None:
+def _cut_sequences(job: ApplyJob) -> Ulysses | None:
     line, outer = _only_line(job, "ulysses"), _only_line(job, "context")
     sp = job.mesh.group(line.args["axis"]) if line is not None else SINGLE_RANK
     context = _context(job, outer, line)
-    if context is None and (line is None or (sp.size() == 1 and multiple is None)):
+    if context is None and (line is None or sp.size() == 1):
         return None
     line = line or outer
     assert line is not None
-    multiple = multiple or length_multiple(job.directives, sp.size(), job.tp_size)
+    # in sequence() tp cuts a share once more
+    multiple = sp.size() * (job.tp_size if any(d.do == "sequence" for d in job.directives) else 1)
     return Ulysses(job.model, sp, multiple, job.seq_dim, line.args, line.where, context)
 
 
@@ -153,8 +150,3 @@ def _only_line(job: ApplyJob, do: str) -> Directive | None:
     if len(lines) > 1:
         raise ConfigError(f"{do} was asked for twice, at {lines[0].where} and at {lines[1].where}: leave one out (E10)")
     return lines[0] if lines else None
-
-
-def length_multiple(directives: list[Directive], sp: int, tp: int) -> int:
-    """Return the multiple to which a sequence cut over sp is padded: in ``sequence()`` tp cuts it once more."""
-    return sp * (tp if any(d.do == "sequence" for d in directives) else 1)

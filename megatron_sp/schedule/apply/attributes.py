@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from megatron_sp.schedule.apply.job import ApplyJob
-from megatron_sp.schedule.check.preconditions import no_parameter
+from megatron_sp.schedule.apply.preconditions import no_parameter
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.utils.errors import ConfigError
 

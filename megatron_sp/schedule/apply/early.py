@@ -9,27 +9,108 @@ computed during those of the others.
 
 The projections hand the module a stand-in of one head, because what it does between them and the attention (reshape,
 rotate) is done here already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the cosines and sines
-that the module was given. The first pass of each module, and ``check()``, verify that it does this and nothing else
-(``check/op_trace.py``).
+that the module was given. The first pass of each module verifies that it does this and nothing else
+(``OpTrace``).
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.early_exchange import EarlyExchange
-from megatron_sp.schedule.check.op_trace import OpTrace
-from megatron_sp.schedule.core.placements import PlacementError
+from megatron_sp.schedule.core.records import tensors_of
 from megatron_sp.schedule.core.sequences import Heads
 from megatron_sp.utils.errors import ConfigError
+
+_WORDS = {"q": "queries", "k": "keys", "v": "values"}
+#: the same numbers in another shape
+_MOVES = {
+    "view", "reshape", "transpose", "permute", "contiguous", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "detach",
+    "swapaxes", "movedim", "clone", "T", "mT",
+}  # fmt: skip
+
+
+class OpTrace(TorchFunctionMode):
+    """Trace of what one module does to q, k and v in a pass: ``begin`` with what it projects, ``require`` with what its attention gets.
+
+    Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers only, and their
+    names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that are applied
+    here. Each module is recorded once: what it does does not depend on values.
+
+    Args:
+        path: of the module.
+        where: file and line that asked for early exchanges.
+    """
+
+    def __init__(self, path: str, where: str) -> None:
+        super().__init__()
+        self.path, self.where = path, where
+        self._steps: Any = WeakIdKeyDictionary()  # tensor -> what has been done to it
+        self._own: dict[str, Counter[str]] = {}
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Start recording what is done to a tensor."""
+        self._steps[x] = Counter()
+        return x
+
+    def sent(self, part: str, x: Tensor) -> None:
+        """Record what was done to the tensor exchanged in place of q, k or v; the module must do the same."""
+        self._own[part] = self._steps.get(x, Counter())
+
+    def require(self, *qkv: Tensor) -> None:
+        """Raise ConfigError if the module does something else to q, k or v before its attention gets them."""
+        for part, x in zip("qkv", qkv, strict=True):
+            found, own = self._steps.get(x), self._own.get(part, Counter())
+            if found is None:
+                self._refuse(f"does what cannot be followed to its {_WORDS[part]}")
+            if more := found - own:
+                self._refuse(f"does this to its {_WORDS[part]}, and no exchange may start before that: {', '.join(more)}")
+            if own - found:
+                self._refuse(f"does not rotate its {_WORDS[part]}, though it is given angles (position_embeddings)")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"overlap_qkv: between projections and attention {self.path} {what}; leave overlap_qkv out ({self.where})")
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [t for t in tensors_of(result).values() if t.is_floating_point()]
+        given = list(tensors_of([*args, kwargs]).values())
+        from_qkv = [self._steps[t] for t in given if t in self._steps]
+        if made and from_qkv:
+            done: Counter[str] = sum(from_qkv, Counter())
+            if (step := _told(func, args, kwargs, given, made)) is not None:
+                done = done + Counter([step])
+            for t in made:
+                self._steps[t] = done
+        return result
+
+
+def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]) -> str | None:
+    """Return a function, with the numbers passed to it, as text; None if it only moves values."""
+    name = func.__name__ if func.__name__ != "__get__" else getattr(func.__self__, "__name__", "")
+    name = name.strip("_")
+    if name in _MOVES or (name in ("to", "type_as", "float") and made[0].dtype == given[0].dtype):
+        return None
+    words = [_shown(x) for x in (*args, *kwargs.values()) if not tensors_of(x)]
+    learned = ["a parameter"] if any(isinstance(t, torch.nn.Parameter) for t in given) else []
+    return " ".join([name, *words, *learned])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
 
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
@@ -59,7 +140,7 @@ class EarlyExchanges:
         return module in self._away and not self.only_looks
 
     def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
-        """Check at attention what was done to q, k and v. Raises PlacementError if it is not what is done here."""
+        """Check at attention what was done to q, k and v. Raises ConfigError if it is not what is done here."""
         passage = self._end(module)
         if passage is not None:
             passage.require(*qkv)
@@ -84,7 +165,7 @@ class EarlyExchanges:
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
     def _rotated(self, path: str, module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate [b, s/sp, n, d] as the module would do it. Raises PlacementError if it is not known how."""
+        """Rotate [b, s/sp, n, d] as the module would do it. Raises ConfigError if it is not known how."""
         rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         heads = x.transpose(1, 2)
         try:
@@ -92,7 +173,7 @@ class EarlyExchanges:
                 raise RuntimeError("its file has no apply_rotary_pos_emb")
             rotated: Tensor = rotate(heads, heads[:, :1], *by)[0]
         except RuntimeError as error:  # for instance if only a part of each head is rotated
-            raise PlacementError(
+            raise ConfigError(
                 f"overlap_qkv: it is not known how {path} ({type(module).__name__}) rotates its heads ({error}): leave overlap_qkv out"
                 f" ({self.where})"
             ) from None
@@ -113,7 +194,7 @@ class EarlyExchanges:
                 x = y.unflatten(-1, (-1, size))  # [b, s/sp, n, d]
                 rotation["queries"] = x.shape[2] if part == "q" else rotation["queries"]
                 if not rotation["queries"]:
-                    raise PlacementError(
+                    raise ConfigError(
                         f"overlap_qkv: {path} projects its keys before its queries, which tell how many heads there are: leave overlap_qkv"
                         f" out ({self.where})"
                     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_sp.parallel.regions import gather_from
 from megatron_sp.schedule.apply.job import ApplyJob, joined
 from megatron_sp.schedule.apply.plan import SplitPlan, sync_args
-from megatron_sp.schedule.check.preconditions import no_parameter, require_axis
+from megatron_sp.schedule.apply.preconditions import no_parameter, require_axis
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.hooks import change_input, change_output
 from megatron_sp.schedule.core.kinds import find_kind

@@ -116,7 +116,7 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def one_sequence_a_row() -> Iterator[None]:
     """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding.
 
-    For the dry run: its rows hold one sequence each, without padding where no mask is given, and a share of positions
+    For ``cost()``: its rows hold one sequence each, without padding where no mask is given, and a share of positions
     shows nothing of the others. Of padding transformers only warns.
     """
     masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from megatron_sp.schedule.apply.job import ApplyJob, joined
+from megatron_sp.schedule.apply.preconditions import no_parameter, require_plain, require_splittable
 from megatron_sp.schedule.apply.splits import Split, SplitRequest, check_tied, collect, make_split, names_of, tensor_of
-from megatron_sp.schedule.check.preconditions import no_parameter, require_plain, require_splittable
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.kinds import Kind, find_kind, kind_of
 from megatron_sp.utils.errors import ConfigError

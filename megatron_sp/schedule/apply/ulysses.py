@@ -264,12 +264,11 @@ class Ulysses:
         if result is None:
             return None
         self._require_attention()
-        of_inside = {id(t) for name in names_in(result, (*HIDDEN, *HEADS)) for t in result[name]}
 
         def shared(t: Tensor) -> Tensor:
             if not t.requires_grad:
                 return t
-            mine = share_of_gradient(t, self.group, id(t) in of_inside)
+            mine = share_of_gradient(t, self.group)
             return mine if self.context is None else share_of_gradient(mine, self.cp)
 
         return map_tensors(result, shared)
@@ -467,11 +466,8 @@ def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
 
 
 @overridable
-def share_of_gradient(x: Tensor, group: Group, may_be_cut: bool = False) -> Tensor:
-    """Return ``x``; in backward, this rank's share of the gradient of what all ranks of a group compute alike.
-
-    ``may_be_cut``, for ``check()``: it comes from inside a region, where ranks have different positions.
-    """
+def share_of_gradient(x: Tensor, group: Group) -> Tensor:
+    """Return ``x``; in backward, this rank's share of the gradient of what all ranks of a group compute alike."""
     made: Tensor = _ShareOfGradient.apply(x, group.size())
     return made
 

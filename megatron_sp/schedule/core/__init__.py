@@ -1,1 +1,1 @@
-"""Parts of a schedule: directives, paths, meshes, placements."""
+"""Parts of a schedule: directives, paths, meshes."""

@@ -21,7 +21,7 @@ class Directive:
             annotate, hook, sequence, ulysses, context, zero.
         args: arguments of the action; JSON values, except what only code can provide (functions, modules).
         where: file and line of the call that added it, for messages.
-        derived: names of arguments that were not given, but inferred by a dry run or implied by another line
+        derived: names of arguments that were not given, but measured by ``verify()`` or implied by another line
             (``head_counts.py``).
     """
 

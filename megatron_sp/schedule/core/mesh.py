@@ -71,6 +71,17 @@ class Mesh:
             raise ConfigError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
         return cast(Group, getattr(self, axis))
 
+    @property
+    def is_imagined(self) -> bool:
+        """True if the mesh has sizes only, so that nothing can run on it."""
+        return any(isinstance(self.group(axis), _Imagined) for axis in AXES)
+
+    @property
+    def replicas(self) -> tuple[Group, ...]:
+        """Groups over which, one after another, gradients of parameters are summed: dp, cp and sp, as one or each by itself."""
+        apart = self.dp.size() * self.cp.size() * self.sp.size()
+        return (self.dp_sp,) if self.dp_sp.size() == apart else (self.dp, self.cp, self.sp)
+
     def __str__(self) -> str:
         shown = [axis for axis in reversed(AXES) if axis != "cp" or self.cp.size() > 1]
         return ", ".join(f"{axis} {self.group(axis).size()}" for axis in shown)

@@ -1,4 +1,4 @@
-"""Optional records of a transformers result: ``hidden_states`` and ``attentions``.
+"""Tensors of a nested result, and the optional records of a transformers result: ``hidden_states`` and ``attentions``.
 
 A rank's own result has shares of them: of positions (``hidden_states``, where the sequence is cut) or of heads
 (``attentions``). ``Applied.complete`` makes them whole.
@@ -7,7 +7,7 @@ A rank's own result has shares of them: of positions (``hidden_states``, where t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,19 @@ from megatron_sp.utils.errors import ConfigError
 
 HIDDEN = ("hidden_states", "encoder_hidden_states")
 HEADS = ("attentions", "encoder_attentions")
+
+
+def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a nested result, by path."""
+    if isinstance(result, Tensor):
+        return {prefix or "result": result}
+    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result) and not isinstance(result, (dict, type)):
+        items = ((place.name, getattr(result, place.name)) for place in fields(result))
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 @dataclass

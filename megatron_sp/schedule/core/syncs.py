@@ -16,10 +16,6 @@ MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_gather", "reduce_scatter", "scatter", "all_reduce", "copy")
 
 
-class Guess(str):
-    """Default adjoint of an all_gather that was given none; ``Schedule.check()`` infers the right one."""
-
-
 def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
     """Convert the arguments of a sync to the function that is applied to the tensor.
 
@@ -37,7 +33,7 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
         return lambda x: copy_to(x, group)
     if op not in OPS:
         raise ConfigError(f"sync on {path}: {op!r} is not known, only {', '.join(OPS)}, or a function ({where})")
-    dim, grad = args.get("axis", seq_dim), args.get("grad", Guess("reduce_scatter" if mode == "fwd_pre" else "slice"))
+    dim, grad = args.get("axis", seq_dim), args.get("grad", "reduce_scatter" if mode == "fwd_pre" else "slice")
     if hasattr(grad, "choose"):
         grad = partial(grad.choose, path)
     changes: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,7 +48,7 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
 
 @overridable
 def own_exchange(x: Tensor, group: Group, function: Callable[[Tensor, Group], Tensor], layouts: str | None) -> Tensor:
-    """Call a user's function, which a check trusts to do what ``layouts`` says, such as "S(1)->R"."""
+    """Call a user's function, of which ``cost()`` believes that it does what ``layouts`` says, such as "S(1)->R"."""
     return function(x, group)
 
 

@@ -71,13 +71,12 @@ def page(found: Survey) -> str:
     title = f"{found.root.kind} over {found.mesh}"
     share = f"{found.local:,} of {found.whole:,} parameters on rank {found.rank} of tp {found.size}"
     legend = "".join(f'<span><i style="background:var(--{key})"></i>{_text(words)}</span>' for key, words in _LEGEND)
-    problem = f'<p class="bad">check() refuses it: {_text(found.problem)}</p>' if found.problem else ""
-    warnings = "".join(f'<p class="bad">{_text(w)}</p>' for w in found.warnings)
+    problem = f'<p class="bad">apply() refuses it: {_text(found.problem)}</p>' if found.problem else ""
     lines = "".join(f"<li><code>{_text(line_words(d))}</code></li>" for d in found.directives)
     body = "".join(_module(child, found) for child in _tops(found.folded()))
     lead = f'<p class="lead">{_text(count(len(found.directives), "line"))}; {_text(share)}</p>'
     main = (
-        f'<main><h1>{_text(title)}</h1>{lead}{problem}{warnings}<p class="legend">{legend}</p>{body}<h2>Lines</h2><ol>{lines}</ol></main>'
+        f'<main><h1>{_text(title)}</h1>{lead}{problem}<p class="legend">{legend}</p>{body}<h2>Lines</h2><ol>{lines}</ol></main>'
     )
     return markup.page(title, _STYLE, markup.Html(main))
 
@@ -90,8 +89,8 @@ def _module(node: Node, found: Survey) -> str:
     head = f'<span class="name">{_text(node.name or "the model")}</span> <span class="kind">{_text(node.kind)}</span>'
     head += f' <span class="role">{_text(node.role)}</span>' if node.role else ""
     head += f' <span class="times">{node.copies} alike</span>' if node.copies > 1 else ""
-    before = "".join(_edge(e, node) for e in node.edges if e.side == "in")
-    after = "".join(_edge(e, node) for e in node.edges if e.side == "out")
+    before = "".join(_edge(e) for e in node.edges if e.side == "in")
+    after = "".join(_edge(e) for e in node.edges if e.side == "out")
     parts = "".join(_part(p, found) for p in node.parts)
     notes = "".join(f'<p class="note">{_text(note)}</p>' for note in node.notes)
     children = "".join(_module(child, found) for child in node.children if not is_quiet(child))
@@ -117,9 +116,8 @@ def _shares(part: Part, found: Survey) -> Iterator[str]:
             yield f"<b{' class=own' if rank == own else ''}></b>"
 
 
-def _edge(edge: Edge, node: Node) -> str:
-    placement = next((x for side, name, x in node.placements if side == edge.side and name in (edge.tensor, "")), "")
-    what = f"{edge.side} {edge.tensor}".strip() + f" {placement}".rstrip() + ("" if edge.axis == "tp" else f", over {edge.axis}")
+def _edge(edge: Edge) -> str:
+    what = f"{edge.side} {edge.tensor}".strip() + ("" if edge.axis == "tp" else f", over {edge.axis}")
     dim = "" if edge.dim is None else f" dim {edge.dim}"
     chips = f'<span class="{_colour(edge.forward)}">↓ {_text(edge.forward + dim)}</span>' if edge.forward else ""
     chips += f'<span class="back {_colour(edge.backward)}">backward {_text(edge.backward)}</span>' if edge.backward else ""

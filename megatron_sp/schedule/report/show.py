@@ -19,9 +19,8 @@ def show(found: Survey, *, every: bool = False) -> str:
     rows = [row for node, depth in _shown(found.folded(), every) for row in _rows(node, depth)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
-    lines += [f"warning: {text}" for text in found.warnings]
     if found.problem:
-        lines += ["", f"check() refuses it: {found.problem}"]
+        lines += ["", f"apply() refuses it: {found.problem}"]
     return "\n".join(lines)
 
 
@@ -59,8 +58,8 @@ def _shown(root: Node, every: bool) -> Iterator[tuple[Node, int]]:
 def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
     """Yield rows (name, class, role, one fact) of a module; only the first row has its name."""
     name = f"{'  ' * depth}{node.name or '(the model)'}{f'  x {node.copies}' if node.copies > 1 else ''}"
-    things = [*(edge_words(e, node) for e in node.edges if e.side == "in"), *(part_words(p) for p in node.parts)]
-    things += [*(edge_words(e, node) for e in node.edges if e.side == "out"), *node.notes]
+    things = [*(edge_words(e) for e in node.edges if e.side == "in"), *(part_words(p) for p in node.parts)]
+    things += [*(edge_words(e) for e in node.edges if e.side == "out"), *node.notes]
     yield name, node.kind, node.role, things[0] if things else ""
     for thing in things[1:]:
         yield "", "", "", thing
@@ -73,11 +72,10 @@ def part_words(part: Part) -> str:
     return f"{part.name} [{', '.join(sizes)}]{more}{f', tied to {part.tied}' if part.tied else ''}"
 
 
-def edge_words(edge: Edge, node: Node) -> str:
+def edge_words(edge: Edge) -> str:
     """Format an edge: ``in hidden_states: all_gather dim 1, backward reduce_scatter``."""
     over = "" if edge.axis == "tp" else f" over {edge.axis}"
-    placements = [placement for side, name, placement in node.placements if side == edge.side and (not edge.tensor or name == edge.tensor)]
-    return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}" + (f"  [{placements[0]}]" if placements else "")
+    return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}"
 
 
 def explain(found: Survey, path: str) -> str:
@@ -90,7 +88,6 @@ def explain(found: Survey, path: str) -> str:
         lines.append(f"  {edge.side} {edge.tensor}".rstrip() + f": {edge.words}, {over}")
         lines.append(f"    because {edge.why}")
         lines.append(f"    asked for by {line_words(edge.directive)}")
-    lines += [f"  {side} {name or 'the result'} is {placement}" for side, name, placement in node.placements]
     lines += [f"  {note}" for note in node.notes]
     lines += _around(found, path)
     if not node.edges and not node.role and not node.notes and len(lines) == 1:
@@ -142,7 +139,6 @@ def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
         made = {"path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges, "notes": node.notes}
         return {
             **made,
-            "layouts": [list(placement) for placement in node.placements],
             "modules": [record(child) for child in node.children],
         }
 
@@ -150,6 +146,6 @@ def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
         return record(found.at(path))
     return {
         "mesh": found.mesh, "rank": found.rank, "tp": found.size, "parameters": found.whole, "parameters_per_rank": found.local,
-        "lines": [{"line": str(d), "where": d.where} for d in found.directives], "warnings": found.warnings,
-        "problem": found.problem or None, "model": record(found.root),
+        "lines": [{"line": str(d), "where": d.where} for d in found.directives], "problem": found.problem or None,
+        "model": record(found.root),
     }  # fmt: skip

@@ -1,12 +1,10 @@
 """Survey of what a schedule does to a model, as data for ``show()``, ``explain()``, the picture and the command line.
 
-The lines are applied to a copy of the model without weight values (meta device), which is then inspected. Placements at
-the edges are those that ``check()`` infers, if it can.
+The lines are applied to a copy of the model without weight values (meta device), which is then inspected.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from torch import nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.apply.decide import decide, without_weights, without_weights_in
 from megatron_sp.schedule.apply.splits import Split, tensor_of
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.hooks import input_name
@@ -96,7 +95,6 @@ class Node:
         parts: its own parameters and split buffers.
         edges: its collectives.
         notes: other lines that apply to it.
-        placements: (side, tensor, placement) as inferred by ``check()``.
         copies: number of identical neighbours that it stands for; ``paths`` has the paths of all.
     """
 
@@ -107,7 +105,6 @@ class Node:
     parts: list[Part] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    placements: list[tuple[str, str, str]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
@@ -128,7 +125,7 @@ class Node:
         edges = tuple((e.side, e.tensor, e.forward, e.backward, e.axis, e.dim) for e in self.edges)
         parts = tuple((p.name, p.shape, p.local, p.dim, p.summed, bool(p.tied)) for p in self.parts)
         inside = tuple((child.name, child.signature) for child in self.children)
-        return self.kind, self.role, parts, edges, tuple(self.notes), tuple(self.placements), inside
+        return self.kind, self.role, parts, edges, tuple(self.notes), inside
 
 
 @dataclass
@@ -141,9 +138,7 @@ class Survey:
         rank, size: rank and size of tp.
         directives: all lines.
         whole, local: number of parameters of the whole model, and of this rank.
-        warnings: warnings of ``check()``.
-        problem: error of ``check()``, or "".
-        why_not: reason why there was no dry run, or "".
+        problem: why the lines cannot be applied, or "".
     """
 
     root: Node
@@ -153,9 +148,7 @@ class Survey:
     directives: list[Directive]
     whole: int = 0
     local: int = 0
-    warnings: list[str] = field(default_factory=list)
     problem: str = ""
-    why_not: str = ""
 
     def at(self, path: str) -> Node:
         """Node of a path."""
@@ -166,55 +159,25 @@ class Survey:
         return _folded(self.root)
 
 
-def without_numbers(model: nn.Module) -> nn.Module:
-    """Copy a model to the meta device; tied weights stay tied."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        new.__dict__.update(p.__dict__)
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    return copy.deepcopy(model, memo)
-
-
-def unapplied(directives: list[Directive]) -> list[Directive]:
-    """Return the lines for a copy without weight values: new modules are copied as well, and ulysses and zero are omitted."""
-    made = []
-    for d in directives:
-        if d.do in ("ulysses", "zero"):
-            continue
-        args = {key: without_numbers(value) if isinstance(value, nn.Module) else value for key, value in d.args.items()}
-        made.append(Directive(d.on, d.do, args, d.where))
-    return made
-
-
 def survey(schedule: Schedule) -> Survey:
-    """Survey a schedule, applied or not. Raises ConfigError: it cannot be applied."""
-    applied, report, problem = schedule.applied, None, ""
+    """Survey a schedule, applied or not. Raises ConfigError: its lines cannot even be tried out."""
+    applied, problem = schedule.applied, ""
     if applied is None:
         shapes = {name: tuple(t.shape) for name, t in _tensors(schedule.model)}
-        twin = without_numbers(schedule.model)
-        applied = apply(twin, unapplied(schedule.directives), schedule.mesh, schedule.seq_dim, rules=False)
-        report, problem = _report(schedule)
+        try:
+            decide(schedule.model, schedule.directives, schedule.mesh, schedule.seq_dim)
+        except ConfigError as error:
+            problem = str(error)
+        lines = [without_weights_in(d) for d in schedule.directives if d.do not in ("ulysses", "context", "zero")]
+        applied = apply(without_weights(schedule.model, buffers=True), lines, schedule.mesh, schedule.seq_dim, rules=False)
     else:
         shapes = {name: spec.shape for name, spec in applied.specs.items()}
-    found = _Look(schedule, applied, shapes, report).nodes()
+    found = _Look(schedule, applied, shapes).node("", "", applied.model)
     parameters = dict(applied.model.named_parameters())
-    whole = sum(_numel(applied.specs[name].shape) for name in parameters)
+    whole = sum(torch.Size(applied.specs[name].shape).numel() for name in parameters)
     local = sum(p.numel() for p in parameters.values())
     tp = schedule.mesh.tp
-    has_run = report is not None and report.dry  # otherwise a warning asks for a batch, which is not needed here
-    warnings = list(report.warnings) if report is not None and has_run else []
-    why_not = "" if report is None else report.why_not
-    return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, warnings, problem, why_not)
-
-
-def _report(schedule: Schedule) -> tuple[Any, str]:
-    """Return (report of ``check()``, its error message or ""); no inferred lines are added to the schedule."""
-    check = getattr(copy.copy(schedule), "check", None)
-    try:
-        return (None if check is None else check()), ""
-    except ConfigError as error:
-        return None, str(error)
+    return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, problem)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,18 +185,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
 class _Look:
     """Builder of the tree."""
 
-    def __init__(self, schedule: Schedule, applied: Applied, shapes: Mapping[str, tuple[int, ...]], report: Any) -> None:
-        self.schedule, self.applied, self.shapes, self.report = schedule, applied, shapes, report
+    def __init__(self, schedule: Schedule, applied: Applied, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.schedule, self.applied, self.shapes = schedule, applied, shapes
         self.model, self.seq_dim = applied.model, schedule.seq_dim
         self.by_path: dict[str, list[Directive]] = {}
         for directive in [*schedule.directives, *(d for d in applied.lines if d.do == "set" and d.derived)]:
@@ -242,16 +198,10 @@ class _Look:
         self.first: dict[int, str] = {}
         self.leaves = {d.args["leave"]: d for d in schedule.directives if d.do == "sequence"}
 
-    def nodes(self) -> Node:
-        return self.node("", "", self.model)
-
     def node(self, path: str, name: str, module: nn.Module) -> Node:
         node = Node(path, name, type(module).__name__, paths=[path])
         node.parts = [part for key in (*module._parameters, *module._buffers) if (part := self.part(path, key, module)) is not None]
         self.annotate(node, module)
-        if self.report is not None:
-            sides = (("in", self.report.inputs), ("out", self.report.outputs))
-            node.placements = [(side, key, str(placement)) for side, edges in sides for key, placement in edges.get(path, {}).items()]
         for key, child in module.named_children():
             node.children.append(self.node(f"{path}.{key}".lstrip("."), key, child))
         return node
@@ -277,7 +227,7 @@ class _Look:
                 node.role = {"vocab_parallel": "words"}.get(directive.do, directive.do)
                 node.edges += _edges_of_layer(directive, module, self.seq_dim)
             elif directive.do == "sync":
-                node.edges.append(_edge_of_sync(directive, module, node.path, self.seq_dim, self.report, self.schedule))
+                node.edges.append(_edge_of_sync(directive, module, node.path, self.seq_dim))
             elif directive.do == "sequence":
                 node.edges.append(
                     _edge(directive, "in", "scatter", self.seq_dim, _WHY["enter"], tensor=_input(module, node.path, directive))
@@ -350,7 +300,7 @@ def _edges_of_layer(directive: Directive, module: nn.Module, seq_dim: int) -> li
     return edges
 
 
-def _edge_of_sync(directive: Directive, module: nn.Module, path: str, seq_dim: int, report: Any, schedule: Schedule) -> Edge:
+def _edge_of_sync(directive: Directive, module: nn.Module, path: str, seq_dim: int) -> Edge:
     args = directive.args
     op, side = args["op"], "out" if args["mode"] == "fwd_post" else "in"
     tensor = _input(module, path, directive) if side == "in" else str(args.get("out", ""))
@@ -362,10 +312,7 @@ def _edge_of_sync(directive: Directive, module: nn.Module, path: str, seq_dim: i
     dim = None if op in ("copy", "all_reduce") else args.get("axis", seq_dim)
     if op != "all_gather":
         return _edge(directive, side, op, dim, _WHY[op], tensor=tensor)
-    said = (d for d in schedule.directives if d.do != "rng" or not d.derived)  # as check() counts them
-    place = next(i for i, d in enumerate(said) if d is directive)
-    derived = getattr(report, "derived", {}).get(place)
-    grad = args.get("grad") or derived or ("reduce_scatter" if side == "in" else "slice")
+    grad = args.get("grad") or ("reduce_scatter" if side == "in" else "slice")
     return _edge(directive, side, op, dim, _WHY[f"all_gather_{grad}"], tensor=tensor, backward=grad)
 
 
@@ -395,5 +342,5 @@ def _folded(node: Node) -> Node:
             last.name = f"{last.name.partition('-')[0]}-{child.name}"
         else:
             made.append(child)
-    fields = {name: getattr(node, name) for name in ("role", "parts", "edges", "notes", "placements")}
+    fields = {name: getattr(node, name) for name in ("role", "parts", "edges", "notes")}
     return Node(node.path, node.name, node.kind, children=made, paths=list(node.paths), **fields)

@@ -36,6 +36,20 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **named)
 
 
+class WithoutDropout(TorchFunctionMode):
+    """Function mode in which dropout does nothing, also where its rate is no attribute that ``without_dropout`` knows."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func.__name__ == "scaled_dot_product_attention":
+            return func(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **{**named, **({} if args[4:] else {"dropout_p": 0.0})})
+        if "dropout" in func.__name__:
+            return args[0] if args else named["input"]
+        return func(*args, **named)
+
+
 def _wider(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 

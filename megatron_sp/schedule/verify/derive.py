@@ -8,7 +8,7 @@ on each rank where what it is given differs between them. What was measured is s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
-from megatron_sp.schedule.verify.diagnosis import tensors_of
+from megatron_sp.schedule.core.records import tensors_of
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -29,6 +29,11 @@ def as_said(directives: list[Directive]) -> list[Directive]:
     """Return the lines as they were written, without what was measured."""
     said = [d for d in directives if d.do != "rng" or not d.derived]
     return [replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d for d in said]
+
+
+def with_adjoints(directives: list[Directive], adjoints: Mapping[int, str]) -> list[Directive]:
+    """Return the lines with the measured adjoints, by index."""
+    return [replace(d, args={**d.args, "grad": adjoints[i]}, derived=("grad",)) if adjoints.get(i) else d for i, d in enumerate(directives)]
 
 
 def is_open(line: Directive) -> bool:
@@ -135,15 +140,12 @@ def random_lines(model: nn.Module, directives: list[Directive], draws: Draws) ->
 
     Those of tp come first, around those of sp: what is the same for the ranks of tp still differs over sp.
     """
-    forks = [path for path, differs in draws.found["tp"].items() if differs and not says_random(model, directives, path, "tp")]
-    for path in forks:
-        yield Directive(path, "rng", {"axis": "tp"}, "verify()", ("axis",))
-    for path, differs in sorted(draws.found["tp"].items()):
-        if not differs and any(path.startswith(f"{fork}." if fork else "") for fork in forks):
-            yield Directive(path, "rng", {"axis": "same"}, "verify()", ("axis",))
-    for path, differs in draws.found["sp"].items():
-        if differs and not says_random(model, directives, path, "sp"):
-            yield Directive(path, "rng", {"axis": "sp"}, "verify()", ("axis",))
+    tp, sp = draws.found["tp"], draws.found["sp"]
+    forks = [path for path in tp if tp[path] and not says_random(model, directives, path, "tp")]
+    alike = [path for path in sorted(tp) if not tp[path] and any(path.startswith(f"{fork}." if fork else "") for fork in forks)]
+    over_sp = [path for path in sp if sp[path] and not says_random(model, directives, path, "sp")]
+    for paths, axis in ((forks, "tp"), (alike, "same"), (over_sp, "sp")):
+        yield from (Directive(path, "rng", {"axis": axis}, "verify()", ("axis",)) for path in paths)
 
 
 def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any, Literal
@@ -25,19 +25,7 @@ from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.hooks import parameter_names
 from megatron_sp.schedule.core.mesh import AXES, Mesh
 from megatron_sp.schedule.core.paths import expand
-
-
-def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a nested result, by path."""
-    if isinstance(result, Tensor):
-        return {prefix or "result": result}
-    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
-    if is_dataclass(result) and not isinstance(result, (dict, type)):
-        items = ((place.name, getattr(result, place.name)) for place in fields(result))
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+from megatron_sp.schedule.core.records import tensors_of
 
 
 @dataclass
@@ -52,6 +40,7 @@ class Edge:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """Name of the edge, the same in both models."""
         return self.path, self.side, self.name
 
 
@@ -95,7 +84,7 @@ class Trace:
 
     def _note(self, path: str, side: str, value: Any) -> None:
         for name, t in tensors_of(value).items():
-            if not t.is_floating_point():
+            if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
                 continue
             place = len(self.edges)
             self.edges.append(Edge(path, side, name, t.detach().clone(), id(t)))
@@ -110,7 +99,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a tensor of the split model is, compared with the whole model's: same, share, partial, multiple, bias, cut or other."""
+    """Result of a comparison with the whole model's tensor.
+
+    Attributes:
+        kind: same, share (of it), partial (sum over the ranks of ``axis``), multiple (``factor`` times it), bias (added by
+            each rank), cut (a share with other elements), other.
+    """
 
     kind: str
     axis: str = ""
@@ -183,8 +177,10 @@ class Diagnosis:
         if not self._all(reference is not None):
             return _Found("cut")
         assert reference is not None
-        if what == "gradient" and not by_positions and self.mesh.dp_sp.size() > 1:
-            made = all_reduce(made / self.mesh.dp.size(), self.mesh.dp_sp)  # each rank has the part of its rows and positions
+        if what == "gradient" and not by_positions:  # each rank has the part of its rows and positions
+            made = made / self.mesh.dp.size()
+            for group in self.mesh.replicas:
+                all_reduce(made, group)
         is_close = partial(self._is_close, reference, float(whole.abs().max()) if whole.numel() else 0.0)
         if is_close(made):
             return _Found("share" if by_tp or by_positions else "same")

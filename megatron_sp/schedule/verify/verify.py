@@ -23,10 +23,11 @@ from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import AXES, Mesh
-from megatron_sp.schedule.verify.copies import Float64Mode, deterministic_copy, drops
+from megatron_sp.schedule.core.records import tensors_of
+from megatron_sp.schedule.verify.copies import Float64Mode, WithoutDropout, deterministic_copy, drops
 from megatron_sp.schedule.verify.derive import measuring
-from megatron_sp.schedule.verify.diagnosis import Diagnosis, Trace, tensors_of
-from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
+from megatron_sp.schedule.verify.diagnosis import Diagnosis, Trace
+from megatron_sp.utils.errors import ConfigError, ReportedError
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
 LossOf = Callable[[Any], Tensor]
@@ -121,7 +122,8 @@ def verify(
     applied = apply(split, own, mesh, seq_dim, rules=False)
     diagnosis = Diagnosis(whole, applied, directives, 1e3 * TOLERANCE.get(dtype, 1e-2))
     # a recomputation on another device runs in a thread of that device, which this mode does not reach
-    with Float64Mode() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
+    wide = dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters())
+    with Float64Mode() if wide else nullcontext(), WithoutDropout():
         expected = _run(whole, batch, loss)
         run_split = partial(_run, split, batch, loss, applied.complete, mesh.dp.size())
         found = _run_or_explain(run_split, partial(_run, whole, batch, loss), diagnosis)
@@ -184,12 +186,6 @@ def _run_or_explain(run_split: Callable[[], _Pass], run_whole: Callable[[], obje
         ) from error
 
 
-def require(verdict: Verdict) -> None:
-    """Require a verdict without differences. Raises NumericsError, which names the worst tensors."""
-    if not verdict.ok:
-        raise NumericsError(str(verdict))
-
-
 def default_loss(result: Any) -> Tensor:
     """Return the loss of a model's result: its own, or a sum of its tensors with another weight for each element of a tensor."""
     own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
@@ -232,9 +228,10 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
 
 def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
     """Compare input gradients, summed over dp, cp and sp: each rank has the gradients of its positions or its part."""
-    return [
-        Comparison(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()
-    ]
+    for grad in split.values():
+        for group in mesh.replicas:
+            all_reduce(grad, group)
+    return [Comparison(name, "input gradient", _worst(split[name], grad, 0.0, mesh)) for name, grad in whole.items()]
 
 
 def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Comparison]:

@@ -46,7 +46,7 @@ def call(*words: str, factory: str = "mine.py:make") -> int:
 
 def test_actions_on_a_model_of_ones_own(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("check", "plan.yaml") == 0
-    assert "sound: 2 lines on Sequential, tp 2" in capsys.readouterr().out
+    assert "2 lines on Sequential, tp 2, sp 1, dp 1: the lines fit the model" in capsys.readouterr().out
     assert call("show", "plan.yaml", "--html", "page.html", "--save", "again.yaml") == 0
     assert "bias [6 -> 3]" in capsys.readouterr().out
     assert "Linear" in Path("page.html").read_text() and "do: row" in Path("again.yaml").read_text()
@@ -122,9 +122,6 @@ LINE = "schema: 1\nlines:\n  - {%s}\n"
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("on: '2', do: row, reduce: all_reduce", "2 (Linear): split_row: sizes do not fit"),  # only a dry run, with the batch, shows it
-        ("on: '0', do: sync, mode: fwd_pre, op: scatter, axis: 7", "axis 7 of [2, 3, 4] does not exist"),
-        ("on: '0', do: sync, mode: fwd_post, op: all_reduce, out: 3", "0 has no output 3"),
         ("on: '0', do: column, blocks: 1000000000000", "which cannot be 1000000000000 blocks"),
         ("on: '0', do: column, heads: 0", "heads must be a positive number, not 0"),
         ("on: '0', do: column, heads: -2", "heads must be a positive number, not -2"),
@@ -147,18 +144,10 @@ def test_lines_that_cannot_be(files: Path, capsys: pytest.CaptureFixture[str], l
     assert said in err and err.startswith("error: ") and len(err.splitlines()) == 1
 
 
-def test_check_says_when_there_was_no_dry_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.py").write_text(FACTORY.replace('{"input": torch.linspace(-1, 1, 24).view(2, 3, 4)}', "None"))
-    assert call("check", "plan.yaml") == 0
-    assert "only the lines were looked at, there was no dry run" in capsys.readouterr().out
-
-
 def test_a_batch_is_made_from_a_signature() -> None:
-    from megatron_sp.commands.schedule.source import example
-    from megatron_sp.utils.errors import ConfigError
+    from megatron_sp.schedule.verify.proof import example
 
-    with pytest.raises(ConfigError, match=r"returns \(model, batch\)"):
-        example(nn.Linear(1, 1), 2, 4, 0)
+    assert example(nn.Linear(1, 1)) is None
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -168,5 +157,5 @@ def test_a_batch_is_made_from_a_signature() -> None:
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    batch = example(Words(), 3, 8, 0)
+    batch = example(Words(), rows=3, tokens=8)
     assert batch["attention_mask"].sum(1).tolist() == [8, 5, 2] and (batch["input_ids"] * (1 - batch["attention_mask"])).sum() == 0

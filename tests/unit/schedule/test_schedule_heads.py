@@ -8,7 +8,6 @@ from support.schedule_toys import N, Toy, batch
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -28,7 +27,7 @@ class Counting(Toy):
 
 
 def test_heads_that_a_line_divides_are_counted_before_it_does() -> None:
-    """2 of 2 would be 1 of 2 after it, and apply() refused what check() let pass (E2)."""
+    """2 of 2 would be 1 of 2 after it, and was refused (E2)."""
     for ask in ("check", "apply"):
         s = attention(schedule(Counting(2), Mesh.sizes(tp=2)))
         s["blocks.*.attention"].set("num_heads", divide="tp").set("num_attention_heads", divide="tp")
@@ -39,15 +38,13 @@ def test_heads_that_ranks_cannot_share_are_refused_by_both() -> None:
     for ask in ("check", "apply"):
         s = attention(schedule(Counting(4), Mesh.sizes(tp=8)))
         s["blocks.*.attention"].set("num_heads", 1)
-        with pytest.raises(PlacementError, match=r"num_attention_heads \(4\) must be multiples of tp \(8\).*E2"):
+        with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) must be multiples of tp \(8\).*E2"):
             getattr(s, ask)(batch())
 
 
 def test_they_follow_where_a_line_says_how_many() -> None:
-    with pytest.raises(PlacementError, match=r"num_heads = 4 \(E11\)"):
-        attention(schedule(Toy(written_down=True), Mesh.sizes(tp=2))).check(batch())
     s = attention(schedule(Toy(written_down=True), Mesh.sizes(tp=2)), heads=N)
-    s.check(batch())
+    s.check()
     assert "set num_heads, divide tp" in s.show()
     assert s.apply(batch()).blocks[0].attention.num_heads == N // 2  # type: ignore[index, union-attr]
     assert s.applied is not None and "set num_heads, divide tp" in s.show()
@@ -65,7 +62,7 @@ def test_what_somebody_has_set_stays_so_and_so_do_other_numbers() -> None:
 def test_groups_that_a_line_divides_are_divided_once() -> None:
     s = schedule(nn.Sequential(nn.GroupNorm(4, 8)), Mesh.sizes(tp=2))
     s["0"].set("num_groups", divide="tp").shard("weight", 0).shard("bias", 0)
-    norm = s.apply(guess=True)[0]  # type: ignore[index]
+    norm = s.apply(verify=False)[0]  # type: ignore[index]
     assert (norm.num_groups, norm.num_channels) == (2, 4)
 
 

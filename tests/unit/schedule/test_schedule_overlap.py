@@ -1,16 +1,19 @@
-"""Early exchanges: refused without ranks where a module does something to q, k or v that they would leave out."""
+"""Early exchanges: refused where a module does something to q, k or v that they would leave out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import run_ranks
 from torch import Tensor, nn
 
+from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.check.op_trace import OpTrace
-from megatron_sp.schedule.core.placements import PlacementError
+from megatron_sp.schedule.apply.early import OpTrace
+from megatron_sp.utils.errors import ConfigError
 
 Change = Callable[[Tensor], Tensor]
 
@@ -48,29 +51,30 @@ def test_shapes_may_change_and_all_heads_are_rotated_as_one_is() -> None:
     ],
 )
 def test_what_else_is_done_is_refused(module: Change, own: Change, said: str) -> None:
-    with pytest.raises(PlacementError) as caught:
+    with pytest.raises(ConfigError) as caught:
         passes(module, own)
     assert said in str(caught.value) and "blocks.0.attention" in str(caught.value) and "(plan.yaml:3)" in str(caught.value)
 
 
 def refused(model: nn.Module, said: str) -> None:
-    s = schedule(model, Mesh.sizes(sp=2)).ulysses(overlap_qkv=True)
-    for ask in (s.check, s.apply):
-        with pytest.raises(PlacementError, match=said):
-            ask()
+    s = schedule(model, Mesh.of(ParallelGroups.create(torch.device("cpu"), sp_size=2))).ulysses(overlap_qkv=True)
+    with pytest.raises(ConfigError, match=said):
+        s.apply()
 
 
-def test_families() -> None:
-    """Of two whose projections have the same names one scales its queries."""
-    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+def of_families() -> None:
     from support.preset_models import make
 
     refused(make("opt"), r"model\.decoder\.layers\.0\.self_attn does this to its queries.*: mul 0\.4082; leave overlap_qkv out \(test_sch")
-    assert schedule(make("llama"), Mesh.sizes(sp=2)).ulysses(overlap_qkv=True).check().dry
 
 
-@pytest.mark.long
-def test_families_that_rotate_in_some_layers_or_a_part_of_each_head() -> None:
+def test_families(tmp_path: Path) -> None:
+    """Of two whose projections have the same names one scales its queries."""
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    run_ranks(of_families, 2, tmp_path)
+
+
+def of_more_families() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
     from support.preset_models import LLAMA
 
@@ -79,3 +83,9 @@ def test_families_that_rotate_in_some_layers_or_a_part_of_each_head() -> None:
     refused(smol, r"model\.layers\.3\.self_attn does not rotate its queries")
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(**plain))
     refused(phi, r"it is not known how model\.layers\.0\.self_attn \(PhiAttention\) rotates its heads")
+
+
+@pytest.mark.long
+def test_families_that_rotate_in_some_layers_or_a_part_of_each_head(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    run_ranks(of_more_families, 2, tmp_path)

@@ -18,7 +18,6 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel import regions
 from megatron_sp.schedule import Mesh, PathError, schedule
 from megatron_sp.schedule.core.kinds import find_kind
-from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
@@ -48,7 +47,7 @@ def gradients_are_compared(mesh: Mesh) -> None:
     verdict = verify(s.model, s.directives, mesh, 1, batch())
     errors = {kind: max(row.error for row in verdict.rows if row.kind == kind) for kind in ("output", "loss", "gradient")}
     assert errors["output"] < 1e-12 and errors["loss"] < 1e-12 and errors["gradient"] > 1e-3
-    with pytest.raises(PlacementError, match=r"no line sums it.*E6"):  # as check() and apply() say
+    with pytest.raises(ConfigError, match=r"no line sums it.*E6"):  # as apply() says without a run
         s.verify(batch())
 
 
@@ -72,11 +71,11 @@ def test_p1_p2_p6(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path)
 
 
-def test_p2_check_sees_it_too() -> None:
+def test_p2_lines_show_it_too() -> None:
     s = toy(seq=False)
     s.directives = [d for d in s.directives if d.do != "sync"]
     with pytest.raises(ConfigError, match="E6"):
-        s.check(batch())
+        s.check()
 
 
 def test_p3_splitting_twice_is_refused_in_any_spelling() -> None:
@@ -84,14 +83,14 @@ def test_p3_splitting_twice_is_refused_in_any_spelling() -> None:
         s = toy(seq=False)
         s["blocks.0.mlp.up"].shard(tensor, axis)
         with pytest.raises(ConfigError, match=rf"blocks\.0\.mlp\.up\.{tensor} is split twice.*E10"):
-            s.check(batch())
+            s.check()
 
 
 def test_p3_weight_and_bias_cannot_be_split_into_different_results() -> None:
     s = schedule(nn.Linear(8, 8), Mesh.sizes(tp=2))
     s[""].shard("weight", 1).shard("bias", 0).sync("fwd_post", "all_reduce")
     with pytest.raises(ConfigError, match="bias"):
-        s.check({"input": torch.zeros(3, 8)})
+        s.check()
 
 
 def test_p4_conv1d_is_known_without_asking_transformers() -> None:
@@ -99,15 +98,6 @@ def test_p4_conv1d_is_known_without_asking_transformers() -> None:
     conv = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})
     kind = find_kind(conv())
     assert kind is not None and kind.out_dims["weight"] == 1 and kind.in_dims["weight"] == 0 and kind.product is not None
-
-
-def test_p4_conv1d_of_todays_transformers() -> None:
-    utils = pytest.importorskip("transformers.pytorch_utils", reason="transformers (Python >= 3.11) is not installed")
-    s = schedule(nn.Sequential(utils.Conv1D(8, 4)), Mesh.sizes(tp=2))
-    s["0"].row()
-    s[""].sync("fwd_pre", "scatter", axis=-1)
-    report = s.check({"input": torch.zeros(3, 5, 4)})
-    assert str(report.outputs["0"]["0"]) == "I"
 
 
 def sources() -> dict[Path, ast.Module]:
@@ -135,7 +125,7 @@ def test_p7_names_stay() -> None:
     s["embed"].vocab_parallel()
     s["head"].vocab_parallel()
     names = list(s.model.state_dict())
-    assert list(s.apply(batch()).state_dict()) == names
+    assert list(s.apply().state_dict()) == names
     assert s.model.head.weight is s.model.embed.weight
 
 
@@ -145,27 +135,11 @@ def test_p8_errors_say_what_is_meant() -> None:
     s = toy(seq=False)
     s["norm"].sync("fwd_pots", "all_reduce")
     with pytest.raises(ConfigError, match=r"norm: mode 'fwd_pots' is not known, only fwd_pre, fwd_post, bwd_post \(test_schedule_pitfalls"):
-        s.check(batch())
+        s.check()
     s = toy(seq=False)
     s["norm"].sync("fwd_post", "all_recude")
     with pytest.raises(ConfigError, match=r"'all_recude' is not known, only all_gather"):
-        s.check(batch())
-
-
-def test_p9_several_axes_and_no_gpu() -> None:
-    """An exchange over another axis leaves what lies over tp as it is."""
-    s = schedule(Toy(), Mesh.sizes(tp=2, dp=2))
-    write(s)
-    s["norm"].sync("fwd_pre", lambda x, group: x, layouts="S(0)->S(0)", over="dp")
-    report = s.check(batch())
-    assert str(report.outputs["norm"]["0"]) == "I"
-    assert report.warnings == []
-
-
-def test_p9_where_the_sums_are_is_said() -> None:
-    """Slapo's issue 98 asks it."""
-    report = str(toy(seq=False).check(batch()))
-    assert "blocks.0.mlp.up: 0: R -> 0: S(2)" in report and "blocks.0.mlp.down: 0: S(2) -> 0: I" in report
+        s.check()
 
 
 def test_p10_torch_and_what_every_installation_has_are_enough() -> None:

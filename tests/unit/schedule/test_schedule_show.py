@@ -122,14 +122,15 @@ def test_costs_are_the_bytes_of_rings() -> None:
     whole = rows * tokens * H * 4  # bytes of [b, s, h]
     price = toy().cost(rows, tokens)
     half = (tp - 1) / tp
-    found = {(p.path, p.words.split(":")[0]): (p.calls, p.forward, p.backward) for p in price.places}
-    assert found["blocks.*.up", "in"] == (3, 0.0, 3 * 2 * half * whole)
-    assert found["blocks.*.down", "out"] == (3, 3 * 2 * half * whole, 0.0)
-    assert found["head", "out"] == (1, half * rows * tokens * V * 4, 0.0)
+    found = {(p.path, p.words): (p.calls, p.forward, p.backward) for p in price.places}
+    assert found["blocks.*.up", "gradients summed over tp"] == (3, 0.0, 3 * 2 * half * whole)
+    assert found["blocks.*.down", "parts summed over tp"] == (3, 3 * 2 * half * whole, 0.0)
+    assert found["head", "gathered over tp"] == (1, half * rows * tokens * V * 4, 0.0)
     assert price.gradients == 0 and price.parameters == 252 * 4 and price.whole_parameters == 438 * 4
     region = toy(seq=True).cost(rows, tokens)
-    found = {(p.path, p.words.split(":")[0]): (p.calls, p.forward, p.backward) for p in region.places}
-    assert found["blocks.*.up", "in input"] == found["blocks.*.down", "out"] == (3, 3 * half * whole, 3 * half * whole)
+    found = {(p.path, p.words): (p.calls, p.forward, p.backward) for p in region.places}
+    each = (3, 3 * half * whole, 3 * half * whole)
+    assert found["blocks.*.up", "gathered over tp"] == found["blocks.*.down", "parts summed, and cut over tp"] == each
     assert region.gradients == 2 * half * 4 * (3 * (2 * H + H) + 2 * H), "norms and row biases"
     assert toy().cost({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)}).sent == price.sent
     assert price.activations > 3 * whole and "sent by a rank in a step" in str(price)

@@ -1,7 +1,7 @@
 """Rules on the lines of a schedule, before anything runs: mistakes that show from the lines and the model's modules alone.
 
-Each rule is a function of the lines and yields messages. ``apply()`` checks them; the dry run finds what they cannot
-see. They never report what could be right in some model.
+Each rule is a function of the lines and yields messages. ``apply()`` checks them; ``verify()`` measures what they
+cannot see. They never report what could be right in some model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.kinds import find_kind, way_out
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
-from megatron_sp.schedule.core.placements import PlacementError
+from megatron_sp.utils.errors import ConfigError
 
 _SPLITS = ("shard", "column", "row", "vocab_parallel")
 _PACKED = ("c_attn", "qkv", "query_key_value", "wqkv", "in_proj", "gate_up", "gate_up_proj", "qkv_proj", "kv_proj")
@@ -68,7 +68,7 @@ class Lines:
 
     @cached_property
     def sums_elsewhere(self) -> bool:
-        """True if some sync sums before a split part, not around it (at a norm, say); only a dry run shows what it reaches."""
+        """True if some sync sums before a split part, not around it (at a norm, say); only a run shows what it reaches."""
         for directive, path, _ in self.of("sync"):
             inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
             if is_sync(directive) and not inside and _sums(directive.args):
@@ -390,7 +390,7 @@ OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # one rank computes wha
 
 
 def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
-    """Raise PlacementError with the mistakes that the lines alone show, six at most."""
+    """Raise ConfigError with the mistakes that the lines alone show, six at most."""
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (RULES if lines.size > 1 else OF_ONE_RANK) for problem in rule(lines))
 
@@ -399,7 +399,7 @@ def require_in_order(model: nn.Module, directives: list[Directive], mesh: Mesh) 
     """Check what a copy of the model, to which only some of the lines are applied, would not show.
 
     Raises:
-        PlacementError: the model can no longer be split; a line about all of it is written twice, or on a part.
+        ConfigError: the model can no longer be split; a line about all of it is written twice, or on a part.
     """
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (compiled, once, of_the_model) for problem in rule(lines))
@@ -409,4 +409,4 @@ def _raise(problems: Problem) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         shown = found[:6] + ([f"... and {len(found) - 6} more"] if len(found) > 6 else [])
-        raise PlacementError("\n".join(shown))
+        raise ConfigError("\n".join(shown))

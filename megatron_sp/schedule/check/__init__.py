@@ -1,1 +1,0 @@
-"""The dry run of a schedule: follows placements of tensors through the model, without ranks, and reports mistakes as errors."""
