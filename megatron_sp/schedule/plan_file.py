@@ -24,10 +24,9 @@ import yaml
 from torch import nn
 
 from megatron_sp.ops import availability
-from megatron_sp.schedule.core.directives import Directive, is_plain
+from megatron_sp.schedule.core.directives import Directive, PathError, expand, is_plain
+from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.mesh import OF_LINES
-from megatron_sp.schedule.core.paths import PathError, expand
-from megatron_sp.schedule.core.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import write_output
 from megatron_sp.utils.text_file import read_text
@@ -72,12 +71,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_dim: int) -> None:
-    """Write a schedule file.
-
-    Raises:
-        ConfigError: some lines need code; names them, and nothing is written.
-        DiskError: the file cannot be written.
-    """
+    """Write a schedule file."""
     refused = [f"{d} ({d.where})" for d in directives if d.needs_code]
     if refused:
         raise ConfigError(
@@ -110,14 +104,7 @@ def _flow(value: dict[str, Any]) -> str:
 
 
 def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
-    """Read a schedule file.
-
-    Returns:
-        (lines, seq_dim).
-    Raises:
-        ConfigError: the file cannot be read, is not a schedule, is for another model type or transformers version, or
-            has an invalid line.
-    """
+    """Read a schedule file."""
     name = str(path)
     data, numbers = _read(path)
     head = _mapping(data, name, "a schedule")

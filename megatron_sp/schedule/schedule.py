@@ -25,13 +25,11 @@ from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.decide import decide
 from megatron_sp.schedule.apply.ulysses_options import require_known, require_known_of_context
-from megatron_sp.schedule.core.directives import Directive, caller
+from megatron_sp.schedule.core.directives import Directive, caller, expand
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.report import show as text
-from megatron_sp.schedule.report.compare import Difference, diff
 from megatron_sp.schedule.report.cost import Cost, cost
-from megatron_sp.schedule.report.picture import write_picture
+from megatron_sp.schedule.report.show import Difference, diff, write_picture
 from megatron_sp.schedule.report.survey import survey
 from megatron_sp.schedule.verify.derive import as_said
 from megatron_sp.schedule.verify.proof import measure, prove

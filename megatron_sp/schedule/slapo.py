@@ -37,14 +37,13 @@ from megatron_sp.comm.groups import Group, world_group
 from megatron_sp.parallel.regions import all_to_all, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.decide import decide
+from megatron_sp.schedule.apply.guards import whole_or_not_at_all
 from megatron_sp.schedule.apply.randomness import Streams
 from megatron_sp.schedule.apply.splits import names_of, tensor_of
-from megatron_sp.schedule.apply.undo import whole_or_not_at_all
-from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.directives import Directive, expand
+from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.kinds import find_kind, knows
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.core.paths import expand
-from megatron_sp.schedule.core.syncs import MODES, OPS
 from megatron_sp.schedule.schedule import Schedule, Selection
 from megatron_sp.schedule.verify.derive import with_adjoints
 from megatron_sp.schedule.verify.verify import Verdict, default_loss, verify
@@ -108,11 +107,7 @@ class Primitive:
 
 
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], _M]:
-    """Decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing.
-
-    Raises:
-        ConfigError: it is not a ShardMethod, or the class already has one or is known to ``register_shardable``.
-    """
+    """Decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing."""
 
     def decorate(method: _M) -> _M:
         if module_cls is None:
@@ -156,12 +151,7 @@ BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "sha
 
 
 def all_gather_forward_output(inp: Tensor, dim: int, group: Group | None = None, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """Gather all ranks' tensors along ``dim``.
-
-    Args:
-        tensor_parallel_output_grad: True if the ranks use the result differently, so that gradients are summed; False
-            if all use it alike.
-    """
+    """Gather all ranks' tensors along ``dim``."""
     return gather_from(inp, group or world_group(), dim, "reduce_scatter" if tensor_parallel_output_grad else "slice")
 
 
@@ -205,13 +195,7 @@ def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
 
 
 def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
-    """Seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp.
-
-    Args:
-        tp_rank: a part of Slapo's API that is ignored; ``fork()`` uses its group instead.
-    Returns:
-        The seed of this rank.
-    """
+    """Seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp."""
     seed += 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -243,11 +227,7 @@ RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {
 
 
 def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (mode, operation, keywords) that the modes forward, backward or both of early versions stand for.
-
-    Raises:
-        ConfigError: another mode or other keywords; nothing is split yet; or the split does not need this collective.
-    """
+    """Yield (mode, operation, keywords) that the modes forward, backward or both of early versions stand for."""
     where = f"sync on {sch.path or 'the model'}"
     if mode not in ("forward", "backward", "both") or kwargs:
         raise ConfigError(
@@ -348,14 +328,7 @@ _HOOKS = (
 
 @dataclass
 class Metadata:
-    """Metadata of Slapo's schedules.
-
-    Attributes:
-        primitives: data of user-defined primitives, by name.
-        param_tags: keys of ``annotate``.
-        tie_weights: parameters with several names.
-        base_params: shapes of the whole parameters, by name.
-    """
+    """Metadata of Slapo's schedules."""
 
     primitives: dict[str, Any] = field(default_factory=dict)
     param_tags: dict[str, None] = field(default_factory=dict)
@@ -364,15 +337,7 @@ class Metadata:
 
 
 class SlapoSchedule:
-    """Schedule of one module; ``create_schedule`` makes that of the whole model.
-
-    Attributes:
-        schedule: schedule of the whole model, with all lines.
-        path: path in the whole model; "" for the model itself.
-        name: last component of the path.
-        parent: schedule of the enclosing module, or None.
-        metadata: metadata of the whole model.
-    """
+    """Schedule of one module; ``create_schedule`` makes that of the whole model."""
 
     def __init__(self, owner: Schedule, path: str = "", name: str = "", parent: SlapoSchedule | None = None) -> None:
         self.schedule, self.path, self.name, self.parent = owner, path, name or path.rpartition(".")[2], parent
@@ -426,28 +391,12 @@ class SlapoSchedule:
     # primitives
 
     def shard(self, tensor_name: str | list[str], axis: int, *, blocks: Any = None, heads: int | None = None) -> None:
-        """Split parameters or buffers over the group along an axis.
-
-        Args:
-            blocks, heads: for a packed projection, as in ``Selection.shard``; Slapo splits it as one piece, which is
-                ``blocks=1``.
-        """
+        """Split parameters or buffers over the group along an axis."""
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self._line.shard(name, axis, blocks=blocks, heads=heads)
 
     def sync(self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Add a collective where a tensor enters or leaves the module.
-
-        Args:
-            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or
-                both, after the ``shard`` that determines what is exchanged.
-            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, with R whole and S
-                split for the last two dims; or a hook: (module, inputs), (module, inputs, output), or (module,
-                grad_inputs, grad_outputs).
-            kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, for all_gather: whether the
-                ranks use the result differently (default: inferred); ``arg``, ``out``: the input or output, if not the
-                first.
-        """
+        """Add a collective where a tensor enters or leaves the module."""
         if sync_op_or_fn is None:
             for step in exchanges(self, mode, kwargs):
                 self.sync(*step[:2], **step[2])
@@ -497,12 +446,7 @@ class SlapoSchedule:
             self._line.sum_gradients(param_name)
 
     def replace(self, new_mod_or_func: Any, target_ops: Any = None, name: str | None = None, **kwargs: Any) -> None:
-        """Replace the module at once, so that later lines can refer to its submodules; the new one takes over the old one's hooks.
-
-        Args:
-            new_mod_or_func: the new module.
-            name: ignored; the module keeps its place, and so its name.
-        """
+        """Replace the module at once, so that later lines can refer to its submodules; the new one takes over the old one's hooks."""
         here = self.path or "the model"
         if target_ops is not None or not isinstance(new_mod_or_func, nn.Module):
             raise ConfigError(f"replace on {here} takes a module for a module; there is no graph whose nodes could be replaced")
@@ -556,15 +500,7 @@ class SlapoSchedule:
 def create_schedule(
     root: nn.Module, name: str = "", path: str = "", parent: SlapoSchedule | None = None, group: Group | None = None
 ) -> SlapoSchedule:
-    """Create a schedule with Slapo's API.
-
-    Args:
-        root: the model; with a ``parent``, a module of it.
-        name, path: name and path of ``root``, with a ``parent``.
-        group: group to split over (default: all ranks).
-    Raises:
-        ConfigError: ``root`` is not the parent's module at ``path``.
-    """
+    """Create a schedule with Slapo's API."""
     if parent is None:
         return SlapoSchedule(Schedule(root, Mesh(tp=group or world_group()), seq_dim=0), name=name)
     found = parent.schedule.model.get_submodule(path)
@@ -595,12 +531,7 @@ META = torch.device("meta")
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Give modules that are created inside parameters without contents (meta device); ``build()`` initialises them.
-
-    Args:
-        enable: False: no effect.
-        include_buffers: also make buffers empty.
-    """
+    """Give modules that are created inside parameters without contents (meta device); ``build()`` initialises them."""
 
     def empty(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device == META:
@@ -621,15 +552,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 
 
 def fill(model: nn.Module, group: Group, init: bool | Callable[..., Any] | None) -> None:
-    """Initialise empty weights, in full on every rank; with ``init``, initialise all weights.
-
-    Args:
-        init: a function of (module) or (module, path); True or None: the modules' own ``_init_weights`` or
-            ``reset_parameters``.
-
-    Raises:
-        ConfigError: some weights have no initialiser; names them.
-    """
+    """Initialise empty weights, in full on every rank; with ``init``, initialise all weights."""
     empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device == META]
     if not empty and not init:
         return
@@ -711,21 +634,7 @@ _OLDER = {"init_required": "init_weights", "param_init_fn": "init_weights"}
 
 
 def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = None, **kwargs: Any) -> tuple[nn.Module, None]:
-    """Apply a schedule.
-
-    Args:
-        sch: schedule of the whole model.
-        target: must be None; other engines are not supported.
-        init_weights: None: existing weights are broadcast from rank 0, and empty ones (``init_empty_weights``) are
-            initialised; True: all weights of the whole model are initialised before they are split, by the modules' own
-            methods; a function of (module) or (module, path): by that function; False: nothing is initialised or
-            broadcast. Slapo's default True loses loaded weights.
-        kwargs: ``init_required`` and ``param_init_fn``, the names of ``init_weights`` in early versions.
-    Returns:
-        (the model, None): create the optimizer yourself, from the parameters that the model has now.
-    Raises:
-        ConfigError: a line is invalid, there is a target, or some weights cannot be initialised.
-    """
+    """Apply a schedule."""
     for name in [name for name in _OLDER if name in kwargs]:
         init_weights = kwargs.pop(name)
     if target is not None or kwargs:
@@ -829,40 +738,14 @@ _SEED = 2023
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options of ``Verify`` that Slapo's does not have.
-
-    Attributes:
-        init_weights: as for ``build``, on the copy.
-        dtype: fp64, or fp32 with its tolerance.
-    """
+    """Options of ``Verify`` that Slapo's does not have."""
 
     init_weights: Init = None
     dtype: torch.dtype = torch.float64
 
 
 class Verify:
-    """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks.
-
-    A replaced module computes with the weights of the old one, where names and shapes are the same. Slapo's version
-    compares only results; this one also compares the gradients of all parameters, and of inputs that require one.
-
-    The arguments are Slapo's, in its order.
-
-    Args:
-        sch: schedule of the whole model.
-        example_inputs: inputs of the model's forward: a tensor, a list in the order of its signature, or a dict by
-            name. Those of rank 0 are used.
-        example_outputs: second argument of ``loss_fn``.
-        loss_fn: (result, example_outputs) -> loss (default: the model's own, or a weighted sum of its results).
-        device: where to compute (default: where the model is).
-        eval_mode: turn dropout off, and use the running statistics of batch norms.
-        enable: False: nothing is compared or checked, and ``build`` may be called inside.
-        more: see ``VerifyOptions``.
-    Attributes:
-        verdict: the result, after the block.
-    Raises:
-        NumericsError: something differs, at the end of the block; names it.
-    """
+    """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks."""
 
     def __init__(
         self, sch: SlapoSchedule, example_inputs: Any, example_outputs: Tensor | None = None,

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_sp.commands.schedule import ranks, source
 from megatron_sp.schedule import Mesh, Schedule, presets, schedule
-from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.directives import expand
 from megatron_sp.schedule.report.show import as_record, explain
 from megatron_sp.schedule.report.survey import survey
 from megatron_sp.utils.errors import ConfigError

@@ -24,21 +24,16 @@ from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.schedule.apply import local_rules
 from megatron_sp.schedule.apply.applied import Applied
-from megatron_sp.schedule.apply.attributes import annotate_parameters, replace_modules, set_attributes
+from megatron_sp.schedule.apply.attributes import annotate_parameters, implied, replace_modules, set_attributes
 from megatron_sp.schedule.apply.context import Context
 from megatron_sp.schedule.apply.exchanges import register_regions, register_syncs, summed_by_lines
-from megatron_sp.schedule.apply.guards import guard_shares, mark, require_whole
-from megatron_sp.schedule.apply.head_counts import implied
-from megatron_sp.schedule.apply.job import ApplyJob
+from megatron_sp.schedule.apply.guards import guard_shares, mark, require_whole, whole_or_not_at_all
 from megatron_sp.schedule.apply.layers import replace_forwards
-from megatron_sp.schedule.apply.plan import WholeModel, plan_splits
-from megatron_sp.schedule.apply.preconditions import without_fast_paths
-from megatron_sp.schedule.apply.randomness import Streams, around
-from megatron_sp.schedule.apply.recompute import recompute
+from megatron_sp.schedule.apply.plan import ApplyJob, WholeModel, plan_splits, without_fast_paths
+from megatron_sp.schedule.apply.randomness import Streams, around, recompute
 from megatron_sp.schedule.apply.splits import shard_specs, split_tensors
 from megatron_sp.schedule.apply.ulysses import Ulysses
 from megatron_sp.schedule.apply.ulysses_options import OF_CONTEXT, require_known_of_context
-from megatron_sp.schedule.apply.undo import whole_or_not_at_all
 from megatron_sp.schedule.apply.zero import ZeroTraining
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import Mesh
@@ -46,13 +41,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True) -> Applied:
-    """Change a model as these lines specify; if anything is raised, the model is left unchanged.
-
-    Args:
-        rules: check the rules on the lines; callers that apply some of the lines only, or measure wrong ones, do not.
-    Raises:
-        ConfigError: an impossible line.
-    """
+    """Change a model as these lines specify; if anything is raised, the model is left unchanged."""
     brought = [d.args["new"] for d in directives if d.do == "replace" and isinstance(d.args["new"], nn.Module)]
     with whole_or_not_at_all(model, *brought):
         return _convert(ApplyJob(model, directives, mesh, seq_dim), rules=rules)
@@ -121,11 +110,7 @@ def _cut_sequences(job: ApplyJob) -> Ulysses | None:
 
 
 def _context(job: ApplyJob, line: Directive | None, inner: Directive | None) -> Context | None:
-    """Return attention over the cp ranks, if there is more than one.
-
-    Raises:
-        ConfigError: an option is wrong, or is one of ulysses(), which is there, too (E10).
-    """
+    """Return attention over the cp ranks, if there is more than one."""
     if line is None:
         return None
     options = {name: value for name, value in line.args.items() if name != "axis"}

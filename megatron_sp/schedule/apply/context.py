@@ -105,15 +105,7 @@ class Context:
         return self._chunks or (_CHUNKS if packed is None else _CHUNKS_OF_DOCUMENTS)
 
     def deal(self, cut: Cut, packed: Tensor | None = None, mask: Any = None) -> Cut:
-        """Return the cut with the share of each cp rank, and remember what the rows of this pass are.
-
-        Args:
-            cut: of a length padded to a multiple of ``multiple``.
-            packed: document numbers [b, s], or None.
-            mask: padding mask [b, s], 0 where nothing is to be attended to, or None.
-        Raises:
-            ConfigError: there is padding before or between the tokens of a row.
-        """
+        """Return the cut with the share of each cp rank, and remember what the rows of this pass are."""
         self._documents, self._lengths = None, (cut.length,)
         if packed is not None:
             self._documents = _ends_of(packed, cut.padded)
@@ -123,11 +115,7 @@ class Context:
         return cut._replace(shares=cut_row(row, self.cp.size, self._num_chunks(packed)), cp_rank=self.cp.rank)
 
     def _real_tokens(self, mask: Any) -> tuple[int, ...]:
-        """Return the number of tokens of each row from a padding mask [b, s].
-
-        Padding before the tokens is refused: its queries see nothing, what a model makes of that differs from one
-        implementation to the next, and the loss of a row's first token would be made of it.
-        """
+        """Return the number of tokens of each row from a padding mask [b, s]."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ConfigError(
@@ -152,16 +140,7 @@ class Context:
     # masks
 
     def mask(self, cut: Cut, function: Callable[..., Any], batch: int) -> Tensor:
-        """Return what stands for a mask, which a model passes on to its attention, also when it recomputes.
-
-        Args:
-            cut: of this pass.
-            function: (sequence, head, query, key) -> whether the query sees the key, of tensors of positions; padding and
-                packed documents are not its business.
-            batch: b.
-        Raises:
-            ConfigError: the mask is of a form that is not known.
-        """
+        """Return what stands for a mask, which a model passes on to its attention, also when it recomputes."""
         causal, window = self._recognised(function, cut.length, batch)
         self._num_masks += 1
         self._masks[self._num_masks] = self._row_mask(cut.padded, causal, window)
@@ -169,11 +148,7 @@ class Context:
         return _NumberOfMask.of(self._num_masks, self._not_known("is looked into by the model itself"))
 
     def _recognised(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
-        """Return (causal, window) of a mask's function.
-
-        Looked at are some rows of the first sequence with all of their keys, which say what the mask is, and of all rows of
-        all sequences the keys next to where that mask begins and ends, the first, the last and one in between.
-        """
+        """Return (causal, window) of a mask's function."""
         some = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
         every, keys = torch.arange(length)[:, None], torch.arange(length)
         seen = self._looked_at(function, torch.zeros(1, 1, 1, dtype=torch.long), some, keys[None])[0]
@@ -234,21 +209,7 @@ class Context:
     def attend(
         self, name: str, module: nn.Module, cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Mapping[str, Any]
     ) -> Tensor:  # fmt: skip
-        """Compute the attention of this cp rank's positions over those of all.
-
-        Args:
-            name: the module, for messages.
-            module: the module.
-            cut: of this pass.
-            q: [b, n, L, d].
-            k, v: [b, g, L, d].
-            mask: what the model has passed on.
-            more: keyword arguments of the attention function.
-        Returns:
-            [b, L, n, d].
-        Raises:
-            ConfigError: attention is asked for something else that it does not compute.
-        """
+        """Compute the attention of this cp rank's positions over those of all."""
         self._require_plain(name, module, q, k, v, more)
         b, n, length, d = q.shape
         plan = plan_context(self._mask_of(name, module, cut, mask, more), cut.shares)

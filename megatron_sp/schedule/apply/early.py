@@ -221,11 +221,7 @@ class EarlyExchanges:
 
 
 def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...], int]]:
-    """Return (path, names of its projections, width of a head) of all attention modules whose exchanges can start early.
-
-    Raises:
-        ConfigError: there are none, or one does something to q or k that is not known here.
-    """
+    """Return (path, names of its projections, width of a head) of all attention modules whose exchanges can start early."""
     found: list[tuple[str, tuple[str, ...], int]] = []
     for path, module in model.named_modules():
         names = next((names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)), None)

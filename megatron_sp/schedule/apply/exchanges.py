@@ -8,15 +8,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron_sp.parallel.regions import gather_from
-from megatron_sp.schedule.apply.job import ApplyJob, joined
-from megatron_sp.schedule.apply.plan import SplitPlan, sync_args
-from megatron_sp.schedule.apply.preconditions import no_parameter, require_axis
-from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.hooks import change_input, change_output
+from megatron_sp.schedule.apply.plan import ApplyJob, SplitPlan, joined, no_parameter, require_axis, sync_args
+from megatron_sp.schedule.core.directives import Directive, expand
+from megatron_sp.schedule.core.hooks import change_input, change_output, make_change
 from megatron_sp.schedule.core.kinds import find_kind
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.core.records import RegionLength
-from megatron_sp.schedule.core.syncs import make_change
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -68,12 +64,7 @@ def _along_outputs(
 
 
 def register_regions(job: ApplyJob, plan: SplitPlan) -> tuple[RegionLength, set[str]]:
-    """Register the hooks that cut the sequence over tp where a region begins and gather it where the region ends.
-
-    Returns:
-        The length of a rank's share, updated in each pass, and the names of the whole parameters inside, whose
-        gradients are partial sums.
-    """
+    """Register the hooks that cut the sequence over tp where a region begins and gather it where the region ends."""
     first, length, found = job.first_names(), RegionLength(), set[str]()
     for line, path, module in job.each("sequence"):
         if job.tp_size == 1:

@@ -16,6 +16,7 @@ from functools import partial, wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 _WRAPPED = "_megatron_sp_wrapped"
@@ -114,11 +115,7 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding.
-
-    For ``cost()``: its rows hold one sequence each, without padding where no mask is given, and a share of positions
-    shows nothing of the others. Of padding transformers only warns.
-    """
+    """Disable what transformers finds out from the values of whole rows: packed sequences (positions that restart) and padding."""
     masking, models = sys.modules.get("transformers.masking_utils"), sys.modules.get("transformers.modeling_utils")
     places = (
         (masking, "find_packed_sequence_indices", lambda position_ids: None),
@@ -132,3 +129,14 @@ def one_sequence_a_row() -> Iterator[None]:
     finally:
         for holder, name, looks, _ in before:
             setattr(holder, name, looks)
+
+
+def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the position ids of a whole sequence."""
+    counter: Any = next((m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
+    if counter is not None and first.ndim == 2:
+        made: Tensor = counter.create_position_ids_from_input_ids(first, counter.padding_idx)
+        return made
+    if getattr(getattr(model, "config", None), "model_type", "") == "opt" and mask is not None and mask.ndim == 2:
+        return mask.long().cumsum(1) * mask.long() - 1
+    return torch.arange(first.shape[1], device=first.device)[None]

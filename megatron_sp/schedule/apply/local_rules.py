@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.kinds import find_kind, way_out
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.utils.errors import ConfigError
 
 _SPLITS = ("shard", "column", "row", "vocab_parallel")

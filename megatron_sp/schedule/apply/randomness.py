@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.regions import KeptResults
+from megatron_sp.utils.errors import ConfigError
 
 _LIMIT = 2**63 - 1
 _DRAWS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli", "bernoulli_"}
@@ -38,11 +41,7 @@ class Streams:
 
     @contextmanager
     def differ(self, group: Group, over_tp: bool = True) -> Iterator[None]:
-        """Draw different numbers on each rank of the group inside; outside, torch's generator has advanced by one draw.
-
-        Args:
-            over_tp: the group is tp, where ``same`` can restore shared numbers; over other axes it cannot.
-        """
+        """Draw different numbers on each rank of the group inside; outside, torch's generator has advanced by one draw."""
         seed = int(torch.randint(_LIMIT, (), dtype=torch.int64))
         if not over_tp:
             with _seeded((seed + 1 + group.rank()) % _LIMIT):
@@ -65,10 +64,7 @@ class Streams:
             yield
 
     def again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function for one recomputation: its second call, in backward, shares the streams that the first one shared.
-
-        torch's checkpoint restores its own generators, and does not know these.
-        """
+        """Wrap a function for one recomputation: its second call, in backward, shares the streams that the first one shared."""
         kept: list[Tensor] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,3 +130,37 @@ def _rates(module: nn.Module) -> list[float]:
     if named or code is None or not any(not hasattr(module, name) for name in _DRAWS.intersection(code.co_names)):
         return named
     return list(floats.values()) or [1.0]  # the rate may have any name, or be hard-coded
+
+
+POLICIES = ("full", "keep_gathered")
+
+
+def recompute(module: nn.Module, path: str, policy: str, where: str, streams: Streams) -> None:
+    """Replace a module's forward by one that is recomputed in backward."""
+    if policy not in POLICIES:
+        raise ConfigError(f"{path}: checkpoint knows the policies {', '.join(POLICIES)}, not {policy!r} ({where})")
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        args, kwargs = tuple(_no_cache(a) for a in args), {name: _no_cache(a) for name, a in kwargs.items()}
+        contexts = _keeping if policy == "keep_gathered" else _nothing
+        return checkpoint(streams.again(inner), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    forward.__wrapped__ = inner  # type: ignore[attr-defined]  # signatures are looked up through this
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _no_cache(value: Any) -> Any:
+    """Return None for a key/value cache, which training does not need and a recomputation would fill a second time."""
+    return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value
+
+
+def _nothing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
+
+
+def _keeping() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    kept = KeptResults()
+    return kept.recording(), kept.replaying()

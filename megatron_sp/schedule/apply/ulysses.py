@@ -37,10 +37,10 @@ from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.parallel.regions import GatherGrad, gather_from, overridable, reduce_from
 from megatron_sp.schedule.apply import early, hf_attention
 from megatron_sp.schedule.apply.context import Context
-from megatron_sp.schedule.apply.positions import global_positions
+from megatron_sp.schedule.apply.hf_attention import global_positions
 from megatron_sp.schedule.apply.ulysses_options import LossKind
+from megatron_sp.schedule.core.directives import expand
 from megatron_sp.schedule.core.hooks import change_input, change_output, parameter_names
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.core.records import HEADS, HIDDEN, change_records, names_in
 from megatron_sp.schedule.core.sequences import Cut, Heads
 from megatron_sp.utils.errors import ConfigError

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.parallel.forward_context import Unit, UnitEvents
-from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.directives import expand
 from megatron_sp.utils.errors import ConfigError
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -40,12 +40,7 @@ class Parameters(nn.Module):
 
 
 def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
-    """Return the paths of the blocks, in order.
-
-    Args:
-        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class, or of several
-            kinds of transformers' layers, that have parameters.
-    """
+    """Return the paths of the blocks, in order."""
     if glob is not None:
         return expand(model, glob)
     found: list[str] = []
@@ -65,11 +60,7 @@ def _is_of_blocks(items: list[nn.Module]) -> bool:
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
-    """Return the units; a parameter that a block shares with something else is in unit 0.
-
-    Raises:
-        ConfigError: the parameters have more than two dtypes.
-    """
+    """Return the units; a parameter that a block shares with something else is in unit 0."""
     holders: dict[int, set[int]] = {}  # parameter -> units that use it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)

@@ -78,11 +78,7 @@ class ZeroTraining:
         self.weights.start_step(self.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete.
-
-        Raises:
-            RuntimeError: the step has had all its micro-batches.
-        """
+        """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete."""
         if self._seen == self.micro_batches:
             raise RuntimeError(f"a step has {self.micro_batches} micro-batches: call step(), or schedule .zero(micro_batches=...)")
         self._seen += 1
@@ -105,13 +101,7 @@ class ZeroTraining:
         return float(self.optimizer.grad_norm())
 
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
-        """Clip the gradients and update the parameters; returns the gradient norm.
-
-        Args:
-            lr, weight_decay: of this step (default: the optimizer's).
-        Raises:
-            ConfigError: no learning rate was given.
-        """
+        """Clip the gradients and update the parameters; returns the gradient norm."""
         lr = self.config.lr if lr is None else lr
         if lr is None:
             raise ConfigError("no learning rate: give step(lr=...), or schedule .zero(optimizer=OptimizerConfig(lr=...))")

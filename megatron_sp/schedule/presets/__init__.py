@@ -1,4 +1,4 @@
-"""Schedules of well-known models of transformers: one module per family, written in ordinary lines of a schedule.
+"""Schedules of well-known models of transformers, written in ordinary lines.
 
     s = presets.auto(model, Mesh.of(groups), seq=True)     # by config.model_type
     s.verify(batch)
@@ -7,10 +7,9 @@
 To add a family, decorate a function that writes its lines with ``@register_preset("its model_type")``.
 """
 
-from megatron_sp.schedule.presets import bert, clip, falcon, gpt2, gpt_neox, llama, modernbert, opt, t5, vit, whisper
-from megatron_sp.schedule.presets.common import Blocks
+from megatron_sp.schedule.presets.families import bert, clip, falcon, gpt2, gpt_neox, llama, modernbert, opt, t5, vit, whisper
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
-from megatron_sp.schedule.presets.registry import auto, families, register_preset
+from megatron_sp.schedule.presets.registry import Blocks, auto, families, register_preset
 
 __all__ = [
     "Blocks", "auto", "bert", "clip", "falcon", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "modernbert", "opt",

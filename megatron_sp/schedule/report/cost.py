@@ -23,8 +23,8 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.decide import without_weights, without_weights_in
 from megatron_sp.schedule.apply.hf_attention import one_sequence_a_row
+from megatron_sp.schedule.core.directives import expand
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.core.records import tensors_of
 from megatron_sp.schedule.core.sequences import take_share
 from megatron_sp.utils.errors import ConfigError
@@ -103,14 +103,7 @@ def show_bytes(count: float) -> str:
 
 
 def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
-    """Compute the cost of a schedule.
-
-    Args:
-        batch: rows of a micro-batch, of ``seq`` token ids each; or keyword arguments of the model.
-    Raises:
-        ConfigError: the schedule has been applied, so the whole model's sizes are gone; or the model does not run
-            without weight values.
-    """
+    """Compute the cost of a schedule."""
     if schedule.applied is not None:
         raise ConfigError("cost() looks at the whole model, which is gone after apply(): call it before (E15)")
     if isinstance(batch, int):

@@ -17,9 +17,8 @@ from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.decide import decide, without_weights, without_weights_in
 from megatron_sp.schedule.apply.splits import Split, tensor_of
-from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.directives import Directive, expand
 from megatron_sp.schedule.core.hooks import input_name
-from megatron_sp.schedule.core.paths import expand
 from megatron_sp.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,17 +30,7 @@ FORWARD = {"copy": "", "scatter": "slice"}
 
 @dataclass(frozen=True)
 class Part:
-    """Parameter or buffer of a module.
-
-    Attributes:
-        name: name in the module.
-        shape, local: shape of the whole tensor, and of this rank's share.
-        dim: dim that is split; None if every rank has all of it.
-        runs: (start in the whole, length) of this rank's ranges along ``dim``.
-        summed: True if the gradient is summed over tp, because ranks use the same elements on shares of heads or
-            positions.
-        tied: path under which the same parameter came first, or "".
-    """
+    """Parameter or buffer of a module."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,18 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Edge:
-    """Collective on a tensor that enters or leaves a module.
-
-    Attributes:
-        side: in or out.
-        tensor: name of the input, or index or key of the output; "" if there is only one.
-        forward, backward: operation on it and on its gradient: all_reduce, all_gather, reduce_scatter, slice; "" for
-            none.
-        axis: axis of the mesh.
-        dim: dim of the tensor; None: all of it.
-        why: reason for the collective, as a sentence.
-        directive: the line that asks for it.
-    """
+    """Collective on a tensor that enters or leaves a module."""
 
     side: str
     tensor: str
@@ -87,16 +65,7 @@ class Edge:
 
 @dataclass
 class Node:
-    """Module in the surveyed tree.
-
-    Attributes:
-        path, name, kind: its path, its name and the name of its class.
-        role: column, row, words (vocabulary), split, or "".
-        parts: its own parameters and split buffers.
-        edges: its collectives.
-        notes: other lines that apply to it.
-        copies: number of identical neighbours that it stands for; ``paths`` has the paths of all.
-    """
+    """Module in the surveyed tree."""
 
     path: str
     name: str
@@ -130,16 +99,7 @@ class Node:
 
 @dataclass
 class Survey:
-    """Survey of a schedule.
-
-    Attributes:
-        root: the model; ``folded()`` merges identical neighbours.
-        mesh: description such as "tp 2, sp 1, dp 1".
-        rank, size: rank and size of tp.
-        directives: all lines.
-        whole, local: number of parameters of the whole model, and of this rank.
-        problem: why the lines cannot be applied, or "".
-    """
+    """Survey of a schedule."""
 
     root: Node
     mesh: str

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from megatron_sp.schedule import PathError
-from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.directives import expand
 
 
 def block() -> nn.ModuleDict:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, PathError, Schedule, load, schedule
-from megatron_sp.schedule.report.picture import page
-from megatron_sp.schedule.report.show import as_record
+from megatron_sp.schedule.report.show import as_record, page
 from megatron_sp.schedule.report.survey import survey
 from megatron_sp.utils.errors import ConfigError
 
