@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.ranks import run_ranks
+from support.schedule_mutants import mutants
 from support.schedule_toys import B, D, H, S, Toy, batch, write
 from torch import Tensor, nn
 
@@ -222,3 +224,35 @@ def diagnose() -> None:
 
 def test_each_kind_of_mistake_is_named_with_its_remedy(tmp_path: Path) -> None:
     run_ranks(diagnose, 2, tmp_path)
+
+
+RIGHT = {  # a gather before a norm whose gradients the region sums, a region that ends with the last block, a layer that sums itself
+    # what the gather then cuts
+    "moved: blocks.*.attention: sync(mode='fwd_pre', op='all_gather')",
+    "leaves early: blocks.0: sequence(leave='norm')",
+    "summed again: blocks.*.attention.{q,k,v}: column(input='prepared')",
+    "summed again: blocks.*.mlp.up: column(input='prepared')",
+}
+
+
+def every_mutant(seq: bool, start: int, step: int) -> None:
+    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=2))
+    s = write(schedule(Toy(), mesh), seq)
+    wrong = []
+    for what, lines in list(mutants(s.directives, "blocks.*.norm1"))[start::step]:
+        try:
+            verdict = verify(s.model, lines, mesh, 1, batch())
+            said = "" if verdict.ok else verdict.why or "?"
+        except ConfigError as error:
+            said = str(error)
+        if bool(said) == (seq and what in RIGHT) or (said and "blocks.0" not in said):
+            wrong.append(f"{what}: {said or 'equal'}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("seq", "start", "step"),
+    [(False, 0, 3), (True, 1, 3), *(pytest.param(seq, 0, 1, marks=pytest.mark.long) for seq in (False, True))],
+)
+def test_each_line_that_is_left_out_doubled_moved_or_changed_is_named(tmp_path: Path, seq: bool, start: int, step: int) -> None:
+    run_ranks(every_mutant, 2, tmp_path, seq, start, step)
