@@ -273,7 +273,8 @@ def page(found: Survey) -> str:
     body = "".join(_module(child, found) for child in _tops(found.folded()))
     lead = f'<p class="lead">{_text(count(len(found.directives), "line"))}; {_text(share)}</p>{problem}'
     legend = f'<p class="legend">{legend}</p>'
-    return markup.page(title, _STYLE, markup.Html(f"<main><h1>{_text(title)}</h1>{lead}{legend}{body}<h2>Lines</h2><ol>{lines}</ol></main>"))
+    main = f"<main><h1>{_text(title)}</h1>{lead}{legend}{body}<h2>Lines</h2><ol>{lines}</ol></main>"
+    return markup.page(title, _STYLE, markup.Html(main))
 
 
 def _tops(root: Node) -> list[Node]:
