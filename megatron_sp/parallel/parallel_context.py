@@ -8,6 +8,7 @@ and one may be empty; it is padded so that each rank has at least one row, of wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,17 +47,17 @@ class SequenceCut:
     row: int = 0
     keys: tuple[Runs, ...] | None = None
 
-    @property
+    @cached_property
     def runs(self) -> Runs:
         """Runs of this cp rank's positions."""
         return self.shares[self.cp.rank]
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Number of positions of the sequence, s, of a slice those of its row."""
         return self.row or sum(self.length_of(rank) for rank in range(len(self.shares)))
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Number of real positions of this cp rank, L."""
         return self.length_of(self.cp.rank)
@@ -65,7 +66,7 @@ class SequenceCut:
         """Return the number of real positions of a cp rank."""
         return sum(stop - start for start, stop in self.shares[cp_rank])
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """L with padding at the end, divisible by the number of parts: at least one row for each."""
         return self._padded(self.cp.rank)
@@ -73,13 +74,13 @@ class SequenceCut:
     def _padded(self, cp_rank: int) -> int:
         return round_up(max(1, self.length_of(cp_rank)), self.sp.size * self.tp.parts)
 
-    @property
+    @cached_property
     def sp_slice(self) -> slice:
         """This rank's rows of the padded share inside the tensor-parallel regions, the same on the whole tp group."""
         each = self.padded // self.sp.size
         return slice(self.sp.rank * each, (self.sp.rank + 1) * each)
 
-    @property
+    @cached_property
     def tp_seq_slice(self) -> slice:
         """This rank's rows outside the tensor-parallel regions."""
         inside = self.sp_slice
@@ -123,7 +124,7 @@ class SequenceCut:
                 row += stop - start
         raise ValueError(f"there is no position {position} in a sequence of {self.whole}")
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Number of rows of ``tp_seq_slice`` that are not padding; they come first."""
         mine = self.tp_seq_slice
