@@ -70,11 +70,11 @@ def elementwise_cases(tokens: int, width: int, device: Any, dtype: Any, kernels:
     x, residual = (torch.randn(tokens, 1, width, device=device, dtype=dtype) for _ in range(2))
     u, grad = (torch.randn(tokens, n * width, device=device, dtype=dtype) for n in (8, 4))
     positions = torch.arange(tokens, device=device)
-    keys = DropoutKeys.create(1, 2, positions[:1], positions).row_keys(0, 0)
+    keys = DropoutKeys.create(1, 2, positions[:1], positions).rows(0, 0)
     tables, heads = rotary_tables(positions, 16, 1e4), torch.randn(tokens, width // 16, 3, 16, device=device, dtype=dtype)
     act, one = Activation("swiglu"), float(x.numel() * x.element_size())
     found: list[tuple[str, float, Callable[[], Any]]] = [
-        ("dropout and residual", 3 * one, lambda: dropped(x, 0.1, keys, residual=residual)),
+        ("dropout and residual", 3 * one, lambda: dropped(x, 0.1, keys.keys, site=keys.site, residual=residual)),
         ("SwiGLU forward", 12 * one, lambda: act.forward(u)),
         ("SwiGLU backward", 20 * one, lambda: act.backward_(grad, u)),
         ("rotary", 4 * one, lambda: rotate_(heads[:, :, :2], *tables)),

@@ -38,7 +38,7 @@ class ActivationForm:
         """Return the activations that the attention of a block saves; ``again`` as in ``remakes_heads``."""
         shape, attention = self.shape, self.attention
         joined = attention.out_whole if attention.joins else 0
-        keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout else 0
+        keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout and not shape.fused else 0
         heads = 0 if self.remakes_heads(again=again) else sum(attention.recv_buffers) + attention.made_heads
         if not again and heads:
             heads -= attention.kept_keys  # they are parts of what has arrived

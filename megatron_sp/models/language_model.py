@@ -82,7 +82,8 @@ class Embedding(nn.Module):
         x = x if self.layernorm is None else self.layernorm(x)
         if ctx.local_dropout is None:
             return x
-        return hash_dropout(x, self.hidden_dropout, ctx.local_dropout.row_keys(-1, SITE_EMBEDDING))
+        keys, site = ctx.local_dropout.rows(-1, SITE_EMBEDDING)
+        return hash_dropout(x, self.hidden_dropout, keys, site=site)
 
 
 class Blocks(nn.Module):

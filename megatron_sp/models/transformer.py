@@ -357,9 +357,9 @@ class MLP(nn.Module):
         if chunks > 1:
             from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 
-            plan = MLPPlan(self.activation, chunks, self.tp, 0.0 if dropout is None else dropout.rate)
-            row_keys = None if dropout is None else dropout.row_keys
-            return chunked_mlp(x, norm, fc1, fc2, plan, row_keys=row_keys, onto=onto, main_grad=self.main_grad)
+            rate, rows = dropout or (0.0, None)
+            plan = MLPPlan(self.activation, chunks, self.tp, rate)
+            return chunked_mlp(x, norm, fc1, fc2, plan, rows=rows, onto=onto, main_grad=self.main_grad)
         inside = dropout is None
         out, x = mlp(
             x, norm, fc1, fc2, self.activation, onto=onto if inside else None, add_input=inside, tp=self.tp, main_grad=self.main_grad
@@ -379,7 +379,7 @@ def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
     """Return the residual stream plus dropout(branch)."""
-    return hash_dropout(branch, dropout.rate, dropout.row_keys, residual=stream)
+    return hash_dropout(branch, dropout.rate, dropout.rows.keys, site=dropout.rows.site, residual=stream)
 
 
 class TransformerBlock(nn.Module):
@@ -446,4 +446,4 @@ class TransformerBlock(nn.Module):
     def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
         if ctx.local_dropout is None or self.hidden_dropout == 0.0:
             return None
-        return ResidualDropout(self.hidden_dropout, ctx.local_dropout.row_keys(self.layer, site))
+        return ResidualDropout(self.hidden_dropout, ctx.local_dropout.rows(self.layer, site))

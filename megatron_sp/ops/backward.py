@@ -2,7 +2,8 @@
 
 ``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic shapes, for which it imports sympy: half
 a second in the first step of every process. Here the backward of a scalar passes the gradients on, which needs no such
-comparison.
+comparison; autograd's engine is called as Megatron-LM calls it (core/pipeline_parallel/schedules.py :: custom_backward), so that
+nobody fills the scalar's own gradient.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ def gradients_of(
     """
     with torch.enable_grad():  # a backward pass is run without
         seed = _Seed.apply(tuple(gradients), *outputs)
-    return torch.autograd.grad(seed, leaves, allow_unused=allow_unused)
+    found: tuple[Tensor, ...] = _ENGINE.run_backward(
+        (seed,), (seed.detach(),), False, False, tuple(leaves), allow_unreachable=allow_unused, accumulate_grad=False
+    )
+    return found
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
     """Backpropagate ``gradient`` from ``output``, accumulating into the ``.grad`` of its leaves."""
     with torch.enable_grad():
         seed = _Seed.apply((gradient,), output)
-    torch.autograd.backward(seed)
+    _ENGINE.run_backward((seed,), (seed.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+_ENGINE = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 
 class _Seed(torch.autograd.Function):

@@ -8,13 +8,13 @@ Triton's: NaN stays NaN in one and becomes 0 in the other.
 The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
 element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and
 the signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs
-and GPUs. On a GPU the mask exists in registers only (``ops/kernels/dropout.py``), where Triton is there.
+and GPUs. On a GPU the mask and the row keys exist in registers only (``ops/kernels/dropout.py``), where Triton is there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,33 +42,55 @@ class DropoutKeys:
             sample_ids: int64 [b], the samples' global indices.
             positions: int64 [s], global positions of this rank's tokens.
         """
+        if is_fused_on(sample_ids.device) and sample_ids.numel() > 0 and positions.numel() > 0:
+            from megatron_sp.ops.kernels import dropout
+
+            key = _mix64_int(seed)
+            if isinstance(step, Tensor):
+                return cls(dropout.token_keys(key, step, sample_ids, positions))
+            return cls(dropout.token_keys(_mix64_int(key + step), None, sample_ids, positions))
         of_step = _mix64_int(_mix64_int(seed) + step) if isinstance(step, int) else (_mix64(_mix64_int(seed) + step) >> 2) & _LOW_62
         keys = _mix64(sample_ids + of_step)  # [b]
         return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
 
     def row_keys(self, layer: int, site: int) -> Tensor:
         """Return the keys of one dropout site of one layer, int32 [s, b]."""
-        site_key = _mix64_int((layer << 8) + site + 1)
-        if self.token_keys.numel() > 0 and is_fused_on(self.token_keys.device):
-            from megatron_sp.ops.kernels import dropout
+        return fold32(_mix64(self.token_keys + _site_key(layer, site)))
 
-            return dropout.row_keys(self.token_keys, site_key)
-        return fold32(_mix64(self.token_keys + site_key))
+    def rows(self, layer: int, site: int) -> DropoutRows:
+        """Return the same for ``hash_dropout``: Triton's kernels compute them where they need them."""
+        if is_fused_on(self.token_keys.device):
+            return DropoutRows(self.token_keys, _site_key(layer, site))
+        return DropoutRows(self.row_keys(layer, site))
 
 
-def hash_dropout(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
+class DropoutRows(NamedTuple):
+    """Keys of the rows of one dropout site.
+
+    Attributes:
+        keys: of the rows, int32 [s, b]; with ``site`` those of the tokens, int64.
+        site: key of the site, which is yet to be mixed into ``keys``; None: it has been.
+    """
+
+    keys: Tensor
+    site: int | None = None
+
+
+def hash_dropout(
+    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0, residual: Tensor | None = None
+) -> Tensor:
     """Apply dropout, scaled by 1/(1-rate), and add ``residual`` if given.
 
     Args:
         x: [..., c].
         rate: probability of an element to be zeroed, in [0, 1).
-        row_keys: int32, of the shape of x without its last dim (or one that broadcasts to it).
+        row_keys, site: see ``DropoutRows``; of the shape of x without its last dim (or one that broadcasts to it).
         first_channel: global index of x's first channel, if channels are sharded.
         residual: [..., c], added after dropout.
     """
     if rate == 0.0:
         return x if residual is None else residual + x
-    return _HashDropout.apply(x, rate, row_keys, first_channel, residual)
+    return _HashDropout.apply(x, rate, row_keys, site, first_channel, residual)
 
 
 def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
@@ -83,8 +105,9 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
 
 
 def dropped(
-    x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0, residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward.
 
     Args:
@@ -94,7 +117,8 @@ def dropped(
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout
 
-        return dropout.dropout(x, row_keys, _threshold(rate), scale, first_channel=first_channel, residual=residual, out=out)
+        return dropout.dropout(x, row_keys, _threshold(rate), scale, site=site, first_channel=first_channel, residual=residual, out=out)
+    row_keys = row_keys if site is None else fold32(_mix64(row_keys + site))
     mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
     if residual is None:
         return (x * mask).mul_(scale)
@@ -103,18 +127,20 @@ def dropped(
 
 class _HashDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float, row_keys: Tensor, first_channel: int, residual: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rate: float, row_keys: Tensor, site: int | None, first_channel: int, residual: Tensor | None
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(row_keys)
-        ctx.rate, ctx.first_channel = rate, first_channel
-        return dropped(x, rate, row_keys, first_channel=first_channel, residual=residual)
+        ctx.rate, ctx.site, ctx.first_channel = rate, site, first_channel
+        return dropped(x, rate, row_keys, site=site, first_channel=first_channel, residual=residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (row_keys,) = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = dropped(grad, ctx.rate, row_keys, first_channel=ctx.first_channel)
-        return grad_x, None, None, None, grad if ctx.needs_input_grad[4] else None
+            grad_x = dropped(grad, ctx.rate, row_keys, site=ctx.site, first_channel=ctx.first_channel)
+        return grad_x, None, None, None, None, grad if ctx.needs_input_grad[5] else None
 
 
 def _threshold(rate: float) -> int:
@@ -135,6 +161,10 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 _LOW_62 = (1 << 62) - 1
+
+
+def _site_key(layer: int, site: int) -> int:
+    return _mix64_int((layer << 8) + site + 1)
 
 
 def _mix64_int(x: int) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.main_grad import MainGrad, put_product
+from megatron_sp.ops.main_grad import MainGrad, add_column_sum, put_product
 from megatron_sp.ops.memory import empty, to_device
 
 _GROUPED_ALIGN = 16  # bytes of a row that torch's grouped product needs
@@ -357,8 +357,7 @@ class _Sum(NamedTuple):
     grad: Tensor
 
     def put(self, view: Tensor, *, fresh: bool) -> None:
-        total = self.grad.sum(0, dtype=view.dtype)
-        view.copy_(total) if fresh else view.add_(total)
+        add_column_sum(view, self.grad, fresh=fresh)
 
 
 class _StackedGrad:

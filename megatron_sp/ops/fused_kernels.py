@@ -283,10 +283,10 @@ def _elementwise_example(use: KernelUse) -> float:
 def _elementwise_results(use: KernelUse) -> list[Tensor | None]:
     """Return results and gradients of each kind of elementwise operation on small examples."""
     tokens = torch.arange(6, device=use.device)
-    rows = DropoutKeys.create(1, 2, tokens[:2], tokens).row_keys(3, 0)
+    keys, site = DropoutKeys.create(1, 2, tokens[:2], tokens).rows(3, 0)
     x, residual, grad = (_wave(6, 2, 48, use=use, dtype=use.dtype, phase=i) for i in range(3))
     leaves = [x.requires_grad_(), residual.requires_grad_()]
-    out = hash_dropout(x, 0.25, rows, residual=residual)
+    out = hash_dropout(x, 0.25, keys, site=site, residual=residual)
     found: list[Tensor | None] = [out.detach(), *gradients_of(leaves, [out], [grad])]
     activation = Activation("swiglu")
     u = _wave(6, 96, use=use, dtype=use.dtype, phase=4)

@@ -13,7 +13,7 @@ it; the order of a parameter's gradients stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -58,6 +58,9 @@ class MainGrad(Protocol):
 
         It is called without autograd, with its operands as they are: they must not be changed in place any more.
         """
+
+    def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
+        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later: their parts must not be changed any more."""
 
     def cover(self) -> None:
         """Write what was put off until now to have work under an exchange; to be called when the exchange has been started."""
@@ -154,21 +157,38 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
     Returns:
         None if it was written to the main_grad, else the gradient [out].
     """
-    dtype = grad_out.dtype
-    wide = torch.float32 if dtype in _16_BIT else dtype
     if main_grad is None or main_grad.defers:
-        return put_grad(main_grad, bias, grad_out.sum(0, dtype=wide))
+        return put_grad(main_grad, bias, column_sum(grad_out))
     reserved = main_grad.reserve(bias)
     if reserved is None:
-        return grad_out.sum(0, dtype=wide).to(bias.dtype)
-    view, fresh = reserved
-    if is_fused(grad_out) and view.is_contiguous():
+        return column_sum(grad_out).to(bias.dtype)
+    add_column_sum(reserved[0], grad_out, fresh=reserved[1], main_grad=main_grad)
+    return None
+
+
+def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad | None = None) -> None:
+    """Write (``fresh``) or add the sum over the rows of x, [tokens, c] -> [c], to ``view``, which a main_grad may do later."""
+    wide = torch.float32 if x.dtype in _16_BIT else x.dtype
+    if is_fused(x) and view.is_contiguous():
         from megatron_sp.ops.kernels import biases
 
-        biases.put_column_sums(grad_out, (view, fresh))
+        parts = biases.column_parts(x)
+        if main_grad is None or parts is x:  # which may be changed afterwards
+            biases.finish([(parts, (view, fresh))])
+        else:
+            main_grad.put_sums([(parts, (view, fresh))])
     elif fresh and view.dtype == wide:
-        torch.sum(grad_out, 0, dtype=wide, out=view)
+        torch.sum(x, 0, dtype=wide, out=view)
     else:
-        total = grad_out.sum(0, dtype=wide)
+        total = x.sum(0, dtype=wide)
         view.copy_(total) if fresh else view.add_(total)
-    return None
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """Return the sum over the rows of x, [tokens, c] -> [c], in fp32 or wider."""
+    wide = torch.float32 if x.dtype in _16_BIT else x.dtype
+    if not is_fused(x):
+        return x.sum(0, dtype=wide)
+    total = torch.empty(x.shape[1], dtype=wide, device=x.device)
+    add_column_sum(total, x, fresh=True)
+    return total

@@ -165,7 +165,9 @@ def norm_gradients(
             main_grad.reserve(params[0]) if need[1] else None,
             main_grad.reserve(params[1]) if need[2] and params[1] is not None else None,
         )
-        grad_x, weight, bias = norms.backward(grad, x, norm.weight, stats[0], need, passed, zero_centered=spec.zero_centered, into=into)
+        grad_x, weight, bias = norms.backward(
+            grad, x, norm.weight, stats[0], need, passed, zero_centered=spec.zero_centered, into=into, put=main_grad.put_sums
+        )
     else:
         grad_x, weight, bias = norm_backward(grad, x, *params, stats, spec, need, passed)
     if weight is not None:

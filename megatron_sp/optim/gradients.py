@@ -19,7 +19,7 @@ several tp ranks hold but use on different positions or heads (``ShardSpec.sums`
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,7 @@ class FlatGradients:
         self._delays = {id(param) for param in delayed}
         self.defers = bool(self._delays)
         self._delayed: deque[Callable[[], object]] = deque()
+        self._sums: list[tuple[Tensor, tuple[Tensor, bool]]] = []  # over parts, which are finished together
 
     def start_step(self) -> None:
         """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
@@ -99,6 +100,7 @@ class FlatGradients:
         self._last.clear()
         self._kept.clear()
         self._delayed.clear()
+        self._sums.clear()
         self.more_follows = False
         if self.host is not None:
             self.host.start_step()
@@ -168,6 +170,8 @@ class FlatGradients:
         if index in self._handles:
             self._before_more(index)
         unit, is_first = self.units[index], key not in self._written
+        if not is_first and self._sums:
+            self._finish_sums()  # one may be of this parameter
         self._written.add(key)
         return unit.grad_views[key] if unit.grad_views else unit.grad_of(key), is_first
 
@@ -182,6 +186,15 @@ class FlatGradients:
     def finish(self, param: Tensor) -> None:
         self._ahead.remove(id(param))
 
+    def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
+        self._sums += sums
+
+    def _finish_sums(self) -> None:
+        from megatron_sp.ops.kernels import biases
+
+        biases.finish(self._sums)
+        self._sums.clear()
+
     def _before_more(self, index: int) -> None:
         """Wait for a unit's gradients of the micro-batch before, which are still on their way."""
         assert index not in self._reduced, f"{self.units[index].name} got a gradient after it was complete"
@@ -191,6 +204,8 @@ class FlatGradients:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
         if self._delayed:
             self.cover()
+        if self._sums:
+            self._finish_sums()
         key, put_off = self._put_off
         if key is not None and index in put_off:
             return  # ``catch_up`` completes it
@@ -206,6 +221,8 @@ class FlatGradients:
             units: those whose backward pass it was; None: all.
         """
         self.cover()
+        if self._sums:
+            self._finish_sums()
         for index in sorted(range(len(self.units)) if units is None else units, reverse=True):
             if self._stage(index) < 2:
                 continue

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.dropout import dropped
-from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
+from megatron_sp.ops.dropout import DropoutRows, dropped
+from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
-from megatron_sp.parallel.linear import column_sum, multiply, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
@@ -62,7 +62,7 @@ class MLPPlan:
 
 def chunked_mlp(
     x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan: MLPPlan,
-    *, row_keys: Tensor | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
+    *, rows: DropoutRows | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute x + mlp(norm(x)) without the wide activation of all positions.
 
@@ -72,7 +72,7 @@ def chunked_mlp(
         fc1: weight [f/tp, h] ([2*f/tp, h] if it is gated), bias or None.
         fc2: weight [h, f/tp], bias [h] or None, added once, after the sum over ranks.
         plan: chunks, group, dropout.
-        row_keys: int32 [s/parts, b], for dropout.
+        rows: [s/parts, b], for dropout.
         onto: of the shape of x; the MLP's output is added to it instead of x.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
@@ -80,7 +80,8 @@ def chunked_mlp(
     """
     norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
     params = _Params(*norm_params, *fc1, *fc2)
-    return _ChunkedMLP.apply(_Options(None if norm is None else norm.spec, plan, main_grad), x, onto, row_keys, *params)
+    keys, site = rows or (None, None)
+    return _ChunkedMLP.apply(_Options(None if norm is None else norm.spec, plan, main_grad, site), x, onto, keys, *params)
 
 
 class _Options(NamedTuple):
@@ -89,6 +90,7 @@ class _Options(NamedTuple):
     norm_spec: NormSpec | None
     plan: MLPPlan
     main_grad: MainGrad | None
+    site: int | None
 
 
 class _Params(NamedTuple):
@@ -136,6 +138,7 @@ class _ChunkedMLP(torch.autograd.Function):
         ctx: Any, options: _Options, x: Tensor, onto: Tensor | None, row_keys: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:  # fmt: skip
         params, plan = _Params._make(tensors), options.plan
+        rows = None if row_keys is None else DropoutRows(row_keys, options.site)
         ctx.save_for_backward(x, row_keys, params.norm_weight, params.norm_bias, params.w1, params.b1, params.w2)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params, ctx.options, ctx.has_onto = params, options, onto is not None
@@ -159,11 +162,11 @@ class _ChunkedMLP(torch.autograd.Function):
             left = plan.tp.leave_async(part)
             del part
             if under_way is not None:
-                _join(under_way, stream, y, late_bias, row_keys, plan.rate)
+                _join(under_way, stream, y, late_bias, rows, plan.rate)
             under_way = piece, left
             del left
         if under_way is not None:
-            _join(under_way, stream, y, late_bias, row_keys, plan.rate)
+            _join(under_way, stream, y, late_bias, rows, plan.rate)
         return y
 
     @staticmethod
@@ -189,15 +192,15 @@ def _fc1(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return u
 
 
-def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, row_keys: Tensor | None, rate: float) -> None:
+def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, rows: DropoutRows | None, rate: float) -> None:
     """Finish a chunk once its reduction is complete: y = x + dropout(branch + bias)."""
     piece, branch = left[0], left[1].wait()
     if bias is not None:
         branch.add_(bias)
-    if row_keys is None or rate == 0.0:
+    if rows is None or rate == 0.0:
         torch.add(x[piece], branch, out=y[piece])
     else:
-        dropped(branch, rate, row_keys[piece], residual=x[piece], out=y[piece])
+        dropped(branch, rate, rows.keys[piece], site=rows.site, residual=x[piece], out=y[piece])
 
 
 class _Entered(NamedTuple):
@@ -214,7 +217,7 @@ class _Backward:
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.row_keys, norm_weight, norm_bias, self.w1, self.b1, self.w2 = ctx.saved_tensors
         options: _Options = ctx.options
-        self.plan, self.main_grad, self.params, self.grad = options.plan, options.main_grad, ctx.params, grad
+        self.plan, self.main_grad, self.params, self.grad, self.site = options.plan, options.main_grad, ctx.params, grad, options.site
         self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
         self.need = _Needs._make(ctx.needs_input_grad[1:])
         self.need_normed = self.need.x or self.need.norm_weight or self.need.norm_bias
@@ -250,7 +253,7 @@ class _Backward:
         """Start the gathers of a chunk."""
         grad = self._behind_dropout(piece)
         if self.need.b2:
-            self._add("b2", column_sum(rows_of(grad)))
+            self._add_column_sum("b2", rows_of(grad))
         normed, stats = normed_by(self.x[piece], self.norm)
         return _Entered(self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats)
 
@@ -259,7 +262,7 @@ class _Backward:
         grad, rate = self.grad[piece], self.plan.rate
         if self.row_keys is None or rate == 0.0:
             return grad
-        return dropped(grad, rate, self.row_keys[piece])
+        return dropped(grad, rate, self.row_keys[piece], site=self.site)
 
     def _products(self, a: Tensor, grad: Tensor) -> Handle | None:
         """Compute a chunk's products: fc1 again, both weight gradients, and the normed input's gradient, whose reduction is started."""
@@ -283,7 +286,7 @@ class _Backward:
             reduced = self.plan.tp.leave_async(grad_a)
             del grad_a
         if self.need.b1:
-            self._add("b1", column_sum(rows_of(wide)))
+            self._add_column_sum("b1", rows_of(wide))
         if self.w1_grad is not None:
             self.w1_grad.add_product(rows_of(wide), rows_of(a))
         return reduced
@@ -308,6 +311,12 @@ class _Backward:
     def _add(self, name: str, total: Tensor) -> None:
         known = self.sums.get(name)
         self.sums[name] = total if known is None else known.add_(total)
+
+    def _add_column_sum(self, name: str, x: Tensor) -> None:
+        if name in self.sums:
+            add_column_sum(self.sums[name], x, fresh=False)
+        else:
+            self.sums[name] = column_sum(x)
 
     def _put(self, name: str) -> Tensor | None:
         """Put a parameter's sum in the main_grad; return it if it goes through autograd."""

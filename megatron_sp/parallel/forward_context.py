@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
-from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.ops.dropout import DropoutKeys, DropoutRows
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 
@@ -140,10 +140,10 @@ def row_mask(mask: AttentionMask, length: int, window: int | None = None) -> Row
 
 
 class ResidualDropout(NamedTuple):
-    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, int32 [s, b]."""
+    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, [s, b]."""
 
     rate: float
-    row_keys: Tensor
+    rows: DropoutRows
 
 
 def micro_batch_context(

@@ -359,8 +359,3 @@ def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor
 def rows_of(x: Tensor) -> Tensor:
     """Reshape [..., c] to [tokens, c]."""
     return x.reshape(-1, x.shape[-1])
-
-
-def column_sum(x: Tensor) -> Tensor:
-    """Sum over tokens, [tokens, c] -> [c], accumulated in fp32 (or wider)."""
-    return x.sum(0, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else None)

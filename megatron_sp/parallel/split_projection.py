@@ -16,10 +16,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.main_grad import MainGrad, put_product, put_weight_grad, weight_product
+from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.heads import MessageTable
-from megatron_sp.parallel.linear import column_sum, multiply, project_back, rows_of
+from megatron_sp.parallel.linear import multiply, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 Piece = tuple[slice, Tensor]
@@ -145,8 +145,8 @@ class RowWiseGrad:
 
     def put_column_sum(self, grad_out: Tensor, rows: list[slice]) -> None:
         """Add (or write first) the sum of grad_out [tokens, rows] over the tokens, in fp32 or wider."""
-        if self._overwrite and len(rows) == 1:
-            torch.sum(grad_out, 0, dtype=self._view.dtype, out=self._view[rows[0]])
+        if len(rows) == 1:
+            add_column_sum(self._view[rows[0]], grad_out, fresh=self._overwrite)
         else:
             self.put(column_sum(grad_out), rows)
 

@@ -23,9 +23,10 @@ def _norm(width: int, *, centered: bool, dtype: torch.dtype = BF16) -> None:
 
 
 def _dropout(width: int) -> None:
-    x, keys = _meta(4096, width), dropout.row_keys(_meta(4096, dtype=torch.int64), 5)
-    dropout.dropout(x, keys, -2_000_000_000, 1.25, residual=x)
-    dropout.dropout(x, keys, -2_000_000_000, 1.25)
+    x, samples, positions = _meta(4096, width), _meta(1, dtype=torch.int64), _meta(4096, dtype=torch.int64)
+    keys = dropout.token_keys(2**40 + 1, samples[0], samples, positions)[:, 0]
+    dropout.dropout(x, keys, -2_000_000_000, 1.25, site=2**50 + 1, residual=x)
+    dropout.dropout(x, keys, -2_000_000_000, 1.25, site=2**50 + 1)
 
 
 def _activation(name: str, *, gated: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from support import tiny
 from torch import Tensor
 
+from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.activation import Activation
@@ -24,7 +25,8 @@ from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton
 from megatron_sp.ops.main_grad import put_column_sum
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward, norm_gradients
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
-from megatron_sp.optim.flat import squared_norm
+from megatron_sp.optim.flat import FlatUnit, squared_norm
+from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel import lm_head
 from megatron_sp.parallel.linear import multiply
 from megatron_sp.parallel.lm_head import lm_head_loss
@@ -153,24 +155,33 @@ def _row_keys(tokens: int, batch: int, site: int = 1) -> Tensor:
 
 
 def dropout_mask(tokens: int, width: int, rate: float, first_channel: int) -> None:
-    """The mask is ``keep_mask`` bit for bit, and the row keys are equal."""
-    keys = _row_keys(tokens, 2)
-    with using_triton():
-        assert torch.equal(_row_keys(tokens, 2), keys)
-        kept = dropped(torch.ones(tokens, 2, width), rate, keys, first_channel=first_channel) != 0
-    assert torch.equal(kept, keep_mask(keys, width, rate, first_channel))
+    """The mask is ``keep_mask`` bit for bit, by keys of rows and of tokens, and the keys are equal, by a step on the device, too."""
+    keys, x = _row_keys(tokens, 2), torch.ones(tokens, 2, width)
+    want = keep_mask(keys, width, rate, first_channel)
+    for step in (3, torch.tensor(3)):
+        with using_triton():
+            names = count_launches()
+            made = DropoutKeys.create(7, step, torch.arange(2), torch.arange(tokens))
+            assert torch.equal(made.row_keys(2, 1), keys)
+            of_tokens, site = made.rows(2, 1)
+            assert site is not None
+            assert torch.equal(dropped(x, rate, of_tokens, site=site, first_channel=first_channel) != 0, want)
+            assert torch.equal(dropped(x, rate, keys, first_channel=first_channel) != 0, want)
+            assert names == ["token_keys_kernel", "dropout_kernel", "dropout_kernel"]
+    assert torch.equal(dropped(x, rate, of_tokens, site=site, first_channel=first_channel) != 0, want), "the plain form takes both, too"
 
 
 def hash_dropout_and_residual(dtype_name: str, tokens: int, width: int, has_residual: bool) -> None:
     """Compare forward and backward."""
-    dtype, keys = DTYPES[dtype_name], _row_keys(tokens, 2)
+    dtype = DTYPES[dtype_name]
     x, residual, grad = (randn(tokens, 2, width, seed=i, dtype=dtype) for i in range(3))
     results = []
     for yes in (True, False):
         with using_triton(yes):
             leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()][: 1 + has_residual]
+            keys, site = DropoutKeys.create(7, 3, torch.arange(2), torch.arange(tokens)).rows(2, 1)
             names = count_launches()
-            out = hash_dropout(leaves[0], 0.3, keys, residual=leaves[1] if has_residual else None)
+            out = hash_dropout(leaves[0], 0.3, keys, site=site, residual=leaves[1] if has_residual else None)
             results.append([out.detach(), *gradients_of(leaves, [out], [grad])])
             assert names == (["dropout_kernel"] * 2 if yes else [])
     require_close(*results, dtype)
@@ -427,6 +438,44 @@ def column_sums(dtype_name: str, to_name: str, rows: int, width: int, fresh: boo
     require_close([to], [want.to(to.dtype)], to.dtype)
 
 
+def several_sums(widths: Sequence[int], fresh: Sequence[bool]) -> None:
+    """Sums that are finished together, of other parts and widths, written or added."""
+    parts = [randn(3 + 70 * (i % 2), width + i, seed=i)[:, :width] for i, width in enumerate(widths)]
+    places = [
+        torch.full((w,), float("nan")) if new else randn(w, seed=20 + i) for i, (w, new) in enumerate(zip(widths, fresh, strict=True))
+    ]
+    want = [x.double().sum(0) + (0 if new else to.double()) for x, to, new in zip(parts, places, fresh, strict=True)]
+    names = count_launches()
+    biases.finish([(x, (to, new)) for x, to, new in zip(parts, places, fresh, strict=True)])
+    assert names == ["finish_kernel"] * -(-len(widths) // 8)
+    require_close(places, [total.float() for total in want], torch.float32)
+
+
+def sums_of_a_unit() -> None:
+    """A main_grad finishes them when the unit is done, those of a parameter that gets more before that, and few rows at once."""
+    params = [torch.nn.Parameter(torch.zeros(24, dtype=torch.bfloat16)) for _ in range(3)]
+    gradients = FlatGradients([FlatUnit("unit", [(str(i), p) for i, p in enumerate(params)])], SINGLE_RANK)
+    rows, few = [randn(300, 24, seed=i, dtype=torch.bfloat16) for i in range(3)], randn(5, 24, seed=9, dtype=torch.bfloat16)
+    with using_triton():
+        gradients.start_step()
+        gradients.last_micro_batch()
+        names = count_launches()
+        for param, x in zip(params, rows, strict=True):
+            put_column_sum(gradients, param, x)
+        assert names == ["column_parts_kernel"] * 3
+        changed = few.clone()
+        put_column_sum(gradients, params[1], changed)
+        changed.fill_(float("nan"))
+        assert names[3:] == ["finish_kernel"] * 2
+        put_column_sum(gradients, params[0], rows[2])
+        gradients.unit_done(0)
+        assert names[5:] == ["column_parts_kernel", "finish_kernel"]
+        gradients.finish_step()
+    want = [rows[0].double().sum(0) + rows[2].double().sum(0), rows[1].double().sum(0) + few.double().sum(0), rows[2].double().sum(0)]
+    views = gradients.units[0].grad_views()
+    require_close([views[id(p)] for p in params], [total.float() for total in want], torch.float32)
+
+
 def squares_of_gradients(sizes: Sequence[int]) -> None:
     """Sums of squares over several tensors against fp64; NaN and infinity are not lost."""
     parts = [randn(size, seed=i) for i, size in enumerate(sizes)]
@@ -457,10 +506,12 @@ def bias_gradient(rows: int, fresh: bool, holds: bool) -> None:
             assert param is bias
             return (view, fresh) if holds else None
 
+        put_sums = staticmethod(biases.finish)
+
     with using_triton():
         names = count_launches()
         found = put_column_sum(Buffer(), bias, grad)  # type: ignore[arg-type]
-    assert (found is None) == holds and names == ([] if not holds else ["column_parts_kernel"] * (rows > 256) + ["finish_kernel"])
+    assert (found is None) == holds and names == ["column_parts_kernel"] * (rows > 256) + ["finish_kernel"]
     require_close([view if found is None else found], [want.to(torch.float32 if holds else torch.bfloat16)], torch.bfloat16)
 
 
@@ -480,11 +531,14 @@ def norm_into_buffers(kind: str, rows: int, width: int, fresh: tuple[bool, bool]
             def reserve(self, param: Tensor, buffers: Any = buffers) -> tuple[Tensor, bool] | None:
                 return buffers.get(id(param))  # type: ignore[no-any-return]
 
+            put_sums = staticmethod(biases.finish)
+
         with using_triton(yes):
             names = count_launches()
             _, stats = norm_forward(x, weight, bias, spec)
             found = norm_gradients(NormInFront(spec, weight, bias), grad, x, stats, need, None, main_grad=Buffer())  # type: ignore[arg-type]
-        assert len(names) == 3 * yes
+        kept = {has for has, needed in zip(holds, need[1:], strict=True) if needed}
+        assert len(names) == (2 + len(kept)) * yes  # sums that a buffer takes are put there apart
         results.append([*found, *views])
     require_close(*results, torch.float32)
 

@@ -118,6 +118,9 @@ CHECKS: list[tuple[Any, ...]] = [
             ("fp32", "fp32", 1300, 8, False, 0),
         ]
     ),
+    ("several_sums", [40, 33, 1, 64], [True, False, False, True]),
+    ("several_sums", [32, 70, 16, 8, 65, 24, 12, 100, 48, 7], [False, True, True, False, False, True, False, True, False, True]),
+    ("sums_of_a_unit",),
     *(("squares_of_gradients", sizes) for sizes in [(16,), (4112, 64, 16, 16384, 16400, 48, 32, 80), (70_000, *[32] * 12)]),
     *(("bias_gradient", *case) for case in [(300, True, True), (20, False, True), (300, False, False)]),
     *(("bias_and_residual", *case) for case in [("fp32", 7, 40), ("bf16", 33, 1300), ("fp16", 1, 3), ("fp16", 70, 64)]),

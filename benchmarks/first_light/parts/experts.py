@@ -6,7 +6,7 @@ are added up in fp32, in memory that is there already, as in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,6 +110,11 @@ class _Sums:
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
         return None
+
+    def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
+        from megatron_sp.ops.kernels import biases
+
+        biases.finish(sums)
 
     def finish(self, param: Tensor) -> None:
         pass

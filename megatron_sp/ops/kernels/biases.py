@@ -4,8 +4,8 @@
     add_bias        y = residual + bias                                 onto which a product is accumulated
 
 Many rows are summed in parts, each by a program for each block of columns, and then the parts (``finish``), which is also how
-norms end their backward pass: the sums of their programs are such parts. Which rows make a part depends on the shape
-alone, and there are no atomics.
+norms end their backward pass: the sums of their programs are such parts. A main_grad finishes the sums of a unit together. Which
+rows make a part depends on the shape alone, and there are no atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,11 +22,15 @@ from megatron_sp.ops.kernels.launch import ceil_div, launch, power_of_2, warps_o
 
 Target = tuple[Tensor, bool]
 """Where a sum goes, contiguous, and whether it overwrites what is there, or is added."""
+Sum = tuple[Tensor, Target]
+"""Parts of a sum over rows, [parts, c] with rows that are contiguous, and where it goes."""
 
 _COLUMNS, _ROWS = 256, 16  # of a step of a part: 512 bytes of a row of 16-bit elements, for a warp to read
 _PROGRAMS = 1056  # about as many there are: 8 for each multiprocessor of an H100
 _FEW_ROWS = 256  # are summed without parts
 _END_COLUMNS, _END_ROWS = 32, 64  # of a step at the end: few columns, so that there are programs enough
+TOGETHER = 8
+"""Sums of a launch at the end."""
 
 
 @triton.jit
@@ -46,29 +50,45 @@ def column_parts_kernel(X, PARTS, rows, width, stride, per_part, ROWS: tl.conste
 
 @triton.jit
 def finish_kernel(
-    PARTS, FIRST, SECOND, parts, width, stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FIRST_FRESH: tl.constexpr, SECOND_FRESH: tl.constexpr,
+    P0, P1, P2, P3, P4, P5, P6, P7,
+    T0, T1, T2, T3, T4, T5, T6, T7,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    w0, w1, w2, w3, w4, w5, w6, w7,
+    s0, s1, s2, s3, s4, s5, s6, s7,
+    fresh, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one of two sums, of all its parts."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """A block of columns of one of several sums, of all its parts; bit i of ``fresh``: sum i overwrites what is there."""
     which = tl.program_id(1)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < parts) & (column < width)
-        total += tl.load(PARTS + (which * parts + row).to(tl.int64) * stride + column, mask=mask, other=0.0).to(tl.float32)
-    found = tl.sum(total, 0)[None, :]
+    is_fresh = ((fresh >> which) & 1) != 0
     if which == 0:
-        _put(FIRST, found, column, width, FIRST_FRESH)
+        _finish(P0, T0, n0, w0, s0, is_fresh, ROWS, BLOCK)
+    elif which == 1:
+        _finish(P1, T1, n1, w1, s1, is_fresh, ROWS, BLOCK)
+    elif which == 2:
+        _finish(P2, T2, n2, w2, s2, is_fresh, ROWS, BLOCK)
+    elif which == 3:
+        _finish(P3, T3, n3, w3, s3, is_fresh, ROWS, BLOCK)
+    elif which == 4:
+        _finish(P4, T4, n4, w4, s4, is_fresh, ROWS, BLOCK)
+    elif which == 5:
+        _finish(P5, T5, n5, w5, s5, is_fresh, ROWS, BLOCK)
+    elif which == 6:
+        _finish(P6, T6, n6, w6, s6, is_fresh, ROWS, BLOCK)
     else:
-        _put(SECOND, found, column, width, SECOND_FRESH)
+        _finish(P7, T7, n7, w7, s7, is_fresh, ROWS, BLOCK)
 
 
 @triton.jit
-def _put(TO, found, column, width, FRESH: tl.constexpr):
-    if not FRESH:
-        found += tl.load(TO + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(TO + column, found.to(TO.dtype.element_ty), mask=column < width)
+def _finish(PARTS, TO, parts, width, stride, is_fresh, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = column < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(PARTS + row.to(tl.int64) * stride + column, mask=(row < parts) & real, other=0.0).to(tl.float32)
+    found = tl.sum(total, 0)[None, :]
+    found += tl.load(TO + column, mask=real & (is_fresh == 0), other=0.0).to(tl.float32)
+    tl.store(TO + column, found.to(TO.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -85,31 +105,41 @@ def add_bias_kernel(X, BIAS, Y, rows, width, ROWS: tl.constexpr, BLOCK: tl.const
 
 def put_column_sums(x: Tensor, target: Target) -> None:
     """Put the sum over the rows of x [rows, c] in its place [c]."""
+    finish([(column_parts(x), target)])
+
+
+def column_parts(x: Tensor) -> Tensor:
+    """Return parts of the sum over the rows of x [rows, c]: x itself if it has few rows, else fp32 [parts, c]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
     if rows <= _FEW_ROWS:
-        finish(x[None], [target])
-        return
+        return x
     blocks = ceil_div(width, _COLUMNS)
     per_part = ceil_div(ceil_div(rows, min(ceil_div(_PROGRAMS, blocks), ceil_div(rows, 4 * _ROWS))), _ROWS) * _ROWS
-    parts = torch.empty(1, ceil_div(rows, per_part), width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(ceil_div(rows, per_part), width, dtype=torch.float32, device=x.device)
     launch(
-        column_parts_kernel, (blocks, parts.shape[1]), (x, parts, rows, width, x.stride(0), per_part), reads=[x], writes=[parts],
+        column_parts_kernel, (blocks, parts.shape[0]), (x, parts, rows, width, x.stride(0), per_part), reads=[x], writes=[parts],
         ROWS=_ROWS, BLOCK=_COLUMNS,
     )  # fmt: skip
-    finish(parts, [target])
+    return parts
 
 
-def finish(parts: Tensor, targets: Sequence[Target]) -> None:
-    """Put one or two sums over parts [1 or 2, parts, c] in their places."""
-    (first, first_fresh), (second, second_fresh) = targets[0], targets[-1]
-    width = parts.shape[2]
-    added = [to for to, fresh in targets if not fresh]
-    launch(
-        finish_kernel, (ceil_div(width, _END_COLUMNS), len(targets)), (parts, first, second, parts.shape[1], width, parts.stride(1)),
-        reads=[parts, *added], writes=[to for to, _ in targets], ROWS=_END_ROWS, BLOCK=_END_COLUMNS,
-        FIRST_FRESH=first_fresh, SECOND_FRESH=second_fresh,
-    )  # fmt: skip
+def finish(sums: Sequence[Sum]) -> None:
+    """Put sums in their places, which differ, several in a launch."""
+    for first in range(0, len(sums), TOGETHER):
+        some = sums[first : first + TOGETHER]
+        missing = TOGETHER - len(some)
+        parts, targets = [parts for parts, _ in some], [to for _, (to, _) in some]
+        fresh = sum(1 << i for i, (_, (_, is_fresh)) in enumerate(some) if is_fresh)
+        numbers = [[x.shape[0] for x in parts], [x.shape[1] for x in parts], [x.stride(0) for x in parts]]
+        launch(
+            finish_kernel, (max(ceil_div(x.shape[1], _END_COLUMNS) for x in parts), len(some)),
+            (
+                *parts, *parts[:1] * missing, *targets, *targets[:1] * missing,
+                *(number for each in numbers for number in (*each, *[0] * missing)), fresh,
+            ),
+            reads=[*parts, *(to for _, (to, is_fresh) in some if not is_fresh)], writes=targets, ROWS=_END_ROWS, BLOCK=_END_COLUMNS,
+        )  # fmt: skip
 
 
 def add_bias(x: Tensor, bias: Tensor, out: Tensor) -> None:

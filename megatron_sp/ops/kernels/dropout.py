@@ -17,18 +17,21 @@ from torch import Tensor
 from megatron_sp.ops.kernels.launch import ceil_div, launch, power_of_2
 
 _ROWS, _COLUMNS = 8, 512
+_TOKENS = 1024
 
 
 @triton.jit
 def dropout_kernel(
-    X, RESIDUAL, ROW_KEYS, Y, rows, width, first_channel, threshold, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    X, RESIDUAL, ROW_KEYS, Y, rows, width, first_channel, threshold, scale, site,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SITE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and COLUMNS columns; the hash is that of ``ops.dropout.keep_mask``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     channel_keys = (mix64(first_channel + column.to(tl.int64) + 1) >> 32).to(tl.int32)
     row_keys = tl.load(ROW_KEYS + row, mask=row < rows, other=0)
+    if HAS_SITE:
+        row_keys = (mix64(row_keys + site) >> 32).to(tl.int32)
     h = row_keys[:, None] ^ channel_keys[None, :]
     h = h * 0x7FEB352D
     h = h ^ ((h >> 15) & 0x1FFFF)
@@ -43,11 +46,19 @@ def dropout_kernel(
 
 
 @triton.jit
-def row_keys_kernel(TOKEN_KEYS, ROW_KEYS, count, site, BLOCK: tl.constexpr):
-    """BLOCK tokens: the upper half of the mixed key of token and site."""
+def token_keys_kernel(
+    SAMPLES, POSITIONS, STEP, KEYS, count, batch, key, STEP_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK tokens [s, b]: the key of sample, position and ``key``, into which a step on the device is mixed first."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys = mix64(tl.load(TOKEN_KEYS + at, mask=at < count, other=0) + site)
-    tl.store(ROW_KEYS + at, (keys >> 32).to(tl.int32), mask=at < count)
+    of_sample = tl.load(SAMPLES + at % batch, mask=at < count, other=0)
+    if STEP_ON_DEVICE:
+        of_sample += (mix64(tl.load(STEP) + key) >> 2) & 0x3FFFFFFFFFFFFFFF
+    else:
+        of_sample += key
+    of_sample = mix64(of_sample)
+    of_position = mix64(tl.load(POSITIONS + at // batch, mask=at < count, other=0) + 0x5851F42D)
+    tl.store(KEYS + at, mix64(of_sample ^ of_position), mask=at < count)
 
 
 @triton.jit
@@ -59,14 +70,15 @@ def mix64(x):
 
 
 def dropout(
-    x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, first_channel: int = 0, residual: Tensor | None = None,
-    out: Tensor | None = None,
+    x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, site: int | None = None, first_channel: int = 0,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual.
 
     Args:
         x: [..., c].
-        row_keys: int32, of the shape of x without its last dim, or one that broadcasts to it.
+        row_keys: int32, or int64 with ``site`` (``ops.dropout.DropoutRows``); of the shape of x without its last dim, or one that
+            broadcasts to it.
         threshold: within int32.
         scale: factor of the kept elements.
         first_channel: global index of x's first channel.
@@ -80,16 +92,27 @@ def dropout(
     assert y.is_contiguous() and y.dtype == x.dtype
     launch(
         dropout_kernel, (ceil_div(rows, _ROWS), ceil_div(width, _COLUMNS)),
-        (x, x if residual is None else residual, keys, y, rows, width, first_channel, threshold, scale),
+        (x, x if residual is None else residual, keys, y, rows, width, first_channel, threshold, scale, site or 0),
         reads=[x, keys] if residual is None else [x, keys, residual], writes=[y], warps=8,
-        ROWS=_ROWS, COLUMNS=min(_COLUMNS, power_of_2(width)), HAS_RESIDUAL=residual is not None,
+        ROWS=_ROWS, COLUMNS=min(_COLUMNS, power_of_2(width)), HAS_RESIDUAL=residual is not None, HAS_SITE=site is not None,
     )  # fmt: skip
     return y
 
 
-def row_keys(token_keys: Tensor, site: int) -> Tensor:
-    """Return the keys of one dropout site, int32, from those of the tokens, int64, and the site's."""
-    keys = torch.empty(token_keys.shape, dtype=torch.int32, device=token_keys.device)
-    count, block = token_keys.numel(), 1024
-    launch(row_keys_kernel, (ceil_div(count, block),), (token_keys, keys, count, site), reads=[token_keys], writes=[keys], BLOCK=block)
+def token_keys(key: int, step: Tensor | None, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the keys of a micro-batch's tokens, int64 [s, b].
+
+    Args:
+        key: of seed and step, or of the seed.
+        step: in the latter case the step, an int64 scalar on the device.
+        sample_ids, positions: int64 [b] and [s].
+    """
+    samples, positions = sample_ids.contiguous(), positions.contiguous()
+    keys = torch.empty(positions.numel(), samples.numel(), dtype=torch.int64, device=samples.device)
+    launch(
+        token_keys_kernel, (ceil_div(keys.numel(), _TOKENS),),
+        (samples, positions, samples if step is None else step, keys, keys.numel(), samples.numel(), key),
+        reads=[samples, positions] if step is None else [samples, positions, step], writes=[keys], STEP_ON_DEVICE=step is not None,
+        BLOCK=_TOKENS,
+    )  # fmt: skip
     return keys

@@ -17,12 +17,14 @@ its sums are made. So a program goes through many rows, and the next ones are co
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_sp.ops.kernels.biases import Target, finish
+from megatron_sp.ops.kernels.biases import Sum, Target, finish
 from megatron_sp.ops.kernels.launch import WIDEST, ceil_div, launch, power_of_2, warps_of
 
 _TILE = 1024  # elements at a time, of several rows where rows are short
@@ -221,7 +223,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, cente
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *, zero_centered: bool,
-    into: tuple[Target | None, Target | None] = (None, None),
+    into: tuple[Target | None, Target | None] = (None, None), put: Callable[[Sequence[Sum]], None] = finish,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of x, in its dtype, weight and bias, in fp32; None where ``need`` says so, or it is put ``into`` its place.
 
@@ -232,6 +234,7 @@ def backward(
         need: flags of x, weight and bias.
         add: another gradient of x, of its shape.
         into: where the gradients of weight and bias go.
+        put: puts sums there, now or later.
     """
     grad, x, add = grad.contiguous(), x.contiguous(), None if add is None else add.contiguous()
     centered, width = stats.shape[0] == 2, x.shape[-1]
@@ -251,17 +254,19 @@ def backward(
         ROWS=tile, BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None, WANTS_X=need[0],
         NUM_SUMS=num_sums, **ahead,
     )  # fmt: skip
-    wanted = [which for which in range(2) if need[1 + which]]
     found: list[Tensor | None] = [None, None]
-    targets: list[Target] = []
-    for which in wanted:
+    here, elsewhere = list[Sum](), list[Sum]()
+    for which in range(2):
         target = into[which]
-        if target is None:
-            target = torch.empty(width, dtype=torch.float32, device=x.device), True
-            found[which] = target[0]
-        targets.append(target)
-    if wanted:
-        finish(sums[wanted[0] :], targets)
+        if need[1 + which] and target is None:
+            made = found[which] = torch.empty(width, dtype=torch.float32, device=x.device)
+            here.append((sums[which], (made, True)))
+        elif need[1 + which] and target is not None:
+            elsewhere.append((sums[which], target))
+    if here:
+        finish(here)
+    if elsewhere:
+        put(elsewhere)
     return grad_x, found[0], found[1]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
+from megatron_sp.ops.dropout import DropoutKeys, DropoutRows, hash_dropout
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.linear import column_linear, row_linear
@@ -38,7 +38,7 @@ def norm_of(t: dict[str, Tensor]) -> NormInFront | None:
 def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, main_grad: Any = None) -> Tensor:
     norm, fc1, fc2 = norm_of(t), (t["w1"], t.get("b1")), (t["w2"], t.get("b2"))
     plan = MLPPlan(Activation(activation), chunks, rate=rate)
-    return chunked_mlp(t["x"], norm, fc1, fc2, plan, row_keys=KEYS if rate else None, onto=t.get("onto"), main_grad=main_grad)
+    return chunked_mlp(t["x"], norm, fc1, fc2, plan, rows=DropoutRows(KEYS) if rate else None, onto=t.get("onto"), main_grad=main_grad)
 
 
 def whole(t: dict[str, Tensor], activation: ActivationName, rate: float = 0.0) -> Tensor:

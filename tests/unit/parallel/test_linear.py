@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.main_grad import column_sum
 from megatron_sp.ops.norm import NormInFront, NormSpec
-from megatron_sp.parallel.linear import column_linear, column_sum, row_linear
+from megatron_sp.parallel.linear import column_linear, row_linear
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
