@@ -1,8 +1,9 @@
 """One training step on one GPU in bf16: ours, Hugging Face's GPT-2 or Llama (plain, and with compiled blocks on request), and bare matmul.
 
-    python benchmarks/gpu/step.py [--shape 124M|350M|1.3B|llama-1B] [--compile] [--json docs/benchmarks/gpu_step.json]
+    python benchmarks/gpu/step.py [--shape 124M|350M|1.3B|llama-1B] [--cuda-graphs on] [--compile] [--json docs/benchmarks/gpu_step.json]
 
-Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state.
+Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state, Triton's
+kernels where they can be used; with --cuda-graphs on also as captured steps, by the step of a run (``training/step.py``).
 The peer does the usual thing: fp32 parameters under bf16 autocast, fused AdamW; with --compile also with each of its
 blocks under torch.compile. Both draw their weights on the device. Where transformers is not installed only ours and the
 matrix products run. Contenders take turns in one process, each with its peak of allocated memory;
@@ -70,20 +71,29 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: Any = None) -> tuple[Parts, str]:
-    """Our step and the name of its attention kernel; ``dtype``: of the parameters, bf16 unless said otherwise; ``layout``: of a rank."""
+class Ours(NamedTuple):
+    """Our model, what trains it, and the name of its attention kernel."""
+
+    model: Any
+    weights: Any
+    gradients: Any
+    optimizer: Any
+    groups: Any
+    kernel: Any
+
+
+def make_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: Any = None) -> Ours:
+    """Our model; ``dtype``: of the parameters, bf16 unless said otherwise; ``layout``: of a rank."""
     import torch
 
     from megatron_sp.comm.groups import ParallelGroups, init_process_group
     from megatron_sp.config.schema import KernelConfig, OptimizerConfig
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.ops.attention import AttentionMask
     from megatron_sp.ops.attention_choice import activate, choose_kernel
     from megatron_sp.optim.flat import FlatUnit
     from megatron_sp.optim.gradients import FlatGradients
     from megatron_sp.optim.optimizer import FlatOptimizer
-    from megatron_sp.optim.weights import UnitWork, WholeWeights
-    from megatron_sp.parallel.forward_context import ForwardContext
+    from megatron_sp.optim.weights import WholeWeights
     from megatron_sp.parallel.layers import attach_main_grad
     from megatron_sp.utils.launch import Launch
 
@@ -97,9 +107,21 @@ def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: An
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
     gradients = FlatGradients(units, groups.dp_cp_sp)
-    events = UnitWork(WholeWeights(units), gradients)
     optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
     attach_main_grad(model, gradients)
+    return Ours(model, WholeWeights(units), gradients, optimizer, groups, kernel)
+
+
+def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: Any = None) -> tuple[Parts, str]:
+    """Our step and the name of its attention kernel (``make_ours``)."""
+    import torch
+
+    from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.optim.weights import UnitWork
+    from megatron_sp.parallel.forward_context import ForwardContext
+
+    model, weights, gradients, optimizer, _, kernel = make_ours(shape, device, dtype, layout)
+    events = UnitWork(weights, gradients)
     loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
     loss_mask[:, -1] = 0.0
 
@@ -117,6 +139,47 @@ def build_ours(shape: dict[str, int], device: Any, dtype: Any = None, layout: An
         optimizer.step(LEARNING_RATE, WEIGHT_DECAY, optimizer.grad_norm().item())
 
     return Parts(forward, backward, update), kernel
+
+
+def build_captured(shape: dict[str, int], device: Any, maker: Callable[[], Any] | None = None) -> Step:
+    """Our step, captured from its second call on; ``maker``: makes what captures (``cuda_graphs.GraphMaker``), instead of CUDA graphs."""
+    import torch
+
+    from megatron_sp.ops.cuda_graphs import CudaGraphs
+    from megatron_sp.optim.optimizer import LossScaler
+    from megatron_sp.tasks.gpt import GPT
+    from megatron_sp.training.graphs import StepGraphs
+    from megatron_sp.training.step import StepOptions, StepParts, TrainStep
+
+    ours = make_ours(shape, device)
+    scaler = LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1)
+    parts = StepParts(ours.model, ours.weights, ours.gradients, ours.optimizer, scaler)
+    step = TrainStep(parts, GPT.loss, ours.groups, StepOptions(SEED, False, ours.kernel))
+    step.graphs = StepGraphs(
+        step, maker or (lambda: CudaGraphs(device)), mode="on", warmup=1, is_eager=lambda _: False,
+        tell=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
+    loss_mask[:, -1] = 0.0
+
+    def run(tokens: Any, index: int) -> Any:
+        batch = {"tokens": tokens, "labels": tokens.roll(-1, dims=1), "loss_mask": loss_mask}
+        return torch.tensor(step.run([batch], index + 1, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY).losses[0])
+
+    return run
+
+
+def use_fused_kernels(device: Any) -> str:
+    """Compute with Triton's kernels where a run would; return whose they are."""
+    import torch
+
+    from megatron_sp.ops.fused_kernels import KernelUse, choose_fused_kernels
+    from megatron_sp.ops.kernels.launch import use_triton
+    from megatron_sp.ops.norm import NormSpec
+
+    chosen = choose_fused_kernels("auto", KernelUse(device, torch.bfloat16, norm=NormSpec("LayerNorm", 1e-5)))
+    use_triton(chosen.elementwise is not None and chosen.elementwise.name == "triton")
+    return chosen.describe()
 
 
 def build_peer(shape: dict[str, int], device: Any, *, compiled: bool, autocast: bool = True) -> Parts:
@@ -230,6 +293,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--visits", type=int, default=2, help="how often the contenders take turns (default: 2)")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each visit (default: 10)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
+    parser.add_argument("--cuda-graphs", choices=("on", "off"), default="off", help="on: also ours as captured steps, which needs a GPU")
     parser.add_argument("--compile", action="store_true", help="also the peer with its blocks under torch.compile")
     parser.add_argument("--no-peer", action="store_true", help="ours and the matrix products alone")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?")
@@ -266,7 +330,16 @@ def main(argv: list[str] | None = None) -> int:
         step, kernel = build_ours(shape, device)
         return step
 
+    def captured() -> Step:
+        destroy_process_group()
+        return build_captured(shape, device)
+
+    fused = use_fused_kernels(device)
     contenders: dict[str, Callable[[], Step]] = {"ours": ours}
+    if options.cuda_graphs == "on" and device.type == "cuda":
+        contenders["ours, captured"] = captured
+    elif options.cuda_graphs == "on":
+        print("note: captured steps need a GPU: they are left out", file=sys.stderr)
     if importlib.util.find_spec("transformers") is None and not options.no_peer:
         print("note: transformers is not installed here: ours and the matrix products alone", file=sys.stderr)
     elif not options.no_peer:
@@ -302,12 +375,19 @@ def main(argv: list[str] | None = None) -> int:
             f"{flops[0] / 1e12:.0f} / {flops[1] / 1e12:.0f}", " / ".join("?" if m is None else f"{100 * m:.1f} %" for m in mfu),
             f"{flops[0] / rate.median:.2f} / {flops[1] / rate.median:.2f}", f"{loss:.4f}",
         ])  # fmt: skip
-    ratios = {peer: results["ours"]["seconds"]["median"] / results[peer]["seconds"]["median"] for peer in raw if peer != "ours"}
+    of_ours = [name for name in raw if name.startswith("ours")]
+    ratios = {
+        f"{name} / {peer}": results[name]["seconds"]["median"] / results[peer]["seconds"]["median"]
+        for name in of_ours for peer in raw if peer not in of_ours or (peer == "ours" and name != "ours")
+    }  # fmt: skip
     results["time_ratios"] = ratios
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     header = ["", "step", "tokens/s", "peak memory", "TFLOP/s causal / full", "MFU causal / full", "of matmul rate", "last loss"]
-    notes = [f"matmul rate {rate.text('TFLOP/s', 1e-12, 0)}, peak {peak:g} TFLOP/s ({peak_name}), our attention kernel: {kernel}"]
-    notes += [f"time ratio ours / {peer}: {ratio:.3f}" for peer, ratio in ratios.items()]
+    notes = [
+        f"matmul rate {rate.text('TFLOP/s', 1e-12, 0)}, peak {peak:g} TFLOP/s ({peak_name}), our attention kernel: {kernel}",
+        f"our fused kernels: {fused}",
+    ]
+    notes += [f"time ratio {pair}: {ratio:.3f}" for pair, ratio in ratios.items()]
     title = f"One training step in bf16 on {name}, {shape['batch']} x {shape['seq_length']} tokens, {options.shape}"
     print_table(title, header, rows, notes)
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "gpu": name}

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 from support.forked import run_script
 from support.paths import ROOT
+from support.tape import Tapes
 
+from megatron_sp.comm.groups import destroy_process_group
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.estimate.flops import step_flops_per_token
 from megatron_sp.models.gpt import GPTModel
@@ -216,11 +219,33 @@ def test_the_memory_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
-    done = run("gpu/step.py", "--smoke", "--no-peer")
+    done = run("gpu/step.py", "--smoke", "--no-peer", "--cuda-graphs", "on")
     assert done.returncode == 0, done.stderr
-    assert "ours" in done.stdout and "last loss" in done.stdout
+    assert "ours" in done.stdout and "last loss" in done.stdout and "our fused kernels: AdamW" in done.stdout
     if not torch.cuda.is_available():
         assert run("gpu/step.py").returncode == 2
+
+    assert torch.cuda.is_available() or "captured steps need a GPU: they are left out" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke-llama"])
+def test_a_captured_gpu_step_is_the_other_one(name: str) -> None:
+    """On a tape, in place of a graph: its losses are those of the step that a run takes, and about those of the plain loop."""
+    device, shape = torch.device("cpu"), gpu_step.SHAPES[name]
+    tokens = torch.randint(0, shape["vocab_size"], (3, shape["batch"], shape["seq_length"]), generator=torch.Generator().manual_seed(1))
+
+    def losses(build: Callable[[], gpu_step.Step]) -> list[float]:
+        torch.manual_seed(1)
+        try:
+            step = build()
+            return [float(step(tokens[i], i)) for i in range(3)]
+        finally:
+            destroy_process_group()
+
+    before = Tapes.num_captured
+    found = losses(lambda: gpu_step.build_captured(shape, device, Tapes))
+    assert Tapes.num_captured == before + 3, "one kind of micro-batch, norm, update"
+    assert found == pytest.approx(losses(lambda: gpu_step.build_ours(shape, device)[0]), rel=1e-3) and found[2] != found[1]
 
 
 @pytest.mark.long
@@ -232,7 +257,8 @@ def test_a_gpu_step_stands_beside_its_peer_plain_and_with_compiled_blocks(shape:
     done = subprocess.run([sys.executable, str(BENCHMARKS / "gpu/step.py"), *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "s.json").read_text())["results"]
-    assert set(found["time_ratios"]) == {"hf", "hf, blocks compiled"} and all(ratio > 0 for ratio in found["time_ratios"].values())
+    ratios = found["time_ratios"]
+    assert set(ratios) == {"ours / hf", "ours / hf, blocks compiled"} and all(ratio > 0 for ratio in ratios.values())
     assert found["hf"]["last_loss"] == pytest.approx(found["ours"]["last_loss"], abs=0.5)
     assert "time ratio ours / hf, blocks compiled: " in done.stdout
 
