@@ -1,8 +1,8 @@
-"""What a layer costs on a GPU: launches and bytes of its forward and backward, counted on the fake device.
+"""What a layer and a step cost on a GPU: launches and bytes, counted on the fake device.
 
-A training of three layers minus one of two is a layer. A launch is an operation of torch's or a kernel of ours; bytes
-are those that it reads and writes. Products, attention, collectives and the update are counted apart: what is left is
-memory-bound, and need not be there.
+A training of three layers minus one of two is a layer, forward and backward; a step is a whole one. A launch is an operation
+of torch's or a kernel of ours; bytes are those that it reads and writes. Of a layer products, attention, collectives and the
+update are counted apart: what is left is memory-bound, and need not be there.
 
 ``python -m fake_gpu.layer [--write]`` (with tests/ on the path) prints the table of docs/benchmarks/gpu_bytes.md, or
 writes it.
@@ -50,29 +50,40 @@ class Case:
 
 
 CASES = {
-    "Llama 7B, 4K": Case(f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT}", 1, Budget(16, 1.9), Budget(60, 5.0)),
+    "Llama 7B, 4K": Case(f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT}", 1, Budget(14, 1.9), Budget(54, 5.0)),
     "Llama 7B, 4K, dropout 0.1": Case(
-        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 --hidden-dropout 0.1", 1, Budget(22, 2.1), Budget(185, 9.2)
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 --hidden-dropout 0.1", 1, Budget(16, 2.1), Budget(178, 9.1)
     ),
-    "Llama 1B, 64K, sp 8": Case(f"{_LLAMA} {_1B} {_SP8} {_NO_DROPOUT}", 8, Budget(68, 2.5), Budget(122, 5.8)),
-    "GPT 7B, 4K": Case(f"{_GPT} {_7B} {_NO_DROPOUT}", 1, Budget(24, 2.25), Budget(70, 2.75)),
-    "GPT 7B, 4K, dropout 0.1": Case(f"{_GPT} {_7B} --hidden-dropout 0.1", 1, Budget(28, 2.45), Budget(190, 6.8)),
+    "Llama 1B, 64K, sp 8": Case(f"{_LLAMA} {_1B} {_SP8} {_NO_DROPOUT}", 8, Budget(55, 2.5), Budget(114, 5.8)),
+    "GPT 7B, 4K": Case(f"{_GPT} {_7B} {_NO_DROPOUT}", 1, Budget(18, 2.25), Budget(40, 2.3)),
+    "GPT 7B, 4K, dropout 0.1": Case(f"{_GPT} {_7B} --hidden-dropout 0.1", 1, Budget(20, 2.45), Budget(162, 6.3)),
     "Llama 7B, 4K, tp 2 with sequence parallelism": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel", 2,
-        Budget(16, 1.0), Budget(60, 2.6),
+        Budget(15, 1.0), Budget(54, 2.6),
     ),
     "Llama 7B, 4K, full recomputation": Case(
         f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --recompute-granularity full --recompute-method uniform"
-        " --recompute-num-layers 1", 1, Budget(24, 2.6), Budget(80, 6.8),
+        " --recompute-num-layers 1", 1, Budget(20, 2.6), Budget(74, 6.8),
     ),
     "Llama 7B, 4K, MLP in 4 chunks": Case(
-        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --mlp-chunks 4", 1, Budget(52, 2.0), Budget(125, 5.1)
+        f"{_LLAMA} {_7B} --ffn-hidden-size 11008 {_NO_DROPOUT} --mlp-chunks 4", 1, Budget(45, 2.0), Budget(120, 5.1)
     ),
     "OLMoE, 64 experts, 4K": Case(
         f"{_LLAMA} --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --ffn-hidden-size 1024 {_NO_DROPOUT}"
-        " --num-experts 64 --moe-router-topk 8", 1, Budget(145, 7.0), Budget(245, 9.9), (512, 4096),
+        " --num-experts 64 --moe-router-topk 8", 1, Budget(138, 7.0), Budget(240, 9.6), (512, 4096),
     ),
 }  # fmt: skip
+
+
+_124M = (
+    "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --mock-data"
+    " --micro-batch-size 16 --global-batch-size 16 --train-iters 2 --eval-iters 0 --lr 1e-2"
+)
+STEPS = {
+    "GPT-2 124M": (f"{_124M} --attention-dropout 0 {_NO_DROPOUT}", 475),
+    "GPT-2 124M, dropout 0.1": (f"{_124M} --attention-dropout 0.1 --hidden-dropout 0.1", 500),
+}
+"""Flags of a training, and the launches that a step with one micro-batch of 16 sequences may take on one GPU."""
 
 
 @dataclass
@@ -92,7 +103,7 @@ class Layer:
 def _kind(file: str, op: str) -> str:
     if op.split(".")[0] in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         return "collectives"
-    if file.startswith(("optim/", "training/", "ops/adamw.py")):
+    if file.startswith(("optim/", "training/", "ops/adamw.py", "ops/kernels/squares.py")):
         return "update"
     if any(word in op for word in ("mm.", "bmm", "addmm", "grouped_weight")):
         return "products"
@@ -114,6 +125,26 @@ def layer(case: Case, *, fused: bool) -> Layer:
             if kind == "rest":
                 result.places[file, op] += sign * num_bytes
     return result
+
+
+_STEP_KINDS = {
+    "products": ("mm.", "addmm", "mv."), "attention": ("_attention",), "norms": ("norm_forward", "norm_backward"),
+    "dropout": ("dropout", "row_keys"), "activations": ("activation_",),
+    "biases": ("add_bias", "column_parts", "finish", "pack"), "copies": ("copy", "clone", "cat", "stack"),
+    "fills": ("zero", "fill", "full", "ones", "scalar_tensor", "arange"), "cross entropy": ("cross_entropy",),
+    "update": ("adamw", "squares", "vector_norm"),
+}  # fmt: skip
+
+
+def step(flags: str) -> Counter[str]:
+    """Count the launches of a whole step, the second of a training, by kind: batch, passes, norm, clipping, update, refresh."""
+    outcome = run_rank(Job(f"{flags} --cuda-graphs off", large=True))
+    assert not outcome["error"] and not outcome["problems"], (outcome["error"], outcome["problems"], outcome["output"][-2000:])
+    found: Counter[str] = Counter()
+    for _, op, count, _ in outcome["steps"][-1]["files"]:
+        kind = next((kind for kind, words in _STEP_KINDS.items() if any(word in op for word in words)), "others")
+        found[kind] += count
+    return found
 
 
 def page() -> str:
@@ -142,6 +173,19 @@ def page() -> str:
         shown = [(place, b) for place, b in fused.places.most_common() if b >= 1e6]
         places += ["", f"## {name}", "", "| MB | where | operation |", "|---|---|---|"]
         places += [f"| {b / 1e6:.0f} | `{file}` | `{op}` |" for (file, op), b in shown]
+    lines += [
+        "",
+        "## A whole step",
+        "",
+        "One micro-batch of 16 x 1024 tokens on one GPU: its batch, forward, loss, backward, norm, clipping, update and 16-bit weights.",
+        "",
+        "| step | launches | budget | " + " | ".join([*_STEP_KINDS, "others"]) + " |",
+        "|---" * (4 + len(_STEP_KINDS)) + "|",
+    ]
+    for name, (flags, budget) in STEPS.items():
+        found = step(flags)
+        kinds = " | ".join(str(found[kind]) for kind in (*_STEP_KINDS, "others"))
+        lines.append(f"| {name} | {found.total()} | {budget} | {kinds} |")
     return "\n".join([*lines, *places, ""])
 
 

@@ -1,10 +1,10 @@
-"""A layer takes no more launches and bytes than its budget, so that a slow pass cannot come back unseen."""
+"""A layer and a step take no more launches and bytes than its budget, so that a slow pass cannot come back unseen."""
 
 from __future__ import annotations
 
 import pytest
 
-from fake_gpu.layer import CASES, PAGE, layer, page
+from fake_gpu.layer import CASES, PAGE, STEPS, layer, page, step
 
 QUICK = ("Llama 7B, 4K", "Llama 7B, 4K, dropout 0.1", "Llama 1B, 64K, sp 8")
 
@@ -24,6 +24,13 @@ def test_a_layer_within_its_budget(name: str) -> None:
 def test_dropout_costs_little() -> None:
     without, with_dropout = (layer(CASES[name], fused=True) for name in QUICK[:2])
     assert with_dropout.gigabytes <= 1.12 * without.gigabytes
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_within_its_budget(name: str) -> None:
+    flags, budget = STEPS[name]
+    found = step(flags)
+    assert found.total() <= budget, f"{found.total()} launches, {budget} are allowed: {dict(found)}"
 
 
 @pytest.mark.long
