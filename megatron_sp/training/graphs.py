@@ -17,6 +17,7 @@ waited for. So gathers after an update (ZeRO 1, 2) run beside the update only, a
 
 ``auto`` trusts nothing (``StepGraphs``): after the warm-up steps the same micro-batches run eagerly and as replays with
 deterministic kernels, loss and gradients are compared to the bit, both are timed with the run's kernels, and the faster is kept.
+A timed step begins with an update that is left out, so that gathers after it count: under the passes, or before them.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide (Using NCCL with
 CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request 102542), so that a rank that
@@ -26,6 +27,7 @@ hangs in a replay is found by ``training/watchdog.py``.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import time
@@ -166,6 +168,12 @@ class CapturedStep:
         host.copy_(torch.tensor(numbers, dtype=torch.float64))
         self._numbers.copy_(host, non_blocking=True)
 
+    def replay_left_out(self) -> None:
+        """Replay an update that changes nothing, with the gathers after it; of a step that has been replayed. Collective."""
+        if self._update is not None:
+            self._known[0].fill_(math.nan)
+            self._update.replay()
+
     def _replay_update(self) -> None:
         assert self._update is not None
         self._update.replay()
@@ -183,7 +191,7 @@ class Trial:
 
     Attributes:
         problem: why replays cannot be used; empty if they can.
-        eager_s, replay_s: seconds of the passes of a step; 0 if nothing was timed.
+        eager_s, replay_s: seconds of a step; 0 if nothing was timed.
     """
 
     problem: str = ""
@@ -197,7 +205,7 @@ def decide(trials: Sequence[Trial]) -> tuple[bool, str]:
         if trial.problem:
             return False, trial.problem if len(trials) == 1 else f"rank {rank}: {trial.problem}"
     eager, replayed = (1e3 * max(getattr(trial, name) for trial in trials) for name in ("eager_s", "replay_s"))
-    times = f"forward and backward of a step take {replayed:.3g} ms, eagerly {eager:.3g}"
+    times = f"a step takes {replayed:.3g} ms, eagerly {eager:.3g}"
     if replayed > eager:
         return False, f"slower: {times}"
     return True, f"the bits of an eager step; {times}"
@@ -298,7 +306,7 @@ class StepGraphs:
         self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float
     ) -> tuple[CapturedStep | None, Trial]:  # fmt: skip
         """Compare replays with eager passes, and time both. Collective: each part begins when all ranks are through the one before."""
-        number = int(numbers.step)
+        number, optimizer = int(numbers.step), self._step.optimizer
 
         def eagerly() -> Tensor:
             self._step.seed(number)
@@ -310,7 +318,21 @@ class StepGraphs:
             self._step.seed(number)
             return captured.replay(micro_batches, mine, numbers, weight_decay).known
 
-        eager_s = self._seconds(eagerly)
+        def eager_step() -> None:
+            if optimizer.updates_on_device:
+                left_out = torch.ones((), dtype=torch.bool, device=known.device)
+                optimizer.step_on_device(
+                    numbers.lr, weight_decay, known[0], numbers.scale, left_out, self._step.weights.refresh, numbers.decoupled_lr
+                )
+                optimizer.take_back()
+            eagerly()
+
+        def replayed_step(captured: CapturedStep) -> None:
+            captured.replay_left_out()
+            replayed(captured)
+
+        known = eagerly()
+        eager_s = self._seconds(eager_step)
         with deterministic_kernels(self._step):
             try:
                 wanted, problem = self._bits(eagerly()), ""
@@ -327,7 +349,8 @@ class StepGraphs:
         problem = problem or failure
         if any(trial.problem for trial in self._of_all(Trial(problem))) or again is None:
             return None, Trial(problem)
-        return again, Trial("", eager_s, self._seconds(lambda: replayed(again)))
+        replayed(again)
+        return again, Trial("", eager_s, self._seconds(lambda: replayed_step(again)))
 
     def _bits(self, known: Tensor) -> list[int]:
         """Return a digest of what the host is to know of a step and one of each unit's gradients."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.tape import Tapes
+from support.tape import Tape, Tapes
 from support.tiny import BASE, Batch, make_batch
 from torch import Tensor
 
@@ -234,11 +234,30 @@ def test_auto_keeps_the_faster(monkeypatch: pytest.MonkeyPatch, eager_s: float, 
     for number in range(1, 5):
         assert take(step, number, batches(number, 3)) == take(other, number, batches(number, 3)), "a trial leaves nothing behind"
     assert_alike(step, other)
-    times = f"forward and backward of a step take {500 * replay_s:.3g} ms, eagerly {500 * eager_s:.3g}"
+    times = f"a step takes {500 * replay_s:.3g} ms, eagerly {500 * eager_s:.3g}"
     assert told == [
         f"captured steps: used from step 2 on (the bits of an eager step; {times})" if used
         else f"captured steps: not used, slower: {times}"
     ] and choices == [used]  # fmt: skip
+
+
+def test_auto_times_updates_and_the_gathers_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed step begins with an update that is left out and tells of each unit: a gather under the passes counts, as one before."""
+    step, other = make_step(), make_step()
+    events: list[str] = []
+    refresh, passes, replay = step.weights.refresh, step.passes, Tape.replay
+    monkeypatch.setattr(step.weights, "refresh", lambda unit: (events.append("gather"), refresh(unit)))
+    monkeypatch.setattr(step, "passes", lambda *given: (events.append("passes"), passes(*given))[1])
+    monkeypatch.setattr(Tape, "replay", lambda tape: (events.append("replay"), replay(tape)))
+    monkeypatch.setattr(graphs, "time", Clock(2.0, 1.0))
+    capture(step, mode="auto")
+    for number in (1, 2):
+        events.clear()
+        assert take(step, number, batches(number, 1)) == take(other, number, batches(number, 1))
+    eager = [*["gather"] * len(step.weights.units), "passes"] * 4
+    assert events[: 1 + len(eager)] == ["passes", *eager], "once for nothing, and three times"
+    assert events.count("replay") == 2 + 2 + 4 * 3 + 3, "compared; once more, four times with the update before; the step"
+    assert_alike(step, other)
 
 
 def test_auto_uses_no_replay_with_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +324,7 @@ def test_a_resumed_run_keeps_the_choice(kept: bool, captures: Callable[[], int])
 
 def test_the_choice_is_that_of_all_ranks() -> None:
     assert decide([Trial("", 2.0, 1.0), Trial("", 1.9, 1.9)]) == (
-        True, "the bits of an eager step; forward and backward of a step take 1.9e+03 ms, eagerly 2e+03",
+        True, "the bits of an eager step; a step takes 1.9e+03 ms, eagerly 2e+03",
     )  # fmt: skip
     assert not decide([Trial("", 2.0, 1.0), Trial("", 1.0, 2.1)])[0], "the slowest rank's times"
     assert decide([Trial("", 2.0, 1.0), Trial("a reason")]) == (False, "rank 1: a reason")
