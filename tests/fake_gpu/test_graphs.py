@@ -14,6 +14,7 @@ from fake_gpu.test_waits import is_noticed
 IN_EVERY_RUN = ("stage 3", "saves and validations")
 NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CAPTURED]
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
+OF_A_TRIAL = ("synchronize at ops/cuda_graphs.py", "synchronize at training/graphs.py", "tolist at training/graphs.py")
 # first step eager, then replays of first, last, norm and update; where these differ
 REPLAYS = {
     "an only micro-batch": [0, 3, 3, 3], "four micro-batches": [0, 6, 6, 6], "stage 1": [0, 5, 5, 5], "stage 2": [0, 5, 5, 5],
@@ -34,7 +35,7 @@ def test_captured_steps(name: str) -> None:
     assert "captured steps: used from step " in outcome["output"]
     for number, step in enumerate(outcome["steps"]):
         begins = replays[number] and not replays[number - 1]
-        places = ("synchronize at comm/recorder.py", *["synchronize at training/graphs.py", "tolist at training/graphs.py"] * bool(begins))
+        places = ("synchronize at comm/recorder.py", *OF_A_TRIAL * bool(begins))
         between = {place: 1 for flag, place in BETWEEN.items() if flag in job.flags and number > 0}
         found = {place: count for place, count in waits(step).items() if place not in places}
         assert found == {"event.synchronize at training/step.py": 1, **between}, step["host_waits"]
