@@ -174,6 +174,17 @@ def test_objects_of_megatron_and_deepspeed_need_no_such_package(tmp_path: Path) 
     assert (three.name, three.attributes) == ("deepspeed.runtime.fp16.loss_scaler.LossScaler", {"cur_scale": 1.0})
 
 
+def test_classes_that_others_have_allowed_are_records_too(good: Path) -> None:
+    """Megatron allows torch's loader its own for the whole process."""
+    with serialization.safe_globals([argparse.Namespace, Color]):
+        assert isinstance(TorchFile(good).tree["args"], Object)
+        serialization.save(Color.RED, good)
+        with pytest.raises(CheckpointError, match=r"names '[\w.]*Color'"):
+            TorchFile(good)
+        assert set(serialization.get_safe_globals()) >= {argparse.Namespace, Color}
+    assert Color not in serialization.get_safe_globals()
+
+
 def test_devices_are_those_of_the_storages(tmp_path: Path) -> None:
     pickled = TENSOR.replace(text("cpu"), text("cuda:3"))
     assert TorchFile(torch_file(tmp_path / "a.pt", b"\x80\x02" + pickled + b".")).devices == {"cuda:3"}
