@@ -34,15 +34,16 @@ def with_tapes(then: Callable[[int], None] = lambda _: None) -> Callable[[int], 
     """Let a CPU's steps be captured."""
 
     def setup(rank: int) -> None:
-        plain, changes = parts.use_graphs, {"why_not_captured": lambda *_, **__: [], "CudaGraphs": lambda _: Tapes()}
-        for name, stand_in in changes.items():
-            setattr(parts, name, stand_in)
+        import megatron_sp.ops.cuda_graphs as cuda_graphs
+
+        plain = parts.use_graphs
+        graphs.why_not_captured = lambda *_, **__: []  # type: ignore[assignment]
+        cuda_graphs.CudaGraphs = lambda _: Tapes()  # type: ignore[assignment, misc]
         parts.use_graphs = lambda context, *rest: plain(dataclasses.replace(context, groups=OnGPU(context.groups)), *rest)
         import megatron_sp.config.conditions as conditions
         import megatron_sp.config.rules_graphs as rules
-        import megatron_sp.training.loop as loop
 
-        loop.require_captured = lambda *_, **__: None  # type: ignore[assignment]
+        graphs.require_captured = lambda *_, **__: None  # type: ignore[assignment]
         object.__setattr__(conditions.GRAPHS, "holds", lambda _: True)
         rules.graph_violations.__code__ = (lambda config: iter(())).__code__
         then(rank)
