@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_sp.checkpoint import commit, find, load, manifest, saving, verify
-from megatron_sp.checkpoint.differences import differences, table
+from megatron_sp.checkpoint import commit, find, manifest, saving, verify
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.checkpoint.plan import Description, SavePlan, describe, make_plan
@@ -258,6 +257,8 @@ class Checkpointer:
         Raises:
             CheckpointError: names files that are missing, truncated or changed, with what was expected and found.
         """
+        from megatron_sp.checkpoint import load
+
         step_dir = Path(step_dir)
 
         def presence() -> list[str]:
@@ -313,6 +314,9 @@ class Checkpointer:
                 damaged.
             ValueError: pieces outside their tensor.
         """
+        from megatron_sp.checkpoint import load
+        from megatron_sp.checkpoint.differences import differences, table
+
         step_dir = Path(step_dir)
         if not all(self.ranks.each(lambda: step_dir in self._verified)):
             self.verify(step_dir)

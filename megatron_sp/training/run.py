@@ -53,14 +53,12 @@ from megatron_sp.training import attention as attention_kernels
 from megatron_sp.training.announcement import announce
 from megatron_sp.training.attention import AttentionChoice
 from megatron_sp.training.balance_rows import row_dealer, warning_about_documents
-from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.training.console import Console
 from megatron_sp.training.fused import expects_triton, use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.report import StepReporter
-from megatron_sp.training.resume import resume_samples, resume_schedule
 from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.setup import RunStatus, dtype_of, expert_parallel, layout_groups
@@ -347,18 +345,24 @@ def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | Non
         context.console.line(point.note)
     folder = stored = None
     if point.source is not None:
+        from megatron_sp.training.checkpoint_model import keep_null_vocabulary
+
         folder = checkpointer.find(point.source, point.ckpt_step, checkpoint.resume_fallback)
         stored = checkpointer.read_state(folder)
         for line in keep_null_vocabulary(stored, config):
             context.console.line(line)
     adopts_tokenizer, told = False, config.remarks
     if checkpoint.use_checkpoint_args:
+        from megatron_sp.training.checkpoint_model import take_model
+
         adopts_tokenizer = take_model(stored, config, context.launch.world_size)
         for line in config.remarks:
             if line not in told:
                 context.console.line(line)
     if folder is None or stored is None:
         return None
+    from megatron_sp.training.checkpoint_model import keep_gelu
+
     for line in keep_gelu(stored, config):
         context.console.line(line)
     return Origin(folder, stored, point.goes_on, point.continues_own, checkpoint.finetune and not point.goes_on, adopts_tokenizer)
@@ -381,6 +385,8 @@ def build_tokenizer(context: RunContext, origin: Origin | None) -> tuple[Tokeniz
         tokenizer = context.task.build_tokenizer(config)
         settle_vocab_size(config, tokenizer)
         if origin is not None:
+            from megatron_sp.training.checkpoint_model import check_model
+
             changes = check_model(origin.stored, config, finetunes=origin.finetunes)
         if origin is not None and resumes:
             require_same(tokenizer, origin.stored, origin.folder, accept=config.checkpoint.accept_data_change, tell=tell)
@@ -638,6 +644,8 @@ def load_checkpoint(
     Returns:
         The plan, with the learning-rate schedule that the run goes on with.
     """
+    from megatron_sp.training.resume import resume_samples, resume_schedule
+
     config, console, stored = context.config, context.console, origin.stored
     takes_weights = origin.finetunes or config.batch.skip_train  # and nothing else: there is no training to go on with
     weights_only = takes_weights or (config.checkpoint.no_load_optim and not origin.goes_on)
