@@ -7,6 +7,7 @@ import json
 
 from megatron_sp.config.presets import PRESETS, Preset
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.utils.format import aligned
 
 _HEADINGS = ("name", "parameters", "layers", "hidden", "heads", "ffn", "sequence", "vocabulary", "positions, norm, MLP", "source")
 _RIGHT = range(1, 8)  # columns of numbers
@@ -14,10 +15,7 @@ _RIGHT = range(1, 8)  # columns of numbers
 
 def table() -> str:
     """Return the presets as text, one line each, with aligned columns."""
-    rows = [_HEADINGS, *_rows()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    lines = [[cell.rjust(w) if i in _RIGHT else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return "\n".join(aligned([_HEADINGS, *_rows()], _RIGHT, indent=""))
 
 
 def markdown() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 
 def format_duration(seconds: float) -> str:
@@ -65,3 +66,10 @@ def _si(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "  ") -> list[str]:
+    """Return lines with aligned columns, those in ``right`` to the right, without trailing spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows)
+    return [(indent + "  ".join(line)).rstrip() for line in cells]

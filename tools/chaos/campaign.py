@@ -29,6 +29,7 @@ from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.config.schema import Config
 from megatron_sp.report.run_history import are_equal, repetitions
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.format import aligned
 from megatron_sp.utils.run_log import read_records, read_status
 
 MARK = "chaos.json"
@@ -239,8 +240,7 @@ class Campaign:
             if t is not None:
                 lost = f"{t.lost_steps / t.resumed:.1f}" if t.resumed else "-"
                 rows.append((kind.name, str(t.times), str(t.resumed), str(t.went_on), lost))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        return "\n".join(aligned(rows, range(1, 5), indent=""))
 
     def _write(self) -> None:
         record: dict[str, Any] = {

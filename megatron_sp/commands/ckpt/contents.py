@@ -21,7 +21,6 @@ from megatron_sp.commands.ckpt.tables import (
     WEIGHTS,
     Tensors,
     Total,
-    aligned,
     by_kind,
     by_module,
     date,
@@ -36,7 +35,7 @@ from megatron_sp.commands.ckpt.tables import (
 from megatron_sp.config import schema
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.utils.errors import CheckpointError, ConfigError
-from megatron_sp.utils.format import format_bytes, format_parameters
+from megatron_sp.utils.format import aligned, format_bytes, format_parameters
 
 EXIT_DIFFERENT = 1
 _PROGRESS = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps")

@@ -21,11 +21,11 @@ from megatron_sp.checkpoint import verify as files
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import Holder, RunLock, holder_of
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest, read_state
-from megatron_sp.commands.ckpt.tables import Progress, aligned, date, facts, layout_words, parameter_words, plural, warn
+from megatron_sp.commands.ckpt.tables import Progress, date, facts, layout_words, parameter_words, plural, warn
 from megatron_sp.report.run_history import number, read_history
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError, ConfigError, DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
-from megatron_sp.utils.format import format_bytes
+from megatron_sp.utils.format import aligned, format_bytes
 
 DeepCheck = Callable[[Path, Manifest], list[str]]
 CHECKPOINTS = "checkpoints"

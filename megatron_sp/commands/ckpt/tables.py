@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +109,6 @@ def parameter_words(record: dict[str, Any]) -> str:
 def flag(field: str) -> str:
     """Return the flag of a configuration's field, such as ``optimizer.lr``."""
     return "--" + field.rpartition(".")[2].replace("_", "-")
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return indented lines with aligned columns, those in ``right`` to the right, without trailing spaces."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows)
-    return [("  " + "  ".join(line)).rstrip() for line in cells]
 
 
 def date(seconds: float) -> str:
