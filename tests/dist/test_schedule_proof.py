@@ -173,13 +173,11 @@ def large(name: str, **more: Any) -> Any:
         return getattr(transformers, name + head)(getattr(transformers, f"{name}Config")(**{**sizes[name], **more}))
 
 
-def of_published_sizes() -> None:
+def of_published_sizes(cases: list[tuple[str, str, bool]]) -> None:
     mesh = two_ranks()
     over_sp = Mesh.of(ParallelGroups.create(torch.device("cpu"), sp_size=2))
-    for name, on, seq in (
-        ("Llama", mesh, True), ("Llama", over_sp, False), ("Bert", mesh, True), ("GPT2", mesh, False), ("GPT2", over_sp, False),
-        ("Qwen3Moe", mesh, False), ("Gemma2", mesh, False),
-    ):  # fmt: skip
+    for name, axis, seq in cases:
+        on = mesh if axis == "tp" else over_sp
         model = large(name)
         s = presets.auto(model, on, seq=seq) if name in ("Llama", "Bert", "GPT2") else presets.from_hf_plan(model, on)
         with warnings.catch_warnings():
@@ -199,10 +197,48 @@ def of_published_sizes() -> None:
     assert s.applied is None
 
 
-def test_of_published_sizes(tmp_path: Path) -> None:
+PUBLISHED = [("Bert", "tp", True), ("GPT2", "tp", False), ("Llama", "tp", True), ("Llama", "sp", False), ("GPT2", "sp", False),
+             ("Qwen3Moe", "tp", False), ("Gemma2", "tp", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [PUBLISHED[:2], pytest.param(PUBLISHED[2:], marks=pytest.mark.long)], ids=["two", "more"])
+def test_of_published_sizes(tmp_path: Path, cases: list[tuple[str, str, bool]]) -> None:
     pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
-    large("Llama"), large("Bert"), large("GPT2"), large("Qwen3Moe"), large("Gemma2")
-    run_ranks(of_published_sizes, 2, tmp_path)
+    for name in {"Llama", *(name for name, _, _ in cases)}:
+        large(name)
+    run_ranks(of_published_sizes, 2, tmp_path, cases)
+
+
+def narrow_families(names: list[str]) -> None:
+    """Every family that has a preset has a narrow copy, which stands for it over tp with the sequence cut, and over sp."""
+    from support.preset_models import covers, make
+
+    over_sp, wrong = Mesh.of(ParallelGroups.create(torch.device("cpu"), sp_size=2)), []
+    over_tp = two_ranks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "_SMALL", 0)
+        patch.setattr(proof, "_candidates", lambda model, lines: [lambda: proof.narrow(model, layers=2)])
+        for name in names:
+            for mesh, seq in ((over_tp, True), *([(over_sp, False)] if covers(name, sp=2) else [])):
+                s = presets.auto(make(name), mesh, seq=seq)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    try:
+                        proof.prove(s.model, s.directives, mesh, s.seq_dim, None)
+                    except Exception as error:
+                        wrong.append(f"{name} over {mesh}: {type(error).__name__}: {error}")
+                wrong += [f"{name} over {mesh}: {w.message}" for w in caught if "verified" in str(w.message)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+def test_narrow_copies_of_families(tmp_path: Path, part: int) -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    from support.preset_models import FAMILIES, make
+
+    for name in FAMILIES[part::3]:
+        make(name)
+    run_ranks(narrow_families, 2, tmp_path, FAMILIES[part::3])
 
 
 def test_narrow_models_have_as_many_heads_and_a_layer_of_each_kind() -> None:
