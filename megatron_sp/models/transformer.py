@@ -73,7 +73,6 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, keys * d, dtype, layout, sees="heads")
         self.chunks = layout.plan(self.queries_per_group, self.num_groups, whole=self.norms_all_heads)
         self.main_grad: MainGrad | None = None
-        self._linears: tuple[Linear, Linear] | None = None  # parameters stay the same objects
         self._plan: AttentionPlan | None = None  # of the pass before
 
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
@@ -82,10 +81,8 @@ class SelfAttention(nn.Module):
         The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all
         its consumers.
         """
-        if self._linears is None:
-            self._linears = self.linear_qkv.linear(), self.linear_proj.linear()
-        plan = self.plan(ctx, add_input=dropout is None)
-        out, x = attention_block(x, norm, *self._linears, AttentionCore(self, ctx), plan, main_grad=self.main_grad)
+        plan, (qkv, proj) = self.plan(ctx, add_input=dropout is None), _linears(self, "linear_qkv", "linear_proj")
+        out, x = attention_block(x, norm, qkv, proj, AttentionCore(self, ctx), plan, main_grad=self.main_grad)
         return out if dropout is None else dropped_onto(x, out, dropout), x
 
     def plan(self, ctx: ForwardContext, *, add_input: bool) -> AttentionPlan:
@@ -341,7 +338,6 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation)
         self.activation, self.tp = activation, layout.tp
         self.main_grad: MainGrad | None = None
-        self._linears: tuple[Linear, Linear] | None = None  # parameters stay the same objects
 
     def forward(
         self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
@@ -351,9 +347,7 @@ class MLP(nn.Module):
         Args:
             onto: added to the MLP's output instead of x.
         """
-        if self._linears is None:
-            self._linears = self.linear_fc1.linear(), self.linear_fc2.linear()
-        fc1, fc2 = self._linears
+        fc1, fc2 = _linears(self, "linear_fc1", "linear_fc2")
         if chunks > 1:
             from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 
@@ -365,6 +359,12 @@ class MLP(nn.Module):
             x, norm, fc1, fc2, self.activation, onto=onto if inside else None, add_input=inside, tp=self.tp, main_grad=self.main_grad
         )
         return out if dropout is None else dropped_onto(x if onto is None else onto, out, dropout)
+
+
+def _linears(module: nn.Module, first: str, second: str) -> tuple[Linear, Linear]:
+    """Return weights and biases of two layers, which may have been replaced, without nn.Module's slow lookup."""
+    layers = module._modules
+    return layers[first].linear(), layers[second].linear()  # type: ignore[union-attr, operator]
 
 
 def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:

@@ -48,6 +48,9 @@ class Norm(nn.Module):
         sees: what tp ranks have different shares of: "positions" (only with --sequence-parallel) or "heads" (always).
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         config: ModelConfig,
@@ -62,8 +65,9 @@ class Norm(nn.Module):
         self.main_grad: MainGrad | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
         self.weight = nn.Parameter(start(width, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
-        self._front: NormInFront | None = None  # parameters stay the same objects
+        bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
+        self.register_parameter("bias", bias)
+        self._front: NormInFront | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize: [s, b, h] -> [s, b, h]."""
@@ -75,9 +79,12 @@ class Norm(nn.Module):
 
     def in_front(self) -> NormInFront:
         """Return this norm as an argument of the linear layer after it, which then saves the norm's input instead of its output."""
-        if self._front is None or self._front.spec is not self.spec:
-            self._front = NormInFront(self.spec, self.weight, self.bias)
-        return self._front
+        front, params = self._front, self._parameters  # an attribute costs the host a microsecond
+        weight, bias = params["weight"], params["bias"]
+        if front is None or front.weight is not weight or front.bias is not bias or front.spec is not self.spec:
+            assert weight is not None
+            front = self._front = NormInFront(self.spec, weight, bias)
+        return front
 
 
 class ParallelLinear(nn.Module):
@@ -91,21 +98,27 @@ class ParallelLinear(nn.Module):
         layout: has the tp group.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, weight_spec: ShardSpec, bias_spec: ShardSpec | None, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
         whole, dtype = init.draw(weight_spec.shape), init.dtype
         self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
-        self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+        bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+        self.register_parameter("bias", bias)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
 
     def linear(self) -> Linear:
-        """Return weight and bias; who uses them in every pass keeps them, since a module looks its own up in Python, for a microsecond."""
-        return self.weight, self.bias
+        """Return weight and bias."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]  # an attribute costs the host a microsecond
+        assert weight is not None
+        return weight, bias
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -141,6 +141,22 @@ def test_the_three_forms_of_a_block() -> None:
     assert_law({"post": post(x, ctx)}, {"post": post.post_mlp_layernorm(post.mlp(z, None, None))}, FP64)
 
 
+def test_parameters_and_layers_may_be_replaced_between_passes() -> None:
+    x = randn(S, B, tiny.BASE.hidden_size or 0)
+    one, ctx = block()
+    other, _ = block()
+    for param in other.parameters():
+        param.data.add_(0.1)
+    one(x, ctx)
+    for name in ("linear_qkv", "linear_proj"):
+        ours, theirs = (getattr(each.self_attention, name) for each in (one, other))
+        ours.weight, ours.bias = theirs.weight, theirs.bias
+    one.mlp.linear_fc1, one.mlp.linear_fc2 = other.mlp.linear_fc1, other.mlp.linear_fc2
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        getattr(one, name).weight, getattr(one, name).bias = getattr(other, name).weight, getattr(other, name).bias
+    assert_law({"y": one(x, ctx)}, {"y": other(x, ctx)}, FP64)
+
+
 @pytest.mark.parametrize("shape", [{}, {"use_parallel_residual": True}, {"norm_placement": "post"}, {"swiglu": True}], ids=str)
 def test_chunks_of_the_mlp_change_nothing(shape: dict[str, Any]) -> None:
     x = randn(S, B, tiny.BASE.hidden_size or 0)
