@@ -1,4 +1,4 @@
-"""The checkpoint in our own terms that a reader passes to a writer, whatever its format."""
+"""The checkpoint in our own terms that a reader passes to a writer, and the check that a source has exactly what it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--set NAME=VALUE``: settings of the model that the files do not specify, named like the training's flags."""
+"""Options of a conversion, and ``--set NAME=VALUE``: settings of the model that the files do not specify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atomic write of a conversion: check, write beside the output, rename."""
+"""Atomic write of a conversion (check, write beside the output, rename), and its progress on the terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,14 @@
-"""Ids of the bos, eos and pad tokens for transformers: in config.json, and in generation_config.json for models that generate.
+"""A tokenizer on its way through a conversion: its files, its special ids, and what transformers must be told of it.
 
-Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
-whatever the tokenizer's are, and ``generate()`` may never stop. The tokenizer's ids are written; one that it lacks is
-null. Checkpoints that came from Hugging Face keep their own.
+Ids of the bos, eos and pad tokens go into config.json, and into generation_config.json for models that generate. Without
+them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama, whatever
+the tokenizer's are, and ``generate()`` may never stop. One that the tokenizer lacks is null. Checkpoints that came from
+Hugging Face keep their own.
+
+A tokenizer that was given by the flags of a training needs a ``tokenizer_config.json``. Without it transformers uses the
+architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and interpret a SentencePiece model
+like Llama's first one. For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If none does
+(a unigram model, NFKC), transformers is configured to compute ids with the sentencepiece library itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""GPT-2: ``GPT2LMHeadModel``. Its projections are Conv1D, stored [in, out], with q, k and v concatenated."""
+"""Families of decoders: GPT-2, GPT-NeoX, Llama, Mistral and Qwen2.
+
+GPT-2's projections are Conv1D, stored [in, out], with q, k and v concatenated. GPT-NeoX's fused projection has the query,
+key and value of each head in turn, as ours. Llama and its relatives have separate projections.
+"""
 
 from __future__ import annotations
 

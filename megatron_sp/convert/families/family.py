@@ -1,4 +1,7 @@
-"""Validating reader of config.json: types are checked, and unsupported settings that would change the model are refused."""
+"""What the families of Hugging Face's models share: the interface, a validating reader of config.json, regions of our tensors.
+
+Types in config.json are checked, and unsupported settings that would change the model are refused.
+"""
 
 from __future__ import annotations
 

@@ -223,7 +223,10 @@ class Ranks:
 
 
 class Loader:
-    """Loader of a step folder.
+    """Loader of a step folder in any layout: one set of tensors for each tensor parallel rank.
+
+    Data parallel ranks, pipeline stages and universal folders are resolved here: the names are those of a Megatron
+    checkpoint of as many ranks, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``.
 
     Args:
         moments: whether to load the optimizer's moments.

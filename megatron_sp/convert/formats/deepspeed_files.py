@@ -124,7 +124,17 @@ def is_pipeline(names: Iterable[str]) -> bool:
 
 
 class PipelineNames:
-    """Translator of the parameter names of one model.
+    """Translator of the parameter names of a pipeline, whose layers are numbered consecutively, to those without a pipeline.
+
+        1.word_embeddings.weight                     language_model.embedding.word_embeddings.weight
+        tied_modules.embed.word_embeddings.weight    the same (first stage); word_embeddings_for_head.weight (last stage)
+        2.input_layernorm.weight                     language_model.encoder.layers.0.input_layernorm.weight
+        26.weight                                    language_model.encoder.final_layernorm.weight
+        27.lm_head.weight                            language_model.output_layer.weight
+
+    The numbers differ between versions (some have a layer before the first block that only transposes dims), so the
+    kind of a layer is determined by its parameters. Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe;
+    deepspeed 0.19.8, runtime/pipe/module.py.
 
     Args:
         names: all names of all stages.
@@ -186,7 +196,16 @@ Ranks = dict[int, dict[int, Path]]
 
 @dataclass
 class StepFolder:
-    """The files of one step.
+    """The files of one step, identified by their names.
+
+        latest, latest_universal                                     name of the newest step folder
+        global_step5/mp_rank_00_model_states.pt                      weights of a tensor parallel rank, settings
+            layer_03-model_01-model_states.pt                        with pipeline stages: weights of a layer and rank
+            [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt         ZeRO: optimizer state of a data parallel rank
+            zero_pp_rank_1_mp_rank_00_model_states.pt                stage 3: replaces mp_rank_00_model_states.pt
+            zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt       made by ds_to_universal.py
+
+    Source: deepspeed 0.19.8, runtime/engine.py :: _get_ckpt_name, runtime/pipe/module.py :: ckpt_layer_path.
 
     Attributes:
         path: the folder.

@@ -79,6 +79,11 @@ def _pattern(name: str) -> str:
     return re.sub(r"layers\\\.\d+", r"layers\\.\\d+", re.escape(name)) + "$"
 
 
+# zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt contain {"param": tensor} and how the tensor parallel shares were merged:
+# cat_dim, concatenated along it; with param_n_sub_params 2, gate and up each on their own; with sub_param_shape, each block
+# of rows on its own; none of these, all were the same. vocab_tensor: padding rows were removed. From stage 3 the files
+# contain bare tensors without a shape, which is then in the model states. Source: deepspeed 0.19.8,
+# checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
 FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 STEP = "step.pt"
 _BLOCK = 4 << 20  # elements that are read at once

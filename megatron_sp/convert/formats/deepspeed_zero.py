@@ -328,6 +328,15 @@ def _count(value: Any, path: Path) -> int:
     return int(max(counts))
 
 
+# An optimizer's file of stage 3 does not contain its rank, all have the same shapes, and there are no other weights to
+# compare them with. Evidence that files belong to the ranks in their names:
+#
+#     the arguments of the run, in the model states    their ``rank`` increases with the number of the file
+#     devices of the tensors (cuda:3)                  a rank's two files come from one process, and so from one device
+#     the end of a parameter that is split unevenly    is padding on the last ranks, which never gets a gradient
+#
+# Files exchanged with those of another host are not detected, unless a parameter is split unevenly: they leave no trace.
+# Source: deepspeed 0.19.8, runtime/zero/stage3.py :: partition_grads; Megatron-DeepSpeed, arguments.py (args.rank).
 def written_by(paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
     """Return who wrote the model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
     return {

@@ -1,4 +1,4 @@
-"""The interface of the checkpoint formats."""
+"""The interface of the checkpoint formats, and a check of their folders."""
 
 from __future__ import annotations
 

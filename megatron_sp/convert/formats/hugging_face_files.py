@@ -1,4 +1,4 @@
-"""Ordinary safetensors files, with each tensor whole in one file. Read by byte ranges, written one tensor at a time."""
+"""Tensors in the files of a Hugging Face folder: safetensors files, read and written one tensor at a time, and torch files."""
 
 from __future__ import annotations
 

@@ -186,6 +186,13 @@ def _count(args: Mapping[str, Any], name: str) -> int:
     return value if is_count(value) else 0
 
 
+# Adam's state has two forms. The plain optimizer numbers its parameters, in one or two groups (with and without weight
+# decay), and has fp32 copies of 16-bit weights. The distributed optimizer has three flat buffers for each model of a rank in
+# distrib_optim.pt: parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or without gaps,
+# bucket after bucket. Neither contains names, so the order is taken from the file's own list of parameters, lengths must
+# match exactly, and each weight must be its rounded fp32 copy when that is read; everything else is refused rather than
+# guessed. Source: megatron-core 0.16.1, distrib_optimizer.py :: get_parameter_state_dp_zero, param_and_grad_buffer.py,
+# optimizer/__init__.py.
 _WAY_OUT = "give --no-optimizer to convert the weights alone"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _HALF = (torch.bfloat16, torch.float16)

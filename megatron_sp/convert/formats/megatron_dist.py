@@ -195,6 +195,12 @@ class Source(NamedTuple):
 class DistStore:
     """Tensors by our names, and ``kind.name`` for the optimizer's (a ``TensorStore``); unknown tensors keep their key.
 
+    Keys are those of core with Transformer Engine. Blocks that are all alike are stacked in one tensor along the first
+    dim, without a number in the key; a block is read from it without the others. Adam's state has the keys
+    ``optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>``: like the parameter, or each rank's share of it as
+    one row, [parts along each dim, elements of a part]. Source: megatron-core 0.16.1,
+    dist_checkpointing/strategies/torch.py, distrib_optimizer.py :: sharded_param_state_*.
+
     Raises:
         CheckpointError: two keys are the same parameter, or there are more blocks than in any model.
     """

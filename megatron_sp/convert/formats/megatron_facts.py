@@ -1,4 +1,4 @@
-"""Facts about the model of a Megatron checkpoint, derived from the names and shapes of its tensors only."""
+"""Facts about the model of a Megatron checkpoint, derived from the names and shapes of its tensors, and the size of its vocabulary."""
 
 from __future__ import annotations
 

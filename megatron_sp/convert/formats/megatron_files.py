@@ -106,6 +106,10 @@ def rank_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
 
+# Every process of Megatron writes its global rank into its file (args.rank). However ranks are mapped to tensor, pipeline
+# and data parallelism, the global rank increases along each of them, and so with the numbers in the names. Settings of the
+# model and counters are the same on all ranks; where stages have no weight in common, nothing else distinguishes the files
+# of two runs.
 WAY_OUT = "files were renamed, or copied from another rank: copy them anew"
 _COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps")
 _ARGUMENTS = (

@@ -119,6 +119,9 @@ def _legacy(name: str, tied_head: bool) -> str:
     return "language_model.encoder." + rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
 
 
+# The order in which Megatron's modules register their parameters, by which its optimizers number them: files list them so,
+# and a writer must. Source: the constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and
+# BertModel, and of legacy ParallelTransformerLayer.
 _TOP = {
     "core": ("embedding.", "decoder.", "encoder.", "lm_head.", "output_layer.", "binary_head.", "pooler."),
     "legacy": ("embedding.", "decoder.", "encoder.", "pooler.", "output_layer.weight", "output_layer.bias", "lm_head.", "binary_head."),
