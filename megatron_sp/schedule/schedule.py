@@ -213,6 +213,11 @@ class Schedule:
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
         decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
+        if self.mesh.is_imagined:
+            raise ConfigError(
+                f"verify() computes on ranks, and this mesh has sizes only ({self.mesh}): make it with Mesh.of(groups) in a job, or save()"
+                " the lines for `megatron-sp schedule verify`, which starts its ranks itself"
+            )
         verdict, self.directives = measure(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
         if verdict.ok:
             self._verified = as_said(self.directives)

@@ -130,11 +130,26 @@ def what_lines_do_not_show_is_measured(mesh: Mesh) -> None:
             s.apply(data)
 
 
+def a_kernel_of_gpus(mesh: Mesh) -> None:
+    """Attention that knows no float64, nor a CPU: the copies compute it otherwise, and the model keeps it."""
+    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 40}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.config._attn_implementation = "flash_attention_2"
+    s = presets.auto(model, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        s.apply()
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
 def lines_that_are_never_verified(mesh: Mesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         toy(seq=False).apply()  # on a mesh without a job
         schedule(Toy(), mesh)["blocks.0"].checkpoint().schedule.apply()  # nothing is split
+    with pytest.raises(ConfigError, match=r"this mesh has sizes only \(tp 2, sp 1, dp 1\): make it with Mesh.of\(groups\) in a job"):
+        toy(seq=False).verify(batch())
 
 
 def all_of_a_toy() -> None:
@@ -146,6 +161,7 @@ def all_of_a_toy() -> None:
     without_a_batch(mesh)
     what_lines_do_not_show_is_measured(mesh)
     lines_that_are_never_verified(mesh)
+    a_kernel_of_gpus(mesh)
 
 
 def test_of_small_models(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def _ready(model: nn.Module, mesh: Mesh) -> nn.Module:
     on_gpu = torch.cuda.is_available() and "nccl" in str(getattr(group, "name", lambda: "")()).lower()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
+            config._attn_implementation = "sdpa"  # kernels of GPUs know no float64
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 module._parameters[name] = nn.Parameter(torch.zeros_like(p, device="cpu"), requires_grad=p.requires_grad)
@@ -234,8 +237,6 @@ def _make_narrow(config: Any, layers: int | None) -> None:
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if isinstance(token := getattr(config, name, None), int) and token >= 512:
                 setattr(config, name, 0)
-    if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
-        config._attn_implementation = "sdpa"  # a kernel of GPUs
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if layers is None:
         return
