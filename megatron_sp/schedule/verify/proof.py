@@ -1,7 +1,7 @@
 """Proof of a schedule before its model is split for training: ``verify()``, once, on a copy of the model that is small enough.
 
 A small model is its own copy. Of a large one of transformers, another is made from its configuration: with as many
-heads, but narrow, and two layers of each kind. What the lines leave open is measured on the way.
+heads, but narrow, and with four layers. What the lines leave open is measured on the way.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[Candidate]
         return
     fixed = any(isinstance(d.args.get("blocks"), (list, tuple)) or (d.do == "set" and isinstance(d.args.get("value"), int)) for d in lines)
     if is_hugging_face(model) and not fixed:  # else the lines are about sizes that a narrow copy does not have
-        yield lambda: narrow(model, layers=2)
+        yield lambda: narrow(model, layers=4)  # of models whose layers differ, many have one of another kind in four
         yield lambda: narrow(model, layers=None)
     if size <= _LARGE:
         yield _Own(model)
