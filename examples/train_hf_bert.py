@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_sp.commands.schedule.train_flags import parse_external
+from megatron_sp.commands.schedule.train import parse_external
 
 if __name__ == "__main__":
     CONFIG, FOLDER = parse_external(description="Pretrain an unmodified BERT of transformers.", family="bert")

@@ -19,7 +19,7 @@ import train_hf_bert  # noqa: E402
 import train_hf_llama  # noqa: E402
 
 from megatron_sp.commands import cli  # noqa: E402
-from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
+from megatron_sp.commands.schedule.train import parse_external  # noqa: E402
 from megatron_sp.training.loop import pretrain  # noqa: E402
 
 COMMON = (*NO_DROPOUT, "--fp64", "--save-interval", 2, "--adam-eps", "1e-3")

@@ -18,7 +18,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
 from megatron_sp.commands import cli  # noqa: E402
-from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
+from megatron_sp.commands.schedule.train import parse_external  # noqa: E402
 from megatron_sp.convert.foreign_model import without_code  # noqa: E402
 from megatron_sp.parallel.parallel_context import ParallelContext  # noqa: E402
 from megatron_sp.schedule.verify.copies import drops  # noqa: E402

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers (Python 
 
 from test_train_folders import built, by_command  # noqa: E402
 
-from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
+from megatron_sp.commands.schedule.train import parse_external  # noqa: E402
 from megatron_sp.tasks.external_weights import ModelFolder, whole_shape_of  # noqa: E402
 from megatron_sp.utils.errors import ConfigError  # noqa: E402
 

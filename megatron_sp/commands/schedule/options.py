@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_sp.commands.schedule.train_flags import LONG
+from megatron_sp.commands.schedule.train import LONG
 from megatron_sp.utils.program import integer
 
 _MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"

@@ -54,6 +54,7 @@ TORCH_FREE = (
     "commands/recipe",
     "commands/recipe_variables",
     "commands/schedule/options",
+    "commands/schedule/train",
     "commands/section_task",
     "commands/serve",
     "commands/summarize",
