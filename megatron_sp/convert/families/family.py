@@ -1,4 +1,4 @@
-"""What the families of Hugging Face's models share: the interface, a validating reader of config.json, regions of our tensors.
+"""Model families of Hugging Face: the interface, a validating reader of config.json, regions of our tensors.
 
 Types in config.json are checked, and unsupported settings that would change the model are refused.
 """
