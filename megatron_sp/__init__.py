@@ -3,4 +3,4 @@
 Importing this package loads nothing else: no torch, no environment variable, no output.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
