@@ -12,7 +12,7 @@ import pytest
 
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, DataConfig
-from megatron_sp.convert.tokenizers import find_files, find_named, tell
+from megatron_sp.convert.tokenizers import enter_tokenizer, find_files, find_named
 from megatron_sp.data.tokenizers import ByteTokenizer, choose_bos, hugging_face
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
@@ -222,7 +222,7 @@ def test_the_files_of_a_converted_model_name_its_tokenizer(tmp_path: Path) -> No
     def told(**config: Any) -> DataConfig:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         data = DataConfig()
-        tell(data, find_files(tmp_path), Path("/run/tokenizer"))
+        enter_tokenizer(data, find_files(tmp_path), Path("/run/tokenizer"))
         return data
 
     (tmp_path / "vocab.txt").write_text("[UNK]\n")
