@@ -1,0 +1,469 @@
+"""A device that is not there: the program runs on it as on a GPU or a CPU, on tensors without contents, as any rank of any job.
+
+Tensors are on torch's meta device: they have shapes, strides and storages that views share, and cost no memory. To
+the program they say that they are on ``cuda:0`` or ``cpu:0``, so that it takes the branches of that device;
+autograd's engine, which asks C++, sees the meta device, so that a CPU wheel will do. A dispatch mode sees every
+operator, in backward passes too. It writes down what is allocated and freed, with the place in the package, counts
+collectives, which do nothing, and answers what the host reads: with ones.
+
+Everything that is replaced meanwhile (``torch.cuda``'s streams, the launcher of Triton's kernels, SDPA) is put back
+at the end. The process group is torch's "fake" one, so the process must not have another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.nobody import Call, join_nobody, put
+from megatron_sp.training import step
+
+Kind = Literal["cpu", "cuda"]
+CAPABILITY = (9, 0)
+"""Compute capability of the GPU."""
+_META = torch.device("meta")
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_HELPERS = (
+    __file__,
+    *(f"{_PACKAGE}{file}" for file in ("ops/memory.py", "comm/collectives.py", "comm/nobody.py")),
+)  # a place is where they are called
+_HOST_BYTES = 2**20  # the host's memory has contents up to this size
+_FLASH_BACKWARD = {"_scaled_dot_product_flash_attention_backward": (1, 2), "_flash_attention_backward": (1, 2)}  # query, key
+
+
+class FakeDevice(TorchDispatchMode):
+    """A device of a kind, while it is entered.
+
+    Args:
+        kind: of the device.
+        share: of True among the elements of a mask whose places the program asks for (nonzero).
+
+    Attributes:
+        device: what tensors on it say.
+        trace: of memory: (bytes that are allocated, or freed if negative; number of the place in ``places``), in order.
+        places: files of the package where something was allocated, with the phase of the step.
+        phase: of the step.
+        live: bytes on the device.
+        host: bytes in host memory that is copied from and to a GPU, by place.
+        calls: collectives, in order.
+        launches: operators and kernels on the device.
+    """
+
+    def __init__(self, kind: Kind, share: float = 1.0) -> None:
+        super().__init__()
+        self.kind, self.device, self._share = kind, torch.device(kind, 0), share
+        self.trace: list[tuple[int, int]] = []
+        self.places: dict[str, int] = {}
+        self.live = self.launches = 0
+        self.host = Counter[int]()
+        self.phase = "forward"
+        self.calls: list[Call] = []
+        self._seen: dict[int, tuple[int, int]] = {}  # bytes and place of storages
+        self._on_host: set[int] = set()
+        self._results: dict[Any, tuple[bool, list[Any]]] = {}
+        self._makes_new: dict[Any, bool] = {}
+        self._inside = False  # an operator, of which some are torch's own Python
+
+    # memory
+
+    def _change(self, num_bytes: int, place: int) -> None:
+        self.live += num_bytes
+        self.trace.append((num_bytes, place))
+
+    def _place(self) -> int:
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(_PACKAGE) and name not in _HELPERS:
+                return self._number(f"{name[len(_PACKAGE) :]}|{self.phase}")
+            frame = frame.f_back
+        return self._number(f"|{self.phase}")
+
+    def _number(self, place: str) -> int:
+        return self.places.setdefault(place, len(self.places))
+
+    def restart(self, owners: Mapping[int, str]) -> Counter[str]:
+        """Begin the trace anew; return the bytes of what is there, by the name of its owner.
+
+        Args:
+            owners: of storages, by identity; all others are tables.
+        """
+        self.trace.clear()
+        found = Counter[str]()
+        for key, (size, _) in self._seen.items():
+            if key not in self._on_host and size:
+                name = owners.get(key, "tables of the forward pass")
+                self._seen[key] = size, self._number(f"={name}")
+                found[name] += size
+        return found
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        if self.kind == "cuda" and not tensor.is_meta:
+            return
+        place = self._place()
+        self._seen[key] = size, place
+        self._change(size, place)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        size, place = self._seen.pop(key)
+        if key in self._on_host:
+            self._on_host.discard(key)
+            self.host[place] -= size
+        else:
+            self._change(-size, place)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            before, place = self._seen[key]
+            self._seen[key] = storage.nbytes(), place
+            self._change(storage.nbytes() - before, place)
+
+    def _of_host(self, made: Tensor) -> Tensor:
+        """Take note of a tensor in host memory that is for copies from and to a GPU."""
+        storage, place = made.untyped_storage(), self._place()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage.nbytes(), place
+            self._on_host.add(storage._cdata)
+            self.host[place] += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        return made
+
+    def where(self, tensor: Tensor) -> torch.device:
+        """Return what a tensor says of its device."""
+        here: torch.device = _DEVICE_OF(tensor)
+        if here.type != "meta" or self._inside:
+            return here
+        return torch.device("cpu") if self._on_host and tensor.untyped_storage()._cdata in self._on_host else self.device
+
+    def _is_of_host(self, args: Any) -> bool:
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        return bool(tensors) and all(not x.is_meta or x.untyped_storage()._cdata in self._on_host for x in tensors)
+
+    def is_here(self, device: str | torch.device) -> bool:
+        """Return whether a device is this one."""
+        device = torch.device(device)
+        return device.type == self.kind and (device.index == 0 or self.kind == "cuda")
+
+    # operators
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and to import the compiler takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self._inside = self._inside, True
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            self._inside = before
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (device := kwargs.get("device")) is not None:
+            if self.is_here(device):
+                kwargs = {**kwargs, "device": _META}
+            elif torch.device(device).type == "cpu" and func is torch.ops.aten._to_copy.default and args[0].is_meta:
+                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        name = func._schema.name.removeprefix("aten::")
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if name == "empty" and self.kind == "cuda" and kwargs.get("device") != _META:
+            dtype = kwargs.get("dtype") or torch.float32
+            if torch.Size(args[0]).numel() * dtype.itemsize > _HOST_BYTES:
+                return self._of_host(torch.empty(args[0], dtype=dtype, device=_META))
+        if special := _SPECIAL.get(name):
+            result = special(self, func, args, kwargs)
+        else:
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if any(x.is_meta for x in tensors) and any(not x.is_meta for x in tensors) and name not in ("copy_", "_to_copy"):
+                args, kwargs = tree_map(lambda x: x.to(_META) if isinstance(x, Tensor) and not x.is_meta else x, (args, kwargs))
+            result = self._result(func, args, kwargs) if tensors and tensors[0].is_meta else func(*args, **kwargs)
+        if self._on_host and name not in ("copy_", "_to_copy") and self._is_of_host(args):
+            return tree_map(lambda x: self._of_host(x) if isinstance(x, Tensor) and x.is_meta else x, result)
+        if not func.is_view:
+            self.launches += 1
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    self._note(x)
+        if name in _FLASH_BACKWARD and self.kind == "cuda":
+            self._borrow(*(args[i] for i in _FLASH_BACKWARD[name]))
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator, by memory if it only makes new tensors: torch's Python takes long to work out their shapes."""
+        if func not in self._makes_new:
+            schema = func._schema
+            self._makes_new[func] = all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+        if not self._makes_new[func]:
+            return func(*args, **kwargs)
+        key = func, _key(args), _key(kwargs)
+        known = self._results.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            flat, known = tree_leaves(result), None
+            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            own = all(isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in given for x in flat)
+            if own and isinstance(result, Tensor | tuple):  # _unsafe_view is one that does not say that it is a view
+                self._results[key] = isinstance(result, Tensor), [(x.shape, x.stride(), x.dtype) for x in flat]
+            return result
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in known[1]]
+        return made[0] if known[0] else tuple(made)
+
+    def _borrow(self, query: Tensor, key: Tensor) -> None:
+        """Count what the flash kernel's backward allocates beside its results.
+
+        The query's gradient is summed in fp32; keys and values that serve several queries have a gradient for each first
+        (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp :: mha_bwd: dq_accum, dk_expanded, dv_expanded).
+        """
+        expanded = 2 * query.numel() * query.element_size() if key.numel() < query.numel() else 0
+        num_bytes, place = int(4 * query.numel() + expanded), self._place()
+        self._change(num_bytes, place)
+        self._change(-num_bytes, place)
+
+    def send(self, op: str, group: Any, x: Tensor, num_bytes: int) -> None:
+        """Count a collective of the device, or a message, of which this rank sends so many bytes."""
+        if x.is_meta:
+            self.launches += 1
+            self.calls.append(Call(op, group, num_bytes, self._place()))
+
+    def compare(self, micro_batches: Any, groups: Any) -> None:
+        """Stand for ``same_sequences.require_same_sequences``, which reads what all ranks say."""
+        if max(groups.cp.size(), groups.pp.size()) > 1:
+            all_reduce(torch.empty(2 * groups.dp_size, dtype=torch.int64, device=_META), groups.world)
+
+
+def _key(x: Any) -> Any:
+    """Return arguments by what a result's shape follows from."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    if isinstance(x, list | tuple):
+        return tuple(_key(one) for one in x)
+    return tuple((name, _key(one)) for name, one in x.items()) if isinstance(x, dict) else (type(x), x)
+
+
+def _item(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.is_meta:
+        return func(*args, **kwargs)
+    return True if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+
+
+def _copy(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0] if args[1].is_meta and not args[0].is_meta else func(*args, **kwargs)
+
+
+def _nonzero(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.is_meta:
+        return func(*args, **kwargs)
+    return torch.empty(round(x.numel() * device._share), x.dim(), dtype=torch.int64, device=_META)
+
+
+def _in_place(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> None:
+    """An update: it has no kernel without contents, and allocates nothing."""
+
+
+def _index(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    def known(at: Any) -> Any:
+        if not isinstance(at, Tensor):
+            return at
+        at = at if at.is_meta else at.to(_META)
+        if at.dtype != torch.bool:
+            return at
+        assert at.dim() == 1, "a mask of several dimensions"
+        return _nonzero(device, func, [at], {})[:, 0]
+
+    if not args[0].is_meta:
+        return func(*args, **kwargs)
+    return func(args[0], [known(at) for at in args[1]], *args[2:], **kwargs)
+
+
+def _rms_norm(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=_META)
+
+
+_SPECIAL: dict[str, Callable[[FakeDevice, Any, Any, Any], Any]] = {
+    "_local_scalar_dense": _item, "copy_": _copy, "nonzero": _nonzero, "index": _index, "_fused_adamw_": _in_place,
+    "_fused_sgd_": _in_place, "record_stream": _in_place, "_fused_rms_norm": _rms_norm, "is_pinned": lambda *_: False,
+    "_pin_memory": lambda device, func, args, kwargs: args[0],
+}  # fmt: skip
+_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+class _Stream:
+    """A stream or an event: nothing takes time here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream_id, self.device = 0, torch.device("cuda", 0)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+@contextmanager
+def _on(_: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1.0) -> Iterator[FakeDevice]:
+    """Be a rank of a job on fake devices.
+
+    Args:
+        kind: of the devices.
+        world_size, rank: of the job.
+        share: see ``FakeDevice``.
+    """
+    device = FakeDevice(kind, share)
+    with ExitStack() as undo:
+        _replace_all(device, undo)
+        join_nobody(undo, world_size, rank, "nccl" if kind == "cuda" else "gloo", device.send)
+        put(undo, step, "require_same_sequences", device.compare)
+        with device:
+            yield device
+
+
+def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
+    """Replace what a dispatch mode does not see."""
+    from megatron_sp.ops import expert_mlp, memory, packed_attention, tile_pieces
+    from megatron_sp.ops.kernels import launch
+
+    # what another run, or this one, has kept of its device
+    for kept in (packed_attention.window_mask, packed_attention.ends_of, tile_pieces._whole_band, expert_mlp.runs_grouped):
+        kept.cache_clear()
+        undo.callback(kept.cache_clear)
+    put(undo, torch.Tensor, "device", property(device.where))
+    put(undo, torch.Tensor, "is_cuda", property(lambda x: device.where(x).type == "cuda"))
+    plain_list, plain_resize = torch.Tensor.tolist, torch.UntypedStorage.resize_
+    put(undo, torch.Tensor, "tolist", lambda x: plain_list(torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x))
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        plain_resize(storage, size)
+        device._resized(storage)
+        return storage
+
+    plain_to = torch.Tensor.to
+
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Move a tensor; C++ does not know that it is there already."""
+        args = tuple(_META if isinstance(arg, str | torch.device) and device.is_here(arg) else arg for arg in args)
+        if (target := kwargs.get("device")) is not None and device.is_here(target):
+            kwargs["device"] = _META
+        return plain_to(x, *args, **kwargs)
+
+    put(undo, torch.Tensor, "to", to)
+    put(undo, torch.UntypedStorage, "resize_", resize_)
+    plain_ptr = torch.Tensor.data_ptr
+
+    def data_ptr(x: Tensor) -> int:
+        """Return an address, which tensors without contents have none of, made of the storage's identity."""
+        return x.untyped_storage()._cdata * 4096 + x.storage_offset() * x.element_size() if x.is_meta else plain_ptr(x)
+
+    plain_storage_ptr = torch.UntypedStorage.data_ptr
+    put(undo, torch.Tensor, "data_ptr", data_ptr)
+    of_storage = lambda storage: storage._cdata * 4096 if storage.device.type == "meta" else plain_storage_ptr(storage)
+    put(undo, torch.UntypedStorage, "data_ptr", of_storage)
+    put(undo, memory._arena, "_capacity", 0)
+    put(undo, memory._arena, "_range", None)
+    torch._C._set_only_lift_cpu_tensors(True)
+    undo.callback(torch._C._set_only_lift_cpu_tensors, False)
+    if device.kind == "cuda":
+        _replace_cuda(device, undo)
+        _stand_in_for_triton(undo)
+        put(undo, launch, "launcher", lambda launched: setattr(device, "launches", device.launches + 1))
+
+
+def _replace_cuda(device: FakeDevice, undo: ExitStack) -> None:
+    """Replace ``torch.cuda`` and SDPA by those of a GPU."""
+    stand_ins: dict[str, Any] = {
+        "Stream": _Stream, "Event": _Stream, "stream": _on, "current_stream": _Stream, "default_stream": _Stream,
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
+        "synchronize": lambda *_: None, "get_device_capability": lambda *_: CAPABILITY, "get_device_name": lambda *_: "a fake device",
+        "get_device_properties": lambda *_: SimpleNamespace(name="a fake device", multi_processor_count=132),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
+        "manual_seed_all": lambda *_: None, "manual_seed": lambda *_: None, "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        put(undo, torch.cuda, name, stand_in)
+    backends = torch.backends.cuda
+    put(undo, backends, "is_flash_attention_available", lambda: True)
+    put(undo, backends, "can_use_cudnn_attention", lambda *_: False)
+    put(undo, backends, "can_use_flash_attention", lambda params, *_: _takes_flash(params.query, params.attn_mask))
+    put(undo, F, "scaled_dot_product_attention", _attention_of_gpu)
+
+
+def _takes_flash(q: Tensor, mask: Tensor | None) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16) and mask is None and q.shape[-1] <= 256
+
+
+def _attention_of_gpu(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute SDPA as a GPU does (aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and attention.cpp)."""
+    aten, d = torch.ops.aten, q.shape[-1]
+    scale = scale or d**-0.5
+    if _takes_flash(q, attn_mask) and (enable_gqa or q.shape[1] == k.shape[1]):
+        q, k, v = (F.pad(t, (0, -d % 8)) if d % 8 else t for t in (q, k, v))
+        out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :d]
+    bias = attn_mask
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            bias = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~attn_mask, -torch.inf)
+        assert bias is not None
+        if any(stride % 16 for stride in bias.stride()[:-1]):  # rows 16 elements apart
+            bias = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    train = torch.is_grad_enabled() and q.requires_grad
+    out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, train, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
+class _Anything(types.ModuleType):
+    """Stands for Triton where it is not installed: kernels are declared, and never compiled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
+def _stand_in_for_triton(undo: ExitStack) -> None:
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        for name in ("triton", "triton.language"):
+            sys.modules[name] = _Anything(name)
+            undo.callback(sys.modules.pop, name)

@@ -1,0 +1,579 @@
+"""Predict by running: memory, traffic and launches of a step, from the program itself on a device that is not there.
+
+A rank takes two steps on tensors without contents (``planner/fake_device.py``), and the second one counts. So what
+the program allocates and sends is described in one place, by the program; of measured steps on a CPU this is the very
+number of bytes (``tests/dist/test_fake_run.py``).
+
+Deep models are run with a few layers, once more with one more layer of each kind, and continued from there: at each
+point of a step memory is linear in the number of layers. So it is for micro-batches: of many the second one stands
+for all between the first and the last. The points are those where a pass begins and where it comes to a unit; they
+are counted from the nearer end of their pass, since layers are added in the middle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.nobody import put
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.expert_rows import RoutedRows, even_rows
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
+from megatron_sp.estimate.stages import layer_costs, layers_of_stages
+from megatron_sp.estimate.traffic import Flow, Op, TrafficPlan
+from megatron_sp.ops import attention as attention_ops
+from megatron_sp.ops.attention_choice import AttentionKernel, choose_kernel
+from megatron_sp.ops.fused_kernels import ELEMENTWISE, FusedKernel, FusedKernels
+from megatron_sp.ops.kernels import launch
+from megatron_sp.parallel.expert_exchange import Counts
+from megatron_sp.planner.fake_device import FakeDevice, Kind, fake_device
+from megatron_sp.tasks.bert import bert_task
+from megatron_sp.tasks.gpt import GPT
+from megatron_sp.training import fused, run
+from megatron_sp.training.attention import AttentionChoice, use_of
+from megatron_sp.training.pipelined import Pipeline
+from megatron_sp.training.setup import layout_groups
+from megatron_sp.training.step import TrainStep
+
+Phase = Literal["forward", "backward", "update"]
+Layers = tuple[bool, ...]  # of a stage: which of them have experts
+_FEW = 4  # layers of a stage that are run where there are more
+_HALF = 2  # of these, those before the middle, where layers are added
+_PASSES = 3  # micro-batches, without a pipeline
+_SECOND = (4, 5)  # numbers of the passes of the second one: the first is before any pass
+_OF_LAYERS = ("tp", "sp", "cp", "ep", "pp", "sequence")  # groups over which layers and stages send
+_MOST_CP = 8  # of more cp ranks the first, the middle and the last are run
+
+# what a tensor is part of, by the beginning of the file that has allocated it
+_PARTS = {
+    "optim/flat.py": "gradients", "optim/gradients.py": "gradients", "optim/weights.py": "buffers for whole parameters",
+    "optim/": "update", "models/experts.py": "experts", "parallel/expert": "experts", "ops/expert": "experts",
+    "ops/routing": "experts", "ops/kernels/grouped": "experts", "parallel/chunked_mlp": "MLP", "ops/activation": "MLP",
+    "ops/kernels/activations": "MLP", "parallel/lm_head": "head and loss", "ops/kernels/cross": "head and loss", "ops/norm": "norms",
+    "ops/kernels/norms": "norms", "parallel/ulysses": "attention", "parallel/attention": "attention", "parallel/context": "attention",
+    "parallel/split_projection": "attention", "parallel/heads": "attention", "parallel/row_": "attention", "ops/attention": "attention",
+    "ops/lse": "attention", "ops/gpu": "attention", "ops/packed": "attention", "ops/piece": "attention", "ops/tile": "attention",
+    "ops/flash": "attention", "ops/rotary": "attention", "ops/kernels/rotary": "attention", "ops/dropout": "residual stream",
+    "ops/kernels/dropout": "residual stream", "models/": "residual stream", "parallel/pipeline": "messages between stages",
+    "parallel/linear": "products", "parallel/tensor": "products", "ops/main_grad": "gradients",
+}  # fmt: skip
+_WHOLE = ("gradients", "buffers for whole parameters", "messages between stages")
+# what a collective is about, by the beginning of its place
+_KINDS = {
+    "optim/gradients.py": "gradients", "optim/weights.py": "parameters", "optim/optimizer.py": "gradient norm",
+    "training/": "losses and counts",
+    "parallel/context": "keys and values", "parallel/ulysses": "heads", "parallel/expert": "rows of experts",
+    "parallel/router": "loads of experts",
+    "parallel/lm_head": "maxima and sums of the loss", "parallel/pipeline": "activations of stages", "parallel/": "activations",
+    "ops/": "activations", "planner/": "comparison of sequences",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a step.
+
+    Attributes:
+        of_pass: number of the pass that it is part of.
+        phase: forward, backward or update.
+        place: unit of the model that it begins with; -1: none.
+        peak: bytes on the device at most.
+        lines: of which, by name.
+        calls: number and bytes of collectives, by (kind, op, group, ranks).
+        launches: on the device.
+    """
+
+    of_pass: int
+    phase: Phase
+    place: int
+    peak: float
+    lines: Counter[str]
+    calls: Counter[tuple[str, str, str, int]]
+    sent: Counter[tuple[str, str, str, int]]
+    launches: float
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """The second step of a rank.
+
+    Attributes:
+        resident: bytes that it holds when the step begins, by name.
+        segments: of the step, in order.
+        host: bytes of host memory for copies of activations, and of the optimizer.
+    """
+
+    resident: Counter[str]
+    segments: list[Segment]
+    host: float
+    optimizer_host: float
+
+    @property
+    def stays(self) -> float:
+        """Bytes that it holds when the step begins."""
+        return sum(self.resident.values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes at most."""
+        return max(segment.peak for segment in self.segments)
+
+    def peak_of(self, phase: str) -> float:
+        """Bytes at most within a phase."""
+        return max((segment.peak for segment in self.segments if segment.phase == phase), default=0)
+
+    def sent(self) -> dict[tuple[str, str, str, int], tuple[float, float]]:
+        """Number and bytes of collectives, by (kind, op, group, ranks)."""
+        calls, sent = Counter[Any](), Counter[Any]()
+        for segment in self.segments:
+            calls.update(segment.calls)
+            sent.update(segment.sent)
+        return {key: (calls[key], sent[key]) for key in calls}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of a step.
+
+    Attributes:
+        memory: of the rank that holds most.
+        traffic: of the rank that sends most.
+        launches: of the first rank's, on the device.
+    """
+
+    memory: MemoryPlan
+    traffic: TrafficPlan
+    launches: int
+
+
+def predict(config: Config, world_size: int, kind: Kind) -> Prediction:
+    """Predict a step of a validated configuration, with its vocabulary size, from runs of the ranks of which one holds most."""
+    runs = [_Deep(config, world_size, kind).run(rank) for rank in ranks_to_run(config, world_size)]
+    fullest = max(runs, key=lambda run: run.peak)
+    busiest = max(runs, key=lambda run: sum(num_bytes for _, num_bytes in run.sent().values()))
+    return Prediction(_memory_plan(fullest), _traffic_plan(busiest), round(sum(segment.launches for segment in runs[0].segments)))
+
+
+def ranks_to_run(config: Config, world_size: int) -> list[int]:
+    """Return the ranks of which one holds most, and one sends most: of each pipeline rank, or of each cp rank.
+
+    In every schedule a rank of a pipeline has as many passes between F and B as the next one, or more; so of those between the ends only
+    the first of each number of layers is run. With both the first cp rank and the last.
+    """
+    parallel, model = config.parallel, config.model
+    pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    each = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
+    of_cp = range(cp) if pp == 1 and cp <= _MOST_CP else sorted({0, cp // 2, cp - 1})
+    of_pp = [0]
+    if pp > 1:
+        layers = layers_of_stages(model, parallel)
+        shape = lambda rank: tuple(layers[stage] for stage in range(rank, len(layers), pp))
+        inner = {shape(rank): rank for rank in range(pp - 2, 0, -1)}
+        of_pp = sorted({0, *inner.values(), pp - 1})
+    return [rank * (world_size // pp) + place * each for rank in of_pp for place in of_cp]
+
+
+class _Deep:
+    """Runs of a configuration with many layers and micro-batches, by runs with few."""
+
+    def __init__(self, config: Config, world_size: int, kind: Kind) -> None:
+        self.config, self.world_size, self.kind = config, world_size, kind
+        model, parallel, kernels = config.model, config.parallel, config.kernels
+        assert model.num_layers
+        which = model.expert_layers(model.num_layers)
+        self.group = (kernels.recompute_num_layers or 1) if kernels.recompute_granularity == "full" else 1
+        self.pp = parallel.pipeline_model_parallel_size
+        of_stages = layers_of_stages(model, parallel) if self.pp > 1 else (model.num_layers,)
+        starts = [sum(of_stages[:stage]) for stage in range(len(of_stages))]
+        self.stages = [tuple(start + i in which for i in range(count)) for start, count in zip(starts, of_stages, strict=True)]
+        dp = parallel.dp_size(world_size)
+        self.count = max(1, (config.batch.global_batch_size or 0) // (config.batch.micro_batch_size * dp))
+
+    def run(self, rank: int) -> RankRun:
+        """Return the step of a rank."""
+        few = [self._few(stage) for stage in self.stages]
+        base = self._run(rank, few)
+        found = base
+        for kind in (False, True):
+            missing = [real.count(kind) - least.count(kind) for real, least in zip(self.stages, few, strict=True)]
+            if not any(missing):
+                continue
+            middle = [
+                (*least[:_HALF], *[kind] * self.group, *least[_HALF:]) if more else least for least, more in zip(few, missing, strict=True)
+            ]
+            grown = self._run(rank, middle)
+            found = _continued(found, base, grown, max(missing) / self.group)
+        return found
+
+    def _few(self, stage: Layers) -> Layers:
+        """Return the layers of a stage that are run: those at its ends, and of each kind one."""
+        most = max(_FEW, 3 * self.group + len(stage) % self.group)
+        if len(stage) <= most + self.group or self.config.kernels.recompute_method == "block":
+            return stage
+        return (*stage[:_HALF], *stage[len(stage) - (most - _HALF) :])
+
+    def _run(self, rank: int, stages: Sequence[Layers]) -> RankRun:
+        config, few = self.config, min(self.count, self._few_micro_batches)
+        if few < self.count:
+            config = copy.copy(config)
+            config.batch = copy.copy(config.batch)
+            config.batch.global_batch_size = few * config.batch.micro_batch_size * config.parallel.dp_size(self.world_size)
+        made = run_rank(config, self.world_size, self.kind, rank, stages=stages)
+        return made if few == self.count else _repeated(made, few, self.count, self.pp)
+
+    @property
+    def _few_micro_batches(self) -> int:
+        return _PASSES if self.pp == 1 else 2 * self.pp * self.config.parallel.stages_per_pipeline_rank + 1
+
+
+def _continued(found: RankRun, base: RankRun, grown: RankRun, times: float) -> RankRun:
+    """Return a run with more layers: ``grown`` has some more than ``base``, and there are ``times`` as many more than in ``found``."""
+
+    def line(a: float, b: float, c: float) -> float:
+        return a + times * (c - b)
+
+    def sums(a: Counter[Any], b: Counter[Any], c: Counter[Any]) -> Counter[Any]:
+        return Counter({key: a[key] + times * (c[key] - b[key]) for key in {*a, *b, *c}})
+
+    segments = []
+    for a, b, c in zip(found.segments, base.segments, _aligned(base.segments, grown.segments), strict=True):
+        first = c[0]
+        calls, sent = Counter[Any](), Counter[Any]()
+        launches = 0.0
+        for one in c:
+            calls.update(one.calls)
+            sent.update(one.sent)
+            launches += one.launches
+        segments.append(replace(
+            a, peak=line(a.peak, b.peak, first.peak), lines=sums(a.lines, b.lines, first.lines), calls=sums(a.calls, b.calls, calls),
+            sent=sums(a.sent, b.sent, sent), launches=line(a.launches, b.launches, launches),
+        ))  # fmt: skip
+    host, of_optimizer = line(found.host, base.host, grown.host), line(found.optimizer_host, base.optimizer_host, grown.optimizer_host)
+    return RankRun(sums(found.resident, base.resident, grown.resident), segments, host, of_optimizer)
+
+
+def _aligned(base: list[Segment], grown: list[Segment]) -> list[list[Segment]]:
+    """Return for each segment of a run the one of a run with more layers, and behind it those that are there besides."""
+
+    def of_passes(segments: list[Segment]) -> dict[int, list[Segment]]:
+        found: dict[int, list[Segment]] = {}
+        for segment in segments:
+            found.setdefault(segment.of_pass, []).append(segment)
+        return found
+
+    found, theirs = list[list[Segment]](), of_passes(grown)
+    for number, mine in of_passes(base).items():
+        more, middle = theirs[number], (len(mine) + 1) // 2
+        added = len(more) - len(mine)
+        assert added >= 0, "a run with more layers has no fewer segments"
+        found += [[one] for one in more[:middle]]
+        found[-1] += more[middle : middle + added]
+        found += [[one] for one in more[middle + added :]]
+    return found
+
+
+def _repeated(run: RankRun, few: int, count: int, pp: int) -> RankRun:
+    """Return a run of so many micro-batches, given one of a few: those between the first and the last are alike.
+
+    In a pipeline, whose passes are in many orders, what is sent within layers and between stages grows with the micro-batches.
+    """
+    data = Counter({"micro-batches": run.resident["micro-batches"] * (count / few - 1)})
+    segments = []
+    for segment in run.segments:
+        is_second = segment.of_pass in _SECOND
+        of_layers = 1 + (count - few) * is_second if pp == 1 else count / few if segment.phase != "update" else 1
+        of_others = of_layers if pp == 1 else 1
+        calls, sent = (
+            Counter({key: number * (of_layers if key[2] in _OF_LAYERS else of_others) for key, number in counter.items()})
+            for counter in (segment.calls, segment.sent)
+        )
+        segments.append(replace(
+            segment, peak=segment.peak + data.total(), lines=segment.lines + data, calls=calls, sent=sent,
+            launches=segment.launches * of_layers,
+        ))  # fmt: skip
+    return RankRun(run.resident + data, segments, run.host, run.optimizer_host)
+
+
+def _memory_plan(run: RankRun) -> MemoryPlan:
+    stays = tuple(Line(name, round(size)) for name, size in run.resident.items())
+    moments = []
+    for phase in ("forward", "backward", "update"):
+        if of_phase := [segment for segment in run.segments if segment.phase == phase]:
+            worst = max(of_phase, key=lambda segment: segment.peak)
+            lines = [Line(name, round(size - run.resident[name])) for name, size in worst.lines.items() if size > run.resident[name]]
+            lines += [Line("", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines)))]
+            moments.append(Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes)))
+    return MemoryPlan(stays, tuple(moments), round(run.host), round(run.optimizer_host))
+
+
+def _words(segment: Segment, of_phase: list[Segment]) -> str:
+    """Return where in a phase a segment is."""
+    last = max(one.place for one in of_phase)
+    places = {-1: "its beginning", 0: "embedding", 1: "first layer", last: "head", last - 1: "last layer"}
+    return "optimizer" if segment.phase == "update" else places.get(segment.place, "in the middle")
+
+
+def _traffic_plan(run: RankRun) -> TrafficPlan:
+    flows = (
+        Flow(kind, cast("Op", op), group, ranks, round(number), round(num_bytes))
+        for (kind, op, group, ranks), (number, num_bytes) in run.sent().items()
+    )
+    return TrafficPlan(tuple(sorted(flows, key=lambda flow: -flow.num_bytes)))
+
+
+def _set_layers(config: Config, stages: Sequence[Layers]) -> None:
+    layers = [has for stage in stages for has in stage]
+    config.model = copy.copy(config.model)
+    config.model.num_layers = len(layers)
+    if config.model.has_experts:
+        config.model.moe_layer_freq = f"[{','.join(str(int(has)) for has in layers)}]"
+
+
+def run_rank(
+    config: Config, world_size: int, kind: Kind, rank: int = 0, *, stages: Sequence[Layers] | None = None, routed: RoutedRows | None = None,
+) -> RankRun:  # fmt: skip
+    """Take two steps as a rank of a job; there must be no process group yet.
+
+    Args:
+        config: validated, with the vocabulary size.
+        world_size: processes of the job.
+        kind: of its devices.
+        rank: of the job.
+        stages: layers of each stage; None: those of the configuration.
+        routed: rows of experts (default: even ones).
+    """
+    config = copy.deepcopy(config)
+    if stages is not None:
+        _set_layers(config, stages)
+    share = config.data.mask_prob if config.model.is_bert else 1.0
+    with ExitStack() as undo:
+        device = undo.enter_context(fake_device(kind, world_size, rank, share))
+        step = _build(config, device, undo, stages, routed)
+        batches = _batches(config, step.groups, device)
+        _take(step, config, 1, batches())
+        return _Watch(step, device).second_step(config, batches())
+
+
+class _Watch:
+    """Records where the segments of a step begin, and what it does in them."""
+
+    def __init__(self, step: TrainStep, device: FakeDevice) -> None:
+        self.step, self.device, self.number = step, device, 0
+        self.marks: list[tuple[int, int, int, int, Phase, int]] = []  # (of trace, of calls, launches, pass, phase, unit)
+        self.resident = Counter[str]()
+
+    def second_step(self, config: Config, micro_batches: list[dict[str, Tensor]]) -> RankRun:
+        """Take the step, and return what it did."""
+        step, device = self.step, self.device
+        start, inner, before = step.gradients.start_step, step.events, (len(device.calls), device.launches)
+
+        def begin() -> None:
+            start()
+            self.resident = device.restart(_owners(step, micro_batches))
+            self._enter("forward")
+            self.marks[0] = (0, before[0], before[1], *self.marks[0][3:])
+
+        def before_use(unit: int) -> None:
+            self._mark(unit)
+            inner.before_use(unit)
+
+        step.gradients.start_step = begin  # type: ignore[method-assign]
+        step.events = cast("Any", SimpleNamespace(before_use=before_use, backward_done=inner.backward_done))
+        clock = SimpleNamespace(now=lambda: None)
+        step.recorder = cast(
+            "Any", SimpleNamespace(enter=self._enter, start_step=lambda: None, end_step=lambda: None, recording=True, clock=clock)
+        )
+        _take(step, config, 2, micro_batches)
+        step.weights.settle()
+        step.events = inner
+        return self._read()
+
+    def _enter(self, phase: Phase) -> None:
+        self.number, self.device.phase = self.number + 1, phase
+        self._mark(-1)
+
+    def _mark(self, unit: int) -> None:
+        device = self.device
+        self.marks.append((len(device.trace), len(device.calls), device.launches, self.number, cast("Phase", device.phase), unit))
+
+    def _read(self) -> RankRun:
+        device, lines, segments = self.device, Counter(self.resident), list[Segment]()
+        labels = {number: _part(place) for place, number in device.places.items()}
+        places = {number: place for place, number in device.places.items()}
+        names, live = _names_of_groups(self.step), sum(lines.values())
+        ends = [*self.marks[1:], (len(device.trace), len(device.calls), device.launches, 0, "update", -1)]
+        for (at, call, launches, number, phase, unit), (end, last_call, last_launches, *_) in zip(self.marks, ends, strict=True):
+            peak, held = live, None
+            where = at
+            for index in range(at, end):
+                live += device.trace[index][0]
+                if live > peak:
+                    peak, where = live, index + 1
+            for index in range(at, end):
+                if index == where:
+                    held = Counter(lines)
+                lines[labels[device.trace[index][1]]] += device.trace[index][0]
+            held = held or Counter(lines)
+            calls, sent = Counter[Any](), Counter[Any]()
+            for one in device.calls[call:last_call]:
+                key = (_kind(places[one.place]), one.op, *names.get(getattr(one.group, "group_name", ""), ("pp", 2)))
+                calls[key] += 1
+                sent[key] += one.num_bytes
+            segments.append(Segment(number, phase, unit, peak, held, calls, sent, last_launches - launches))
+        of_optimizer = sum(size for place, size in device.host.items() if places[place].startswith("optim/"))
+        return RankRun(self.resident, segments, device.host.total() - of_optimizer, of_optimizer)
+
+
+def _owners(step: TrainStep, micro_batches: list[dict[str, Tensor]]) -> dict[int, str]:
+    """Return what the tensors are that stay for the whole run, by the identity of their storages."""
+    units, of = step.weights.units, dict[int, str]()
+
+    def name(label: str, tensors: Iterable[Any]) -> None:
+        of.update({t.untyped_storage()._cdata: label for t in tensors if isinstance(t, Tensor)})
+
+    name("micro-batches", (t for batch in micro_batches for t in batch.values()))
+    if step.weights.stage == 3:
+        name("buffers for whole parameters", tree_leaves(step.weights._buffers))
+    name("optimizer state", tree_leaves([vars(state) if hasattr(state, "__dict__") else state for state in step.optimizer.states]))
+    name("master weights", (unit.master for unit in units))
+    name("parameters", (t for unit in units for t in (unit.params, unit.local_params, unit.local_frozen)))
+    return of
+
+
+def _part(place: str) -> str:
+    """Return what a tensor is part of that a place has allocated."""
+    if place.startswith("="):
+        return place[1:]
+    file, _, phase = place.partition("|")
+    part = next((part for start, part in _PARTS.items() if file.startswith(start)), "other tensors")
+    return part if part in _WHOLE else f"{part}, {phase}"
+
+
+def _kind(place: str) -> str:
+    file, _, phase = place.partition("|")
+    kind = next((kind for start, kind in _KINDS.items() if file.startswith(start)), file.partition(":")[0])
+    return f"{kind}, {phase}" if kind in ("heads", "keys and values", "rows of experts") else kind
+
+
+def _names_of_groups(step: TrainStep) -> dict[str, tuple[str, int]]:
+    """Return name and size of each group, by torch's name."""
+    groups, found = step.groups, dict[str, tuple[str, int]]()
+    replicas = "dp x sp" if groups.cp.size() == 1 else "dp x cp x sp"
+    ep: Any = getattr(cast("Any", step.model), "layout", SimpleNamespace(ep=None)).ep
+    named: list[tuple[str, Any]] = [
+        ("tp", groups.tp), ("sp", groups.sp), ("cp", groups.cp), (replicas, groups.dp_cp_sp), ("pp x tp", groups.pp_tp),
+        ("ends", groups.ends), ("world", groups.world), ("ep", getattr(ep, "group", None)), ("tokens", getattr(ep, "tokens", None)),
+        (f"{replicas} / {ep.size if ep else 1}", getattr(ep, "replicas", None)), ("sequence", getattr(ep, "sequence", None)),
+    ]  # fmt: skip
+    for name, group in named:
+        if group is not None and hasattr(group, "group_name"):
+            found.setdefault(group.group_name, (name, group.size()))
+    return found
+
+
+# building a run
+
+
+def _build(
+    config: Config, device: FakeDevice, undo: ExitStack, stages: Sequence[Layers] | None, routed: RoutedRows | None
+) -> TrainStep:  # fmt: skip
+    """Put a run's model, optimizer and step together, as ``training/run.py`` does, without trying and timing what there may be."""
+    task = bert_task(config) if config.model.is_bert else GPT
+    plain = task.build_model
+
+    def build_model(*args: Any) -> Any:
+        with torch.device("meta"):  # no weights are drawn
+            return plain(*args)
+
+    groups = replace(layout_groups(config, torch.device("cpu"), check=False), device=device.device)
+    uses_triton = device.kind == "cuda" and config.kernels.fused_kernels != "torch"
+    undo.callback(launch.use_triton, launch._in_use)
+    put(undo, fused, "_choose", lambda _config, _device, norm: _kernels(norm, uses_triton))
+    if stages is not None and groups.pp.size() > 1:
+        layers, parallel = [len(layers) for layers in stages], config.parallel
+        costs = layer_costs(config.model, config.kernels)
+        made = Pipeline(groups, cast("Any", parallel.pipeline_kind), layers, parallel.num_pipeline_slices, costs)
+        put(undo, run, "build_pipeline", lambda *_: made)
+    if config.model.has_experts:
+        _route(config, undo, routed)
+    faults = SimpleNamespace(at=lambda *_: None, poisons=lambda *_: False, faults=())
+    context = cast("Any", SimpleNamespace(
+        config=config, groups=groups, task=replace(task, build_model=build_model), faults=faults, sizes="given", run_dir=None,
+        peers=SimpleNamespace(parts=[]), console=SimpleNamespace(line=lambda _: None), watchdog=SimpleNamespace(),
+    ))  # fmt: skip
+    attention = _attention(config, device)
+    layout = run.choose_layout(context, None, attention)
+    parts, _, _ = run.build_model(context, layout)
+    return run.build_step(context, layout, parts, attention)
+
+
+def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
+    kernels, use = config.kernels, use_of(config, device.device)
+    if kernels.attention_backend in ("unfused", "local"):
+        kernel = AttentionKernel("reference", "asked for")
+    else:
+        kernel = AttentionKernel("sdpa", "") if device.kind == "cuda" else choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
+    repeated = None
+    if kernels.recompute_granularity == "full":
+        why = attention_ops.why_repeated(kernel.name, use.device, use.dtype, use.head_dim, use.dropout)
+        repeated = "asked for" if kernels.recompute_attention == "full" else "" if use.context else why
+    return AttentionChoice(kernel, {}, repeated)
+
+
+def _kernels(norm: Any, uses_triton: bool) -> FusedKernels:
+    name: Any = "triton" if uses_triton else "torch"
+    return FusedKernels(None, None if norm is None else FusedKernel(norm.kind, name, ""), FusedKernel(ELEMENTWISE, name, ""))
+
+
+def _route(config: Config, undo: ExitStack, routed: RoutedRows | None) -> None:
+    """Give experts their rows."""
+    plain, model, load = Counts.read, config.model, config.parallel.moe_worst_load
+
+    def read(counts: Any) -> Any:
+        if counts.numbers is None:
+            counts._coming.wait()
+            ep, chunks, own = counts._ep.size, len(counts._chunks), counts._own
+            rows = routed or even_rows(model, ep, len(counts._chosen), load)
+            each, mine = round(rows.choices / (own * ep * chunks)), counts._ep.rank
+
+            def of(others: float) -> Any:
+                there = [round((rows.own if rank == mine else others / max(1, ep - 1)) / chunks) for rank in range(ep)]
+                return [[[each] * own + [there[rank]]] * chunks for rank in range(ep)]
+
+            counts.numbers = [of(rows.to_others), of(rows.from_others)]
+        return plain(counts)
+
+    put(undo, Counts, "read", read)
+
+
+def _batches(config: Config, groups: ParallelGroups, device: FakeDevice) -> Callable[[], list[dict[str, Tensor]]]:
+    batch, model = config.batch, config.model
+    each = batch.micro_batch_size * groups.dp_size
+    b, s = batch.micro_batch_size, model.seq_length or 1
+
+    def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device.device)
+
+    def one() -> dict[str, Tensor]:
+        made = {"tokens": empty(b, s), "labels": empty(b, s), "loss_mask": empty(b, s, dtype=torch.float32), "sample_ids": empty(b)}
+        made |= {"types": empty(b, s)} if model.is_bert else {}
+        return made | ({"order": empty(b)} if model.has_order_head else {})
+
+    return lambda: [one() for _ in range(max(1, (batch.global_batch_size or each) // each))]
+
+
+def _take(step: TrainStep, config: Config, number: int, batches: list[dict[str, Tensor]]) -> None:
+    size = config.batch.micro_batch_size
+    digests = [torch.zeros(size, dtype=torch.float64)] * len(batches)
+    places = list(torch.arange(size * len(batches)).chunk(len(batches)))
+    step.run(batches, number, lr=1e-3, weight_decay=0.1, digests=digests, places=places)
