@@ -29,7 +29,11 @@ class Suggestion(NamedTuple):
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     """Return the memory plan of one rank, with the copy for background saves; the vocabulary size must be set."""
-    plan = memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer)
+    return with_saves(memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer), config, world_size, device)
+
+
+def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device) -> MemoryPlan:
+    """Return a plan with the copy for background saves, and whether its steps are captured."""
     copy_of_saves = copy_bytes(config, world_size)
     if device == "cuda":
         return replace(plan, host=plan.host + copy_of_saves, is_captured=config.kernels.cuda_graphs != "off" and not obstacles(config))

@@ -175,10 +175,11 @@ def _only_reasons(lacks: dict[str, str]) -> dict[str, str]:
 
 def lack(name: KernelName, use: AttentionUse) -> str:
     """Return why a kernel cannot be used for this; empty if it can. Nothing is imported where the device rules it out."""
-    return _known_lack(name, use) or _trial(name, replace(use, dropout=0.0))
+    return known_lack(name, use) or _trial(name, replace(use, dropout=0.0))
 
 
-def _known_lack(name: KernelName, use: AttentionUse) -> str:
+def known_lack(name: KernelName, use: AttentionUse) -> str:
+    """Return why a kernel cannot be used for this, as far as that is known without trying it."""
     general = (
         "it needs a GPU" if use.device.type != availability.GPU
         else "no fused kernel computes in float64" if use.dtype == torch.float64
@@ -244,7 +245,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 def _ways_through_torch(name: KernelName, use: AttentionUse) -> tuple[KernelName, ...]:
     """Return how torch may call a package whose own function does not work; nothing if there is more amiss than that."""
-    return (_THROUGH_TORCH[name][0],) if name in _THROUGH_TORCH and not _known_lack(name, use) else ()
+    return (_THROUGH_TORCH[name][0],) if name in _THROUGH_TORCH and not known_lack(name, use) else ()
 
 
 def activate(name: KernelName) -> None:

@@ -1,7 +1,8 @@
 """Dry run (--dry-run): memory and communication of every rank for any number of processes, without starting any.
 
-Memory comes from ``estimate/memory.py``, communication from ``estimate/traffic.py``; tests compare both with real
-steps. Nothing here imports torch, unless a checkpoint has to be read.
+Memory is that of the program itself, which runs on tensors without contents (``planner/fake_run.py``); with cp and
+pipelines, whose runs take long, it is the closed form of ``estimate/memory.py``. Communication comes from
+``estimate/traffic.py``, which knows what can run under computation. Tests compare all of them with real steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.estimate.pipeline_choice import settle_schedule
 from megatron_sp.estimate.stages import layers_of_stages
-from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
+from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of, with_saves
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
@@ -27,6 +28,8 @@ from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_n
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
+
+_MOST_TOKENS, _MOST_RANKS = 2**18, 4096  # of a run on tensors without contents: there is an operator for each chunk of tokens
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class RunPlan:
         copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
         notes: ignored flags, and the starting point of the run if that is not obvious.
         overlap: mode that --sp-overlap-mode auto counts as, on GPUs; empty: the mode is given.
+        launches: operators and kernels of a step on a rank's device; 0: not known.
     """
 
     config: Config
@@ -58,6 +62,7 @@ class RunPlan:
     copy_of_saves: int = 0
     notes: tuple[str, ...] = ()
     overlap: str = ""
+    launches: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON, in bytes and plain numbers."""
@@ -73,7 +78,8 @@ class RunPlan:
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
-            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves, "notes": list(self.notes),
+            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves, "launches": self.launches,
+            "notes": list(self.notes),
         }  # fmt: skip
 
     def text(self) -> str:
@@ -120,6 +126,8 @@ class RunPlan:
                 f"saving in the background: {format_bytes(self.copy_of_saves)} of {where}, are kept on each rank for the copy"
                 " (--no-async-save: none, and training waits)"
             )
+        if self.launches:
+            lines.append(f"launches of a rank and step: {self.launches:,} operators and kernels")
         if not traffic.flows:
             lines.append("traffic: none, there is one process")
         else:
@@ -184,12 +192,31 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
     workload = workload_of(settled, world_size, device)
     form = largest_form(workload)
+    memory, launches = _memory(settled, world_size, device)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
-        form.zero.kept_params, form.shape.num_micro_batches, plan_of(settled, world_size, device), traffic_plan(workload),
+        form.zero.kept_params, form.shape.num_micro_batches,
+        memory, traffic_plan(workload),
         find_suggestions(settled, world_size, device), copy_bytes(config, world_size),
         tuple(filter(None, (*config.remarks, *notes, choice, _refused_here(config, world_size, device)))), overlap,
+        launches,
     )  # fmt: skip
+
+
+def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan, int]:
+    """Return the memory of the rank that holds most, and how many operators and kernels a step launches; 0: not known.
+
+    Attention in pieces (cp) is thousands of small operators, and a pipeline many passes on several unlike ranks: their runs
+    take longer than one waits for a dry run, and the closed form gives the same bytes. So do absurd sizes.
+    """
+    parallel, tokens = config.parallel, config.batch.micro_batch_size * (config.model.seq_length or 0)
+    is_long = tokens > _MOST_TOKENS or world_size > _MOST_RANKS
+    if is_long or parallel.context_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
+        return plan_of(config, world_size, device), 0
+    from megatron_sp.planner.fake_run import predict  # torch takes a second
+
+    found = predict(config, world_size, device)
+    return with_saves(found.memory, config, world_size, device), found.launches
 
 
 def _refused_here(config: Config, world_size: int, device: Device) -> str:

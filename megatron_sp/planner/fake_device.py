@@ -269,7 +269,10 @@ def _item(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copy(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0] if args[1].is_meta and not args[0].is_meta else func(*args, **kwargs)
+    to, source = args[:2]
+    if to.is_meta or not source.is_meta:
+        return func(*args, **kwargs)
+    return to.fill_(1) if to.nbytes <= _HOST_BYTES else to
 
 
 def _nonzero(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from megatron_sp.estimate.memory_plan import Line, MemoryPlan, Moment
 from megatron_sp.estimate.stages import layer_costs, layers_of_stages
 from megatron_sp.estimate.traffic import Flow, Op, TrafficPlan
 from megatron_sp.ops import attention as attention_ops
-from megatron_sp.ops.attention_choice import AttentionKernel, choose_kernel
+from megatron_sp.ops.attention_choice import AttentionKernel, choose_kernel, known_lack
 from megatron_sp.ops.fused_kernels import ELEMENTWISE, FusedKernel, FusedKernels
 from megatron_sp.ops.kernels import launch
 from megatron_sp.parallel.expert_exchange import Counts
@@ -311,8 +311,8 @@ def _memory_plan(run: RankRun) -> MemoryPlan:
         if of_phase := [segment for segment in run.segments if segment.phase == phase]:
             worst = max(of_phase, key=lambda segment: segment.peak)
             lines = [Line(name, round(size - run.resident[name])) for name, size in worst.lines.items() if size > run.resident[name]]
-            lines += [Line("", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines)))]
-            moments.append(Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes)))
+            lines += [Line("rest", round(worst.peak) - sum(line.num_bytes for line in (*stays, *lines)))]
+            moments.append(Moment(cast("Any", phase), _words(worst, of_phase), tuple(line for line in lines if line.num_bytes > 0)))
     return MemoryPlan(stays, tuple(moments), round(run.host), round(run.optimizer_host))
 
 
@@ -353,6 +353,9 @@ def run_rank(
         routed: rows of experts (default: even ones).
     """
     config = copy.deepcopy(config)
+    config.logging.report_overlap, config.parallel.check_collectives = None, False
+    if config.parallel.overlap_mode == "auto":
+        config.parallel.sp_overlap_mode, config.parallel.sp_overlap_comm = "none", False
     if stages is not None:
         _set_layers(config, stages)
     share = config.data.mask_prob if config.model.is_bert else 1.0
@@ -519,8 +522,8 @@ def _build(
 
 def _attention(config: Config, device: FakeDevice) -> AttentionChoice:
     kernels, use = config.kernels, use_of(config, device.device)
-    if kernels.attention_backend in ("unfused", "local"):
-        kernel = AttentionKernel("reference", "asked for")
+    if kernels.attention_backend in ("unfused", "local") or (device.kind == "cuda" and known_lack("sdpa", use)):
+        kernel = AttentionKernel("reference", "")
     else:
         kernel = AttentionKernel("sdpa", "") if device.kind == "cuda" else choose_kernel("auto", "cpu", use.dtype, use.dropout, use)
     repeated = None
