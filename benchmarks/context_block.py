@@ -317,7 +317,7 @@ def error_over_ranks(got: Any, want: Any) -> float:
 def count_bytes(run: Callable[[], Any]) -> tuple[list[int], list[int] | None]:
     """Return what each rank sends in one pass, barriers taken off, and what the interface of its host sends in all. Collective."""
     from megatron_sp.comm.groups import world_group
-    from megatron_sp.comm.objects import gather_json
+    from megatron_sp.comm.object_collectives import gather_json
 
     run()  # connections are made
     mine = [a - b for a, b in zip(_counted(run), _counted(lambda: None), strict=True)]
@@ -446,6 +446,6 @@ def _seconds(fn: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

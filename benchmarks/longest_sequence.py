@@ -200,6 +200,6 @@ def pack(train_step: Any) -> None:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -390,6 +390,6 @@ class Training:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -124,6 +124,6 @@ def measure(ways: dict[str, Callable[[Any], Any]], qkv: Any, grad: Any, rounds: 
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -255,7 +255,7 @@ class Ours:
         """Replay with all ranks' own times, floor, host time. Collective."""
         import torch.distributed as dist
 
-        from megatron_sp.comm.objects import gather_json
+        from megatron_sp.comm.object_collectives import gather_json
         from megatron_sp.parallel.pipeline_replay import replay
 
         mine = [[*action, median(times[1:] or times)] for action, times in self.times.items()]

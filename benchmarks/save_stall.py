@@ -371,6 +371,6 @@ def _row(size: str, world_size: int, result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -373,6 +373,6 @@ def count_copies(run: Callable[[], Any], unit: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

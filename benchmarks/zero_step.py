@@ -579,6 +579,6 @@ def make(name: str, model: dict[str, int]) -> Contender:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.commands.recipe import main
 from megatron_sp.utils import output
-from megatron_sp.utils.program import leave
+from megatron_sp.utils.entry_point import leave
 
 if __name__ == "__main__":
     output.survive()  # a training is not left undone because nobody takes what is said of it

@@ -21,7 +21,7 @@ def enter(command: str, module: str, argv: list[str] | None = None) -> NoReturn:
     """
     try:
         main = importlib.import_module(module).main
-        from megatron_sp.utils.program import run_program
+        from megatron_sp.utils.entry_point import run_program
     except ModuleNotFoundError as error:
         if error.name != "megatron_sp":
             raise

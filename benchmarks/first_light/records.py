@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from megatron_sp.utils.program import is_out_of_memory
+from megatron_sp.utils.entry_point import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch

@@ -348,6 +348,6 @@ def _cell(found: dict[str, Any] | None, best: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

@@ -394,6 +394,6 @@ def report(label: str, shape: dict[str, int], raw: dict[str, list[dict[str, Any]
 
 
 if __name__ == "__main__":
-    from megatron_sp.utils.program import run_program
+    from megatron_sp.utils.entry_point import run_program
 
     run_program(main)

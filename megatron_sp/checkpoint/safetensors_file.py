@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.ops.memory import empty
-from megatron_sp.utils import direct_file
+from megatron_sp.utils import direct_io
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
 
@@ -147,7 +147,7 @@ def _write(
     reached: Callable[[str], None], update: Callable[[memoryview], None] | None, in_turn: bool = False,
 ) -> int:  # fmt: skip
     items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
-    with direct_file.create(path) as file, contextlib.ExitStack() as stack:
+    with direct_io.create(path) as file, contextlib.ExitStack() as stack:
         hasher = None if update is None or in_turn else stack.enter_context(ThreadPoolExecutor(1))
         size = 0
         for block in _blocks(header(items), items, contents):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_sp.comm.objects import broadcast_json, gather_json
+from megatron_sp.comm.object_collectives import broadcast_json, gather_json
 from megatron_sp.utils.errors import CheckpointError, ReportedError
 
 _KINDS = {kind.__name__: kind for kind in ReportedError.__subclasses__()}

@@ -4,6 +4,8 @@ Launchers give GPUs to processes in two ways: each process sees all GPUs of its 
 (torchrun), or each sees its own alone, as device 0 (Slurm's --gpus-per-task=1). In the second case a wrong setting, such
 as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity, so the processes compare that before NCCL is
 asked, which would hang or report an internal error.
+
+Collective backends available in this build of torch.
 """
 
 from __future__ import annotations
@@ -68,3 +70,10 @@ def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str
             f"{store.get('gpu shared').decode()}: each process needs one of its own. Let all processes of a host see all its GPUs, or"
             " each another one alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task=1), and start no more processes than there are GPUs"
         )
+
+
+def available_backends() -> dict[str, bool]:
+    """Return ``{"gloo": bool, "nccl": bool}``; all False if torch was built without distributed support."""
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_sp import __version__
 from megatron_sp.utils.command_parser import CommandParser
-from megatron_sp.utils.program import code_of, run_program
+from megatron_sp.utils.entry_point import code_of, run_program
 
 Run = Callable[[argparse.Namespace], int]
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)

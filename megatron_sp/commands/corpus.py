@@ -6,8 +6,8 @@ import sys
 
 from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
 from megatron_sp.utils.command_parser import CommandParser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

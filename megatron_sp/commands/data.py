@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
-from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.import_checks import NEWEST_TESTED_TORCH, OLDEST_TORCH, numbers
 from megatron_sp.utils.processes import num_cores
-from megatron_sp.utils.torch_version import NEWEST_TESTED_TORCH, OLDEST_TORCH, numbers
 
 GIB = 1024**3
 REQUIRED = {
@@ -125,7 +125,7 @@ def _backends() -> Iterator[Finding]:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    from megatron_sp.comm.backends import available_backends
+    from megatron_sp.comm.devices import available_backends
 
     backends, on_gpu = available_backends(), torch.cuda.is_available()
     for name, there in backends.items():

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_sp import __version__
 from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output
-from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.config.schema import Config

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_checkpoint_flags
 from megatron_sp.utils.command_parser import documented_parser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import ConfigError, DataError
-from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.inference.stored_model import Stored

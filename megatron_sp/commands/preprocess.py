@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
 from megatron_sp.utils.command_parser import CommandParser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.data.preprocess import PreprocessReport, Progress

@@ -14,10 +14,9 @@ from typing import NoReturn
 from megatron_sp.config.flags.arguments import Request, config_as_yaml, read_request
 from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
-from megatron_sp.utils.address_space import require_address_space
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
+from megatron_sp.utils.import_checks import require_address_space, require_torch
 from megatron_sp.utils.launch import Launch, is_first_rank, let_first_rank_speak
-from megatron_sp.utils.torch_version import require_torch
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:

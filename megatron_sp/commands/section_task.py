@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from megatron_sp.utils.command_parser import documented_parser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_graph_flag, add_model_flags
 from megatron_sp.utils.command_parser import documented_parser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import ConfigError, PeerError
-from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.models.gpt import GPTModel

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from megatron_sp.utils.command_parser import CommandParser
+from megatron_sp.utils.entry_point import integer
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.output_file import require_place
-from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
-from megatron_sp.utils.text_file import read_text
+from megatron_sp.utils.files import read_text
 
 _MOST_BYTES = 256 * 1024
 _FORM = '"NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.entry_point import integer
 
 FORMAT_NAMES = ("megatron_sp", "hf", "megatron", "megatron-dist", "megatron-deepspeed")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

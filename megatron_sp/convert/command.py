@@ -20,10 +20,10 @@ from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options, Overrides
 from megatron_sp.convert.run import Bar, convert, require_absent
+from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.output_file import require_place, write_output
-from megatron_sp.utils.program import is_out_of_memory
 
 _MAX_METADATA_MB = 1024
 _RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats with a file per rank

@@ -21,11 +21,10 @@ import torch
 from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.stored_config import stored_configuration
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
+from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import ParallelGroups, destroy_process_group, init_process_group
-from megatron_sp.comm.objects import broadcast_json, gather_json
-from megatron_sp.comm.peers import first_line, is_peer_failure
+from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json, gather_json
 from megatron_sp.config.rules import inference_violations
 from megatron_sp.config.rules_graphs import decoding_obstacles, violation
 from megatron_sp.config.schema import Config, ModelConfig, ParallelConfig, raise_all
@@ -36,11 +35,11 @@ from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops.cuda_graphs import CudaGraphs
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.utils.entry_point import leave
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
 from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.launch import Launch, let_first_rank_speak
 from megatron_sp.utils.processes import num_cores
-from megatron_sp.utils.program import leave
 
 _TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_sp.estimate.hardware import CPU
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.entry_point import integer
 
 USAGE = "megatron-sp plan --gpus N --gpu NAME [--nodes N --link NAME] [options] FLAGS OF THE MODEL"
 EPILOG = (

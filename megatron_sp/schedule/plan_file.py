@@ -28,8 +28,8 @@ from megatron_sp.schedule.core.directives import Directive, PathError, expand, i
 from megatron_sp.schedule.core.hooks import MODES, OPS
 from megatron_sp.schedule.core.mesh import OF_LINES
 from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.files import read_text
 from megatron_sp.utils.output_file import write_output
-from megatron_sp.utils.text_file import read_text
 
 SCHEMA = 1
 MAX_FILE_BYTES = 1024 * 1024

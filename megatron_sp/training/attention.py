@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, barrier
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import all_ranks_agree, gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention
 from megatron_sp.ops.attention_choice import AttentionKernel, AttentionUse, Candidates, activate, chosen, find_candidates, why_repeated

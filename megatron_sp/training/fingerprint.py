@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.utils.errors import ConfigError
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import all_ranks_agree, gather_json
 from megatron_sp.config.schema import Config
 from megatron_sp.ops.fused_kernels import FusedKernels, KernelUse, choose_fused_kernels
 from megatron_sp.ops.kernels.launch import use_triton

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce_async
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.rules_graphs import Obstacle, obstacles, violation
 from megatron_sp.config.schema import Config, LoggingConfig, raise_all
 from megatron_sp.ops.attention_choice import activate

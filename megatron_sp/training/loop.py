@@ -20,9 +20,9 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.comm.peers import Peers, is_peer_failure
+from megatron_sp.comm.failed_ranks import Peers, is_peer_failure
+from megatron_sp.comm.object_collectives import all_ranks_agree
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch

@@ -35,7 +35,7 @@ from megatron_sp.comm.collectives import (
     reduce_scatter_async,
 )
 from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
-from megatron_sp.comm.objects import broadcast_json, gather_json
+from megatron_sp.comm.object_collectives import broadcast_json, gather_json
 from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CollectiveTimes, CudaClock, Direction, Recorder, StepTimes, WallClock
 from megatron_sp.ops import availability
 from megatron_sp.parallel.pipeline import Channels

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token

@@ -1,7 +1,7 @@
 """A run and its parts: ``prepare`` builds them, ``training/loop.py`` takes the steps.
 
 ``prepare`` is the list of what is built, in the order in which errors are cheapest to find: paths and flags first, then
-files, then what takes time and memory. Whatever may fail on one rank only fails on all of them (``comm/agree.py``),
+files, then what takes time and memory. Whatever may fail on one rank only fails on all of them (``comm/object_collectives.py``),
 with an exit code of ``utils/errors.py``:
 
     open_checkpointer   6  the folder of --save cannot be written
@@ -32,10 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import nn
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
-from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.failed_ranks import Peers
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import broadcast_json
-from megatron_sp.comm.peers import Peers
+from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.config.curriculum import Curriculum, read_curriculum
 from megatron_sp.config.rules_batch import step_violation
 from megatron_sp.config.rules_context import with_split

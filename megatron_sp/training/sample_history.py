@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.digests import from_bytes, sample_digest, to_bytes
 from megatron_sp.data.samplers import Order, next_ids

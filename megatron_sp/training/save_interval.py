@@ -21,7 +21,7 @@ from collections import deque
 from typing import Any
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.schema import CheckpointConfig
 
 FIRST_STEPS = 10  # before the first save, when nothing has been measured

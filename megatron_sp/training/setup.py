@@ -21,17 +21,17 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.devices import gpu_of
+from megatron_sp.comm.failed_ranks import first_line, is_peer_failure
 from megatron_sp.comm.groups import Group, NcclOptions, ParallelGroups, destroy_process_group, init_process_group
-from megatron_sp.comm.objects import broadcast_json
-from megatron_sp.comm.peers import first_line, is_peer_failure
+from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.config.concessions import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.training.attention import require_attention
 from megatron_sp.training.fused import require_fused_kernels
 from megatron_sp.utils import output
+from megatron_sp.utils.entry_point import first_words, is_out_of_memory, leave
 from megatron_sp.utils.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -45,7 +45,6 @@ from megatron_sp.utils.errors import (
 from megatron_sp.utils.files import atomic_write_json, held_folder
 from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import num_cores
-from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 from megatron_sp.utils.run_log import read_status, saved_step
 
 
@@ -128,7 +127,7 @@ class RunStatus:
 
 
 def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
-    """Run ``body`` and exit the process with its code (``utils/program.py``); never returns.
+    """Run ``body`` and exit the process with its code (``utils/entry_point.py``); never returns.
 
     Args:
         body: does the work and returns the exit code; opens the status once the run folder is known.

@@ -25,10 +25,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, broadcast
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import broadcast_json
+from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader

@@ -3,6 +3,8 @@
 The order is always: write under a temporary name in the same folder, fsync the file, rename it over the old one, fsync
 the folder. A rename within one folder is atomic; the two fsyncs ensure that it is on the disk, not only in the kernel's
 memory.
+
+Reading of small user-written text files, such as flags or schedules, with a size limit.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from megatron_sp.utils.errors import ConfigError
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)  # file systems that cannot open or sync a folder
 
@@ -201,3 +205,26 @@ def free_bytes(path: str | Path) -> int:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def read_text(path: str | Path, name: str, max_bytes: int, kind: str) -> str:
+    """Read the text of a file.
+
+    Args:
+        name: name of the file in messages, with the flag that gave it.
+        max_bytes: size limit.
+        kind: the expected kind, such as "a file of flags".
+    Raises:
+        ConfigError: it cannot be read, is too large, or not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise ConfigError(f"{name}: larger than {max_bytes} bytes; this is not {kind}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not UTF-8 text") from None

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from megatron_sp.comm.agree import RemoteError, all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.object_collectives import RemoteError, all_ranks_agree
 from megatron_sp.utils.errors import EXIT_DATA, EXIT_DISK, ConfigError, DataError, DiskError, ReportedError
 
 

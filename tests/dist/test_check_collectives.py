@@ -24,7 +24,7 @@ from megatron_sp.comm.check import CheckedGroup, DivergenceError
 from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_reduce_async, all_to_all_async, barrier, broadcast
 from megatron_sp.comm.collectives import reduce_scatter_async as reduce_scatter
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import broadcast_json, gather_json
+from megatron_sp.comm.object_collectives import broadcast_json, gather_json
 from megatron_sp.optim import gradients
 from megatron_sp.utils.errors import PeerError
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece, Rect
-from megatron_sp.comm.objects import broadcast_json, gather_json
+from megatron_sp.comm.object_collectives import broadcast_json, gather_json
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.faults import FaultPlan
 

@@ -10,8 +10,8 @@ from support.training import TINY, train
 
 from megatron_sp.commands import cli
 from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.utils.entry_point import code_of
 from megatron_sp.utils.errors import EXIT_CONFIG
-from megatron_sp.utils.program import code_of
 
 
 def by_mpirun(rank: int) -> None:

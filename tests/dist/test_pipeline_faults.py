@@ -13,7 +13,7 @@ import pytest
 from support.training import KILLED, MOCK, NO_DROPOUT, TINY, records, saved_steps, status, time_is_over, train
 from support.waiting import NEVER_MINUTES, wait_until
 
-from megatron_sp.comm import peers
+from megatron_sp.comm import failed_ranks
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.estimate.stages import layer_costs
 from megatron_sp.parallel import pipeline
@@ -90,7 +90,7 @@ def test_who_is_late_is_named_with_its_stage(tmp_path: Path, kind: str, rank: in
         beat, take, taken = Watchdog.beat, pipeline._Mail.take, [0]
         Watchdog.beat = lambda self, what: (dogs.append(self), beat(self, what))[1]  # type: ignore[method-assign, func-returns-value]
         faults._hang = stand_still
-        peers._ROLL_CALL_S = 0.2  # nobody else could answer
+        failed_ranks._ROLL_CALL_S = 0.2  # nobody else could answer
 
         def impatient(self: pipeline._Mail, made_by: Action) -> object:
             taken[0] += made_by == (message or last_received)

@@ -11,7 +11,7 @@ import torch
 from support.layouts import Case, Sharded, alone, by_axes, run_cases
 from support.ranks import run_ranks
 
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.parallel.pipeline_plan import PipelineKind
 
 LLAMA = {

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_sp.training.setup import run_main
+from megatron_sp.utils.entry_point import run_program
 from megatron_sp.utils.launch import Launch
-from megatron_sp.utils.program import run_program
 
 SLEEPER, WAKER = os.pipe()
 KEPT: list[object] = []

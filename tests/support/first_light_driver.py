@@ -8,7 +8,7 @@ from functools import partial
 from first_light import command, plan
 from first_light.runner import Runner
 
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.entry_point import run_program
 from support.first_light_parts import part
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.bert import BertModel

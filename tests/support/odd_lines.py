@@ -153,7 +153,7 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
 
         return cli.main
     module = importlib.import_module(f"megatron_sp.commands.{MODULES[program]}")
-    from megatron_sp.utils.program import code_of
+    from megatron_sp.utils.entry_point import code_of
 
     return lambda words: code_of(lambda: module.main(words, program))
 

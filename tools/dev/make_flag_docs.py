@@ -14,8 +14,8 @@ from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of
 from megatron_sp.config.schema import GROUPS
+from megatron_sp.utils.entry_point import run_program
 from megatron_sp.utils.flag_field import described
-from megatron_sp.utils.program import run_program
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/flags.md"
 

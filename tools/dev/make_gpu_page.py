@@ -11,9 +11,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_light.markdown import gpu_page  # noqa: E402
 from first_light.report import read_report  # noqa: E402
 
+from megatron_sp.utils.entry_point import run_program  # noqa: E402
 from megatron_sp.utils.errors import ConfigError  # noqa: E402
 from megatron_sp.utils.output_file import write_output  # noqa: E402
-from megatron_sp.utils.program import run_program  # noqa: E402
 
 PAGE, REPORT = ROOT / "docs/benchmarks/gpu.md", ROOT / "docs/benchmarks/gpu.json"
 

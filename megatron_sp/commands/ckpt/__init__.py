@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.entry_point import integer
 
 _STEP_OR_RUN = "one step folder, or a run: then its newest step"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_sp.commands.schedule.train import LONG
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.entry_point import integer
 
 _MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
 _FACTORY = "function of yours that returns the model, or (model, batch of keyword arguments); a file.py instead of a module works too"

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.text_file import read_text
+from megatron_sp.utils.files import read_text
 
 MAX_FILE_BYTES = 256 * 1024  # a whole configuration takes 5 KB, a blend of a thousand data sets fits as well
 _MAX_DEPTH = 5  # group, flag, list; two more, so that deeper nesting gets a message of its own

@@ -26,8 +26,8 @@ from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
 from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedConfig
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.files import read_text
 from megatron_sp.utils.strict_json import parse_object
-from megatron_sp.utils.text_file import read_text
 
 _MAX_VALUES = 10_000
 _FP16_ON = ("precision.fp16", True)

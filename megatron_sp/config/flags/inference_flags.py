@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.entry_point import integer
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

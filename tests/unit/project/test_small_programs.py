@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.paths import ROOT
 
+from megatron_sp.utils.entry_point import code_of, integer, is_out_of_memory
 from megatron_sp.utils.errors import DataError
-from megatron_sp.utils.program import code_of, integer, is_out_of_memory
 
 
 def ends(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -17,8 +17,8 @@ from support.ranks import run_ranks
 from support.training import MOCK, TINY
 
 from megatron_sp import training
+from megatron_sp.comm.failed_ranks import Peers
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.peers import Peers
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.schema import Config
 from megatron_sp.tasks.gpt import GPT

@@ -13,7 +13,7 @@ from support.paths import ROOT
 from support.training import MOCK, TINY
 
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.torch_version import OLDEST_TORCH, numbers, require_torch
+from megatron_sp.utils.import_checks import OLDEST_TORCH, numbers, require_torch
 
 
 @pytest.mark.parametrize("version, is_good", [

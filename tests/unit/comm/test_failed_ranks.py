@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
-from megatron_sp.comm import peers as peers_module
-from megatron_sp.comm import rendezvous, stacks
+from megatron_sp.comm import failed_ranks, rendezvous
 from megatron_sp.comm.collectives import WaitError
-from megatron_sp.comm.peers import Peers, first_line, is_peer_failure
+from megatron_sp.comm.failed_ranks import Peers, first_line, is_peer_failure, offer_stack, take_stack
 from megatron_sp.comm.rendezvous import fresh_store
-from megatron_sp.comm.stacks import offer_stack, take_stack
 from megatron_sp.utils.processes import is_stopped, machine
 
 LONG = timedelta(seconds=PATIENCE_S)
@@ -129,7 +127,7 @@ def test_the_stage_of_a_dead_rank_and_the_message_that_was_waited_for(dead_pid: 
 
 
 def test_hosts_of_one_name_are_numbered() -> None:
-    assert peers_module._told_apart(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
+    assert failed_ranks._told_apart(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
 
 
 def test_a_zombie_has_died() -> None:
@@ -177,7 +175,7 @@ def roll_call(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, where: list
 
 
 def test_who_does_not_answer_on_another_host_is_named(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "_ROLL_CALL_S", 0.5)
+    monkeypatch.setattr(failed_ranks, "_ROLL_CALL_S", 0.5)
     pids = [os.getpid()] * 3
     store.set("broken/1", "1")  # rank 1 has found it broken as well
     want = f"rank 2 (pid {pids[2]} on host2) did not answer"
@@ -188,7 +186,7 @@ def test_who_does_not_answer_on_another_host_is_named(store: dist.TCPStore, monk
 def test_what_one_host_knows_all_say(store: dist.TCPStore, dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a rank that finds another one gone which has ended for this very reason."""
     pids = [os.getpid(), os.getpid(), dead_pid]
-    monkeypatch.setattr(peers_module, "_ROLL_CALL_S", PATIENCE_S)
+    monkeypatch.setattr(failed_ranks, "_ROLL_CALL_S", PATIENCE_S)
     monkeypatch.setattr(Peers, "_here", lambda self: [0] if self.rank == 0 else [1, 2])
     want = f"rank 2 (pid {dead_pid} on host2) died"
     assert roll_call(store, monkeypatch, ["x", "y", "y"], pids, [0, 1]) == [want] * 2
@@ -226,8 +224,8 @@ def test_a_stopped_process_is_woken_for_its_stacks() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "tgkill"), reason="glibc has it since 2.30")
 def test_the_signal_for_a_stack_is_for_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's other threads do not take it, as they may any that is for all of it: they may have no Python stack."""
-    monkeypatch.setattr(stacks.os, "kill", lambda *_: pytest.fail("sent to the whole process"))
-    stacks._signal_main_thread(os.getpid(), 0)
+    monkeypatch.setattr(failed_ranks.os, "kill", lambda *_: pytest.fail("sent to the whole process"))
+    failed_ranks._signal_main_thread(os.getpid(), 0)
 
 
 def test_a_stack_is_read_when_no_more_of_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +236,9 @@ def test_a_stack_is_read_when_no_more_of_it_comes(tmp_path: Path, monkeypatch: p
             file.write(parts.pop(0))
 
     path.touch()
-    monkeypatch.setattr(stacks.time, "sleep", writes_meanwhile)
+    monkeypatch.setattr(failed_ranks.time, "sleep", writes_meanwhile)
     with open(path, "rb") as file:
-        assert stacks._settled(file) == "ab" and parts == ["c"]
+        assert failed_ranks._settled(file) == "ab" and parts == ["c"]
 
 
 def test_first_line() -> None:
@@ -274,7 +272,7 @@ def test_kill_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_stack_is_not_written_through_a_link_or_into_a_fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "take_stack", lambda pid, descriptor: "its stack")
+    monkeypatch.setattr(failed_ranks, "take_stack", lambda pid, descriptor: "its stack")
     peers, path, other = Peers(["here"], [os.getpid()], [machine()], [0]), tmp_path / "stacks-rank0.txt", tmp_path / "other"
     other.write_text("a file of somebody")
     path.symlink_to(other)

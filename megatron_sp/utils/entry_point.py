@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_sp.utils import output
-from megatron_sp.utils.address_space import watch_imports
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_INTERRUPTED, EXIT_OK, ReportedError
 from megatron_sp.utils.flag_field import MAX_COUNT
+from megatron_sp.utils.import_checks import watch_imports
 
 _PID = os.getpid()
 _NO_MEMORY = (

@@ -16,9 +16,9 @@ import pytest
 from support.paths import ROOT
 
 from megatron_sp.utils import output
+from megatron_sp.utils.entry_point import leave, run_program
 from megatron_sp.utils.errors import DataError
 from megatron_sp.utils.output import OutputLost, Stream
-from megatron_sp.utils.program import leave, run_program
 
 
 def closed_pipe() -> int:
@@ -153,7 +153,7 @@ kept = open({str(tmp_path / "a file")!r}, "w")
 assert kept.fileno() > 2, kept.fileno()
 print("x", flush=True); print("x", file=sys.stderr, flush=True); os.write(2, b"x")
 assert not sys.stdout.isatty() and not hasattr(sys.stdout, "buffer")
-from megatron_sp.utils.program import leave
+from megatron_sp.utils.entry_point import leave
 leave(7 if set(output.lost()) == {{"stdout", "stderr"}} else 1)
 """
     command = ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program]
@@ -194,7 +194,7 @@ def test_a_loss_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_registered_for_the_end_is_done_by_the_process_that_registered_it(tmp_path: Path) -> None:
     program = """
 import atexit, os, sys, threading
-from megatron_sp.utils.program import leave, run_program
+from megatron_sp.utils.entry_point import leave, run_program
 if sys.argv[1] == "torch":
     sys.modules["torch"] = sys  # looks loaded, so the interpreter's own end is left out, which would do all of this
 atexit.register(os.write, 1, b"registered\\n")
@@ -213,7 +213,7 @@ run_program(lambda: print("main\\n", end=""))  # one write: the thread writes at
 def test_after_a_failure_too_what_was_logged_and_printed_is_there() -> None:
     program = """
 import logging.handlers, sys
-from megatron_sp.utils.program import leave
+from megatron_sp.utils.entry_point import leave
 sys.modules["torch"] = sys  # looks loaded, so that the interpreter's own end is left out
 logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stderr)))
 logging.warning("logged")

@@ -4,28 +4,39 @@ The processes of this host are inspected directly. For the others there is a rol
 leaves a mark in the job's store, and the rank without a mark after a few seconds is the one that the others wait for.
 The first verdict counts for all ranks; otherwise a rank that exits because of it would be reported dead by the next
 one.
+
+Stack of a rank that cannot write it itself, because it is stopped or hangs in code outside Python.
+
+Every rank opens an in-memory file when it joins, and registers a signal that dumps the main thread's stack into it; the
+handler is C code, which does not need the interpreter. Another rank of the same host sends that signal and reads the
+file through /proc. Linux only; elsewhere no stack is available.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch.distributed as dist
 
 from megatron_sp.comm.collectives import WaitError
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.objects import gather_json
-from megatron_sp.comm.stacks import offer_stack, take_stack
+from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.utils.files import open_own
 from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.processes import is_running, is_stopped, machine
 
+_PATIENCE_S = 20.0  # enough for a process that computes on a busy machine; one that has ended is not waited for
+_NONE = -1
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")
 _ROLL_CALL_S = 5.0  # the others find their own collectives broken a little later
 _POLL_S = 0.05
@@ -178,3 +189,59 @@ def is_peer_failure(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text (at most 200 characters), or its type if it has no text."""
     return next((line[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def offer_stack() -> int:
+    """Let other ranks of this host read this process's stack; return the file descriptor to read it from, -1 if unsupported."""
+    number = _signal()
+    if not number or not hasattr(os, "memfd_create"):
+        return _NONE
+    descriptor = os.memfd_create("stacks")
+    faulthandler.register(
+        number, file=descriptor, all_threads=False, chain=False
+    )  # other threads run on: their frames are not safe to read
+    return descriptor
+
+
+def take_stack(pid: int, descriptor: int) -> str:
+    """Return the stack of another process of this host; "" if it is unavailable.
+
+    A stopped process is resumed (SIGCONT), since it handles no signals while stopped: it belongs to a job that has
+    failed, and can then end by itself.
+    """
+    number = _signal()
+    if not number or descriptor == _NONE:
+        return ""
+    try:
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # before waking it: a woken process may end at once, and its path with it
+            if os.fstat(file.fileno()).st_size == 0:  # otherwise another rank has asked, and it may have gone on since
+                _signal_main_thread(pid, number)
+            if is_stopped(pid):
+                os.kill(pid, signal.SIGCONT)
+            return _settled(file)
+    except OSError:
+        return ""
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread: one sent to a stopped process may go to any thread, even one without a Python stack."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
+    if tgkill is None or tgkill(pid, pid, number) != 0:
+        os.kill(pid, number)
+
+
+def _settled(file: BinaryIO) -> str:
+    """Return the contents of a file once it has stopped growing."""
+    deadline, size = time.monotonic() + _PATIENCE_S, 0
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        last, size = size, os.fstat(file.fileno()).st_size
+        if 0 < last == size:
+            break
+    return file.read().decode("utf-8", "replace")
+
+
+def _signal() -> int:
+    """Return the number of a real-time signal that nothing else uses; 0 if there are none."""
+    first = getattr(signal, "SIGRTMIN", None)
+    return int(first) + 9 if first is not None else 0

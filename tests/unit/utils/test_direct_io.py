@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.utils import direct_file
+from megatron_sp.utils import direct_io
 
-BLOCK = direct_file._BUFFER_BYTES
+BLOCK = direct_io._BUFFER_BYTES
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(data))
         return write(fd, data)
 
-    monkeypatch.setattr(direct_file, "file_system", lambda fd: "ext4")
-    monkeypatch.setattr(direct_file.fcntl, "fcntl", lambda *args: 0)
-    monkeypatch.setattr(direct_file.os, "write", recorded)
+    monkeypatch.setattr(direct_io, "file_system", lambda fd: "ext4")
+    monkeypatch.setattr(direct_io.fcntl, "fcntl", lambda *args: 0)
+    monkeypatch.setattr(direct_io.os, "write", recorded)
     return lengths
 
 
 def put(path: Path, *parts: bytes) -> bool:
     """Write parts; returns whether the page cache was left out at the end."""
-    with direct_file.create(path) as file:
+    with direct_io.create(path) as file:
         for part in parts:
             file.write(memoryview(part))
         file.sync()
@@ -48,12 +48,12 @@ def test_contents(tmp_path: Path, seed: int) -> None:
 
 
 def test_where_the_page_cache_is_left_out(tmp_path: Path) -> None:
-    with direct_file.create(tmp_path / "file") as file:
-        flags = direct_file.fcntl.fcntl(file._fd, direct_file.fcntl.F_GETFL)
-        is_known = direct_file.file_system(file._fd) in ("ext4", "xfs")
+    with direct_io.create(tmp_path / "file") as file:
+        flags = direct_io.fcntl.fcntl(file._fd, direct_io.fcntl.F_GETFL)
+        is_known = direct_io.file_system(file._fd) in ("ext4", "xfs")
         assert bool(flags & os.O_DIRECT) == file.is_direct == is_known
     with open("/proc/self/status") as status:
-        assert direct_file.file_system(status.fileno()) == "proc"
+        assert direct_io.file_system(status.fileno()) == "proc"
 
 
 def test_only_whole_pages_go_around_it(tmp_path: Path, direct: list[int]) -> None:
@@ -74,19 +74,19 @@ def test_a_disk_that_wants_larger_pages(tmp_path: Path, direct: list[int], monke
         return write(fd, data)
 
     def fcntl(fd: int, what: int, value: int = 0) -> int:
-        if what == direct_file.fcntl.F_SETFL and not value & os.O_DIRECT:
+        if what == direct_io.fcntl.F_SETFL and not value & os.O_DIRECT:
             flags.append(value)
         return 0
 
-    monkeypatch.setattr(direct_file.os, "write", refuse)
-    monkeypatch.setattr(direct_file.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(direct_io.os, "write", refuse)
+    monkeypatch.setattr(direct_io.fcntl, "fcntl", fcntl)
     assert not put(tmp_path / "file", b"a" * BLOCK, b"b" * BLOCK)
     assert (tmp_path / "file").read_bytes() == b"a" * BLOCK + b"b" * BLOCK and len(flags) == 1
 
 
 def test_short_writes(tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
-    monkeypatch.setattr(direct_file.os, "write", lambda fd, data: write(fd, data[:100_000]))
+    monkeypatch.setattr(direct_io.os, "write", lambda fd, data: write(fd, data[:100_000]))
     data = random.Random(1).randbytes(BLOCK + 12345)
     put(tmp_path / "file", data)
     assert (tmp_path / "file").read_bytes() == data
@@ -96,7 +96,7 @@ def test_a_refusal_of_the_disk_is_told(tmp_path: Path, direct: list[int], monkey
     def full(fd: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(direct_file.os, "write", full)
+    monkeypatch.setattr(direct_io.os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         put(tmp_path / "file", b"x" * BLOCK)
     with pytest.raises(OSError, match="No space left"):
@@ -105,12 +105,12 @@ def test_a_refusal_of_the_disk_is_told(tmp_path: Path, direct: list[int], monkey
 
 def test_a_file_system_that_does_not_know_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, what: int, value: int = 0) -> int:
-        if what == direct_file.fcntl.F_SETFL:
+        if what == direct_io.fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
 
-    monkeypatch.setattr(direct_file, "file_system", lambda fd: "xfs")
-    monkeypatch.setattr(direct_file.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(direct_io, "file_system", lambda fd: "xfs")
+    monkeypatch.setattr(direct_io.fcntl, "fcntl", refuse)
     assert not put(tmp_path / "file", b"x" * 5000)
     assert (tmp_path / "file").read_bytes() == b"x" * 5000
 
