@@ -27,9 +27,8 @@ import numpy as np
 from common import REPOSITORY
 from context_plan import packed_row
 
-from megatron_sp.data.gpt_dataset import GPTDataset, GPTOptions
+from megatron_sp.data.gpt_dataset import GPTDataset, GPTOptions, PackedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers import NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.parallel.row_dealing import RowDealer, area_of_documents, order_by_area

@@ -6,6 +6,7 @@ loaded silently, and any layout can read what any other wrote.
 
 from __future__ import annotations
 
+import difflib
 import os
 import time
 from collections.abc import Collection
@@ -15,14 +16,18 @@ from typing import Any
 
 import torch
 
-from megatron_sp.checkpoint import commit, find, manifest, saving, verify
+from megatron_sp.checkpoint import commit, find, manifest, saving
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor
-from megatron_sp.checkpoint.plan import Description, SavePlan, describe, make_plan
-from megatron_sp.checkpoint.safetensors_file import NamedPiece
+from megatron_sp.checkpoint.safetensors_file import DTYPE_NAMES, NamedPiece, shapes_of
+from megatron_sp.checkpoint.saving import Description, SavePlan, describe, make_plan
 from megatron_sp.checkpoint.together import Together
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.faults import FaultPlan
+
+_MAX_ROWS = 20
+
+Row = tuple[str, str, str]  # name, in the checkpoint, wanted
 
 
 @dataclass
@@ -172,7 +177,7 @@ class Checkpointer:
             return saving.prune_quietly(final.parent, self._keep_last, self._keep_every, lambda: fault("save.prune"))
 
         def opening() -> dict[str, str]:
-            if final == self._last_saved and verify.is_complete(final):
+            if final == self._last_saved and manifest.is_complete(final):
                 return {"done": f"{final} holds this step already"}
             return saving.open_staging(final.parent, step, sum(plan.rank_bytes), prune)
 
@@ -199,12 +204,11 @@ class Checkpointer:
         return SaveReport(step, True, final, num_bytes=outcome["num_bytes"], removed=outcome["removed"])
 
     def _knows(self, tensors: dict[str, GlobalTensor]) -> bool:
-        """Return whether this rank's rectangles are those of the last plan."""
         self._described = describe(tensors)
         return self._planned is not None and self._planned[0] == self._described
 
     def _plan(self, is_known: bool) -> SavePlan:
-        """Return the division of work, made anew only when some rank's rectangles have changed."""
+        # the division of work, made anew only when some rank's rectangles have changed
         if not is_known or self._planned is None:
             mine = self._described
             self._planned = (mine, make_plan(self.ranks.each(lambda: mine)))
@@ -263,24 +267,23 @@ class Checkpointer:
 
         def presence() -> list[str]:
             listed = read_manifest(step_dir)
-            verify.require_none(step_dir, verify.missing_or_cut(step_dir, listed))
-            return verify.extra_files(step_dir, listed)
+            manifest.require_none(step_dir, manifest.missing_or_cut(step_dir, listed))
+            return manifest.extra_files(step_dir, listed)
 
         def contents() -> list[str]:
             self._verified[step_dir] = listed = read_manifest(step_dir)
-            return verify.changed(step_dir, listed, self._share([*load.data_files(listed), STATE_NAME]))
+            return manifest.changed(step_dir, listed, self._share([*load.data_files(listed), STATE_NAME]))
 
         self._verified.pop(step_dir, None)
         if extra := self.ranks.first(presence):
             self._tell([f"{step_dir} holds files that its manifest does not list, ignored: {', '.join(extra[:10])}"])
         try:
-            verify.require_none(step_dir, [problem for of_rank in self.ranks.each(contents) for problem in of_rank])
+            manifest.require_none(step_dir, [problem for of_rank in self.ranks.each(contents) for problem in of_rank])
         except BaseException:
             self._verified.pop(step_dir, None)
             raise
 
     def _share(self, names: list[str]) -> list[str]:
-        """Return this rank's share of a list that is the same on all ranks."""
         return names[self.ranks.rank :: self.ranks.world_size]
 
     def _tell(self, notes: list[str]) -> None:
@@ -295,7 +298,7 @@ class Checkpointer:
 
     def tensor_shapes(self, step_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the global shape and dtype of every stored tensor. Not collective. Raises CheckpointError."""
-        return read_manifest(Path(step_dir)).shapes()
+        return shapes_of(read_manifest(Path(step_dir)))
 
     def load(
         self, step_dir: str | Path, tensors: dict[str, GlobalTensor], *, partial: bool = False, unread: Collection[str] = (),
@@ -315,7 +318,7 @@ class Checkpointer:
             ValueError: pieces outside their tensor.
         """
         from megatron_sp.checkpoint import load
-        from megatron_sp.checkpoint.differences import differences, table
+        from megatron_sp.checkpoint.checkpointer import differences, table
 
         step_dir = Path(step_dir)
         if not all(self.ranks.each(lambda: step_dir in self._verified)):
@@ -339,3 +342,45 @@ class Checkpointer:
 
 def _as_json(found: find.Candidates) -> list[Any]:
     return [[os.fspath(folder) for folder in found.folders], found.warnings]
+
+
+def differences(manifest: Manifest, wanted: dict[str, GlobalTensor], unexpected: Collection[str], cast: bool) -> list[Row]:
+    """Return a row for every tensor that cannot be loaded as requested.
+
+    Args:
+        unexpected: names in the checkpoint that no rank wants; empty for a partial load.
+        cast: whether a stored tensor may be converted to the wanted dtype.
+    """
+    rows: list[Row] = []
+    for name, tensor in wanted.items():
+        ask = _show(DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
+        if name not in manifest.tensors:
+            near = difflib.get_close_matches(name, sorted(unexpected) or sorted(manifest.tensors), n=1, cutoff=0.6)
+            rows.append((name, f"missing{f'; nearest: {near[0]}' if near else ''}", ask))
+            continue
+        dtype, shape = manifest.tensors[name]
+        if shape != tuple(tensor.shape) or (not cast and dtype != DTYPE_NAMES.get(tensor.dtype)):
+            rows.append((name, _show(dtype, shape), ask))
+    rows += [(name, _show(*manifest.tensors[name]), "not wanted") for name in sorted(unexpected)]
+    return rows
+
+
+def table(step_dir: Path, rows: list[Row]) -> str:
+    """Return the error message for a checkpoint that does not fit the model."""
+    shown = [("tensor", "in the checkpoint", "wanted"), *rows[:_MAX_ROWS]]
+    widths = [max(len(row[column]) for row in shown) for column in range(2)]
+    lines = [f"  {name:<{widths[0]}}  {stored:<{widths[1]}}  {wanted}" for name, stored, wanted in shown]
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"  ... and {len(rows) - _MAX_ROWS} more")
+    return "\n".join(
+        [
+            f"{step_dir} does not fit this model: {len(rows)} of its tensors differ",
+            *lines,
+            "Give the model's flags as they were when it was saved (or --use-checkpoint-args),"
+            " or load a part of it (--finetune, --no-load-optim).",
+        ]
+    )
+
+
+def _show(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"

@@ -21,8 +21,7 @@ import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest
-from megatron_sp.checkpoint.verify import is_complete
+from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, is_complete, read_manifest
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import atomic_write_text, fsync_dir, write_synced
 from megatron_sp.utils.strict_json import read_small_file
@@ -155,7 +154,6 @@ def publish(staging: Path, manifest: Manifest) -> list[str]:
 
 
 def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
-    """Return whether a step folder is complete and its manifest lists the same tensor files, with the same sizes and hashes."""
     if not is_complete(step_dir):
         return False
     old = read_manifest(step_dir).files
@@ -187,11 +185,7 @@ def discard(path: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
-    """Delete the steps that are ``outdated``.
-
-    Returns:
-        The names of the deleted folders.
-    """
+    """Delete the steps that are ``outdated``. Returns the names of the deleted folders."""
     removed = []
     for path in outdated(folder, keep_last, keep_every):
         before_each()

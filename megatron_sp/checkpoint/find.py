@@ -1,18 +1,28 @@
-"""Finding the step folders, newest first, of the path given to --load: a run, its checkpoints folder, or one step folder."""
+"""Finding the step folders, newest first, of the path given to --load: a run, its checkpoints folder, or one step folder.
+
+Checkpoints of other programs are told by the names of their files, and the error has the command that converts them.
+Nothing is opened but DeepSpeed's one-line ``latest``: a run finds out before it creates anything.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.checkpoint import foreign
 from megatron_sp.checkpoint.commit import list_steps, read_latest, require_no_link, require_no_links, step_name, step_number
-from megatron_sp.checkpoint.manifest import MANIFEST_NAME
-from megatron_sp.checkpoint.verify import is_complete
+from megatron_sp.checkpoint.manifest import MANIFEST_NAME, is_complete
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import read_small_file
+
+_ITERATION = re.compile(r"iter_\d{7,}|release")
+_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+_STEP = re.compile(r"global_step\d+(_universal)?")
+_WEIGHTS = re.compile(r"model.*\.safetensors|pytorch_model.*\.bin")
+_TRACKERS = ("latest", "latest_universal")
 
 
 class Candidates(NamedTuple):
@@ -82,7 +92,7 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     else:
         require_no_link(folder / step_name(ckpt_step))
     if not steps:
-        if (other := foreign.identify(path)) is not None:
+        if (other := identify(path)) is not None:
             raise CheckpointError(of_another_program(path, other, ckpt_step))
         near = _runs_in(path)
         there = f"did you mean {' or '.join(near)}?" if near else f"there is: {listing(folder)}"
@@ -102,23 +112,21 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
 
 def require_own(path: Path, ckpt_step: int | None) -> None:
     """Check that a folder without steps of ours holds no other program's checkpoint. Raises CheckpointError: it does; how to convert it."""
-    if not has_steps(path) and (other := foreign.identify(path)) is not None:
+    if not has_steps(path) and (other := identify(path)) is not None:
         raise CheckpointError(of_another_program(path, other, ckpt_step))
 
 
-def of_another_program(path: Path, other: foreign.Foreign, ckpt_step: int | None) -> str:
+def of_another_program(path: Path, other: Foreign, ckpt_step: int | None) -> str:
     """Say what a folder holds instead of checkpoints of ours, and how to convert it: several lines."""
     return f"{path} has no checkpoint of megatron_sp, but a {other.whose}. {other.way_out(ckpt_step)}"
 
 
 def _runs_in(path: Path) -> list[str]:
-    """Return the first few runs with checkpoints in a folder that is not a run itself."""
     runs = (folder.parent for folder in sorted(path.glob("*/checkpoints")))
     return [str(run) for run in runs if list_steps(checkpoints_folder(run))][:3]
 
 
 def step_list(steps: dict[int, Path]) -> str:
-    """Return the steps as text, abbreviated in the middle."""
     numbers = [str(step) for step in sorted(steps)]
     return ", ".join(numbers if len(numbers) <= 12 else [*numbers[:4], "...", *numbers[-7:]]) or "none"
 
@@ -138,7 +146,6 @@ def way_out(step_dir: Path) -> str:
 
 
 def _complete(steps: dict[int, Path]) -> dict[int, Path]:
-    """Return the steps that are complete, judged by manifests and file sizes."""
     return {step: path for step, path in steps.items() if is_complete(path)}
 
 
@@ -163,3 +170,107 @@ def _absent(path: Path) -> str:
         near = []
     hint = f"nearest: {', '.join(near)}" if near else f"there is: {listing(parent)}"
     return f"there is no {path}: looked for a run, its checkpoints folder or a step folder; in {parent}, {hint}"
+
+
+class Foreign(NamedTuple):
+    """A checkpoint of another program."""
+
+    whose: str  # what it is, as the end of "it holds"
+    folder: Path  # folder for --input
+    output: str  # folder for --output
+    words: tuple[str, ...] = ()  # further words that its conversion needs
+    remark: str = ""  # what may have to be changed in them, or how to go on; a sentence or two
+    is_whole: bool = True  # False if its folders are missing
+
+    def way_out(self, step: int | None) -> str:
+        """Return the lines that say how to use it: --step N of them is for ``step``, if that is not None."""
+        if not self.is_whole:
+            return "The folders with its tensors are not there: bring them back (is a disk not mounted?), or give another folder."
+        line = ["megatron-sp", "convert", "--input", str(self.folder), "--to", "megatron_sp", "--output", self.output]
+        line += [*(() if step is None else ("--step", str(step))), *self.words]
+        remark = f"\n{self.remark}" if self.remark else ""
+        return f"Convert it once, and load what that has made ({self.output}):\n  {shlex.join(line)}{remark}"
+
+
+def identify(path: Path) -> Foreign | None:
+    """Return what another program has left in a folder, or in its ``checkpoints``; None: nothing that ``convert`` reads."""
+    for folder in (path, path / "checkpoints"):
+        names = _names(folder)
+        for kind in (_hugging_face, _deepspeed, _megatron):
+            if names and (found := kind(folder, names)) is not None:
+                return found
+    return None
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
+_UNPADDED = "Where the files do not say how many entries of the vocabulary are no padding, it asks for --vocab-size N."
+
+
+def _deepspeed(folder: Path, names: set[str]) -> Foreign | None:
+    is_step = _has_states(names)
+    steps = [folder.name] if is_step else sorted(name for name in names if _has_states(_names(folder / name)))
+    if not steps and not any(_STEP.fullmatch(name) for name in names) and not any(_tells_of_step(folder / name) for name in _TRACKERS):
+        return None
+    universal = any(name.endswith("_universal") for name in (*steps, *names)) or (is_step and "zero" in names)
+    whose = f"{'universal checkpoint' if universal else 'checkpoint'} of DeepSpeed{_shown(steps)}"
+    remark = f"--qkv-layout interleaved if its Megatron-DeepSpeed is from before December 2024. {_UNPADDED}"
+    return Foreign(whose, folder, _output(folder), ("--qkv-layout", "flat"), remark, bool(steps))
+
+
+def _has_states(names: set[str]) -> bool:
+    return any(name.endswith("_model_states.pt") for name in names)
+
+
+def _tells_of_step(tracker: Path) -> bool:
+    # whether a ``latest`` is DeepSpeed's: ours names a step-NNNNNN
+    try:
+        return tracker.exists() and _STEP.fullmatch(read_small_file(tracker, 4096).decode("utf-8", "replace").strip()) is not None
+    except (CheckpointError, OSError):
+        return False
+
+
+def _megatron(folder: Path, names: set[str]) -> Foreign | None:
+    iterations = sorted(name for name in names if _ITERATION.fullmatch(name) and _holds_ranks(_names(folder / name)))
+    is_part = "model_optim_rng.pt" in names or _holds_ranks(names)
+    if not (iterations or is_part or "latest_checkpointed_iteration.txt" in names):
+        return None
+    inside = _names(folder / iterations[-1]) if iterations and not is_part else names
+    kind = "distributed checkpoint (torch_dist)" if _is_distributed(inside) else "checkpoint"
+    whose = f"{kind} of Megatron-LM{_shown([] if is_part else iterations)}"
+    return Foreign(whose, folder, _output(folder), remark=_UNPADDED, is_whole=bool(iterations) or is_part)
+
+
+def _holds_ranks(names: set[str]) -> bool:
+    return any(map(_RANK.fullmatch, names)) or _is_distributed(names)
+
+
+def _is_distributed(names: set[str]) -> bool:
+    return ".metadata" in names or {"common.pt", "metadata.json"} <= names
+
+
+def _shown(names: list[str]) -> str:
+    return f" ({', '.join(names[-3:])})" if names else ""
+
+
+def _hugging_face(folder: Path, names: set[str]) -> Foreign | None:
+    if "config.json" not in names or not any(_WEIGHTS.fullmatch(name) for name in names):
+        return None
+    remark = "It has no optimizer's state: train with --finetune (and --use-checkpoint-args, which takes the model's flags from there)."
+    words = ("--from", "hf") if "latest" in names else ()  # its trainer leaves DeepSpeed's files beside the model
+    return Foreign("model of Hugging Face (config.json)", folder, _output(folder), words, remark)
+
+
+def _output(folder: Path) -> str:
+    # a name for what is made of a folder: beside it, or beside the checkpoint that it is a part of
+    root = next(part for part in (folder, *folder.parents) if not _is_part(part))
+    return f"{root if root.name not in ('', '..') else root.resolve()}-megatron_sp"
+
+
+def _is_part(folder: Path) -> bool:
+    return any(pattern.fullmatch(folder.name) for pattern in (_ITERATION, _RANK, _STEP))

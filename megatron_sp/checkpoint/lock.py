@@ -76,7 +76,6 @@ class RunLock:
                 self.path.unlink()
 
     def is_ours(self) -> bool:
-        """Return whether the file still names this object as the holder."""
         return _read(self.path).get("token") == self._me["token"]
 
     def __enter__(self) -> RunLock:
@@ -98,7 +97,7 @@ class RunLock:
         return True
 
     def _clear_if_dead(self) -> None:
-        """Remove the lock of a dead holder; raise LockError for a live one."""
+        # remove the lock of a dead holder; raise LockError for a live one
         self._wait_for_own_job()
         self._judge()
         with self._right_to_remove() as granted:
@@ -109,7 +108,6 @@ class RunLock:
                 logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
 
     def _wait_for_own_job(self) -> None:
-        """Wait for a sign of life if the holder is an earlier attempt of this job on a machine whose processes we cannot see."""
         first = sign = self._sign_of_own_job()
         if first is not None:
             logger.warning(
@@ -192,17 +190,11 @@ class RunLock:
 
 
 class Holder(NamedTuple):
-    """The holder of a lock, as recorded in it.
+    """The holder of a lock, as recorded in it."""
 
-    Attributes:
-        who: pid, host and start of the lock, as text.
-        age_s: seconds since its last sign of life, by this host's clock.
-        is_alive: None if this machine cannot tell.
-    """
-
-    who: str
-    age_s: float
-    is_alive: bool | None
+    who: str  # pid, host and start of the lock, as text
+    age_s: float  # seconds since its last sign of life, by this host's clock
+    is_alive: bool | None  # None if this machine cannot tell
 
     @property
     def may_write(self) -> bool:
@@ -223,7 +215,6 @@ def holder_of(run_dir: str | Path) -> Holder | None:
 
 
 def _require_file(path: Path) -> None:
-    """Raise LockError if the path exists and is not a regular file."""
     try:
         require_own(path)
     except OSError as error:
@@ -233,11 +224,7 @@ def _require_file(path: Path) -> None:
 
 
 def _locked(fd: int, path: Path) -> bool:
-    """Try to take the kernel's lock on an open file; return whether this process has it and the file still has its name.
-
-    Raises:
-        LockError: this file system does not support such locks.
-    """
+    # Try to take the kernel's lock on an open file; return whether this process has it and the file still has its name.
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -262,7 +249,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return boot id and pid namespace, equal only where a pid means the same process; empty if /proc does not have them."""
+    # boot id and pid namespace, equal only where a pid means the same process; empty if /proc does not have them
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -270,7 +257,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process, in clock ticks since boot (proc(5), stat, field 22); empty if unknown or ended."""
+    # the start time of a process, in clock ticks since boot (proc(5), stat, field 22); empty if unknown or ended
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -280,11 +267,8 @@ def _start_time(pid: int) -> str:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
-    """Return whether the holder is alive; None if this machine cannot tell, because the holder is elsewhere or not identified.
-
-    Args:
-        path: the lock; may be gone meanwhile.
-    """
+    # whether the holder is alive; None if this machine cannot tell, because the holder is elsewhere or not
+    # identified. path: the lock; may be gone meanwhile.
     here = _this_process()
     pid = holder.get("pid")
     if _is_of_earlier_boot(holder, here, path):
@@ -320,7 +304,7 @@ def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the lock's contents; empty if it is missing or not (yet) readable."""
+    # the lock's contents; empty if it is missing or not (yet) readable
     try:
         with open_own(path, os.O_RDONLY) as file:
             value = json.loads(file.read(10_000))

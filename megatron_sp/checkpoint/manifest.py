@@ -4,23 +4,29 @@ It lists every file with its size and SHA-256 and every tensor with its dtype an
 missing piece is not taken for a smaller one. It also contains its own hash: the SHA-256 of the manifest with the digits
 of that hash replaced by zeros. It protects against accidents, not attackers: whoever can write the files can write the
 manifest.
+
+A step folder is also compared with its manifest here. Nothing of this imports torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.utils.errors import CheckpointError
-from megatron_sp.utils.strict_json import is_count, is_counts, parse_object, read_small_file
+from megatron_sp.utils.launch import processes_of_host
+from megatron_sp.utils.strict_json import is_count, is_counts, open_regular, parse_object, read_small_file
 
-if TYPE_CHECKING:
-    import torch
+_MAX_SHOWN = 5
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -46,12 +52,6 @@ class Manifest:
     def num_bytes(self) -> int:
         """Size of all files together."""
         return sum(record.num_bytes for record in self.files.values())
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Global shape and dtype of each tensor, by name."""
-        from megatron_sp.checkpoint.safetensors_file import DTYPES  # here, so that listing checkpoints does not load torch
-
-        return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
 
     def encode(self) -> bytes:
         """Return the contents of MANIFEST.json."""
@@ -81,7 +81,7 @@ def read_manifest(step_dir: Path) -> Manifest:
 
 
 def decode_manifest(data: bytes, path: Path) -> Manifest:
-    """Parse and check the bytes of a manifest; ``path`` is for messages. Raises CheckpointError."""
+    # parse and check the bytes of a manifest; ``path`` is for messages. Raises CheckpointError
     document = parse_object(data, str(path))
     check_format_version(document, path)
     digest = document.get("manifest_sha256")
@@ -131,7 +131,6 @@ def read_state(step_dir: Path) -> dict[str, Any]:
 
 
 def check_format_version(document: dict[str, Any], path: Path) -> None:
-    """Reject a file of a newer format or without a format version. Raises CheckpointError."""
     version = document.get("format_version")
     if not is_count(version) or version < 1:
         raise CheckpointError(f"{path} is malformed: format_version is {str(version)[:40]}, a positive integer is needed")
@@ -160,3 +159,90 @@ def _tensor(path: Path, name: str, value: Any) -> tuple[str, tuple[int, ...]]:
 
 def _is_hash(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
+"""By safetensors' names of dtypes."""
+
+
+class FileRecord(NamedTuple):
+    """A file's entry in the manifest."""
+
+    num_bytes: int
+    sha256: str
+
+
+def cores_of_rank() -> int:
+    """Return this rank's share of the cores it may use, split among the host's ranks; 0 if there are more ranks than cores."""
+    return len(os.sched_getaffinity(0)) // processes_of_host()
+
+
+def io_threads() -> int:
+    """Return the number of files to read or write at once: one per core of this rank, at least one and at most four."""
+    return max(1, min(4, cores_of_rank()))
+
+
+def hash_file(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Return the SHA-256 of a file's contents in hexadecimal; ``progress`` is called with the number of bytes of each block read."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            progress(count)
+    return digest.hexdigest()
+
+
+def is_complete(step_dir: Path) -> bool:
+    """Return whether the manifest is sound and every file exists with its size: the cheap half of verification."""
+    try:
+        return not missing_or_cut(step_dir, read_manifest(step_dir))
+    except CheckpointError:
+        return False
+
+
+def missing_or_cut(step_dir: Path, manifest: Manifest) -> list[str]:
+    """Return the problems of a step folder's files, judged by their presence and sizes only."""
+    problems = []
+    for name, record in manifest.files.items():
+        path = step_dir / name
+        try:
+            fd = open_regular(path)
+        except CheckpointError as error:
+            problems.append(str(error) if path.is_symlink() or path.exists() else f"{path} is missing")
+            continue
+        size = os.fstat(fd).st_size
+        os.close(fd)
+        if size != record.num_bytes:
+            problems.append(f"{path} has {size:,} bytes, its manifest says {record.num_bytes:,}")
+    return problems
+
+
+def changed(
+    step_dir: Path, manifest: Manifest, names: Iterable[str], progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Return a problem for each of these files whose SHA-256 differs; reads them in full, reporting the bytes to ``progress``."""
+
+    def problem(name: str) -> str | None:
+        path, expected = step_dir / name, manifest.files[name].sha256
+        try:
+            found = hash_file(path, progress)
+        except (OSError, CheckpointError) as error:
+            return f"{path} cannot be read: {error}"
+        if found == expected:
+            return None
+        return f"{path} has SHA-256 {found[:12]}..., its manifest says {expected[:12]}...: its contents have changed"
+
+    with ThreadPoolExecutor(io_threads()) as pool:
+        return [text for text in pool.map(problem, names) if text is not None]
+
+
+def require_none(step_dir: Path, problems: list[str]) -> None:
+    """Raise CheckpointError if there are any problems."""
+    if problems:
+        more = [f"  and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
+        raise CheckpointError("\n".join([f"{step_dir} is damaged:", *(f"  {p}" for p in problems[:_MAX_SHOWN]), *more]))
+
+
+def extra_files(step_dir: Path, manifest: Manifest) -> list[str]:
+    """Return the names in a step folder that its manifest does not list; such files are never read."""
+    return sorted(entry.name for entry in os.scandir(step_dir) if entry.name not in manifest.files and entry.name != MANIFEST_NAME)

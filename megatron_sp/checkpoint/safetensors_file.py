@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
+from megatron_sp.checkpoint.manifest import ITEM_BYTES, FileRecord, Manifest
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils import direct_io
@@ -45,6 +45,11 @@ MAX_HEADER_BYTES = 1 << 24
 _MAX_FOREIGN_VALUES = 300_000  # values in the header of another program's file, enough for 40,000 tensors
 MAX_TENSORS_PER_FILE = 10_000  # keeps our own headers far below what the reader accepts
 _BLOCK_BYTES = 8 << 20  # written and hashed at a time
+
+
+def shapes_of(manifest: Manifest) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the global shape and dtype of each tensor, by name."""
+    return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in manifest.tensors.items()}
 
 
 class NamedPiece(NamedTuple):
@@ -177,7 +182,6 @@ def _blocks(header: bytes, items: Sequence[NamedPiece], contents: Callable[[Name
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as bytes."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any stride, and view() refuses that
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

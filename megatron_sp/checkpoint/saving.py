@@ -1,6 +1,10 @@
 """The three steps of a save: open a staging folder, write this rank's files, commit. Disk errors are returned as reasons.
 
 Only rank 0 opens and commits; every rank writes. None of these raises OSError: a full disk must not end the training.
+
+The work is divided by a plan: every rank describes its rectangles, and all compute the same division. A rectangle that
+several ranks hold is written by the one of them with the fewest bytes so far, the largest first, so that the work is
+balanced. It also checks that the rectangles tile every tensor, before anything is written.
 """
 
 from __future__ import annotations
@@ -10,22 +14,101 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_sp.checkpoint import commit
-from megatron_sp.checkpoint.cores import threads_beside_training
-from megatron_sp.checkpoint.file_records import FileRecord, io_threads
-from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest
-from megatron_sp.checkpoint.plan import SavePlan
-from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, write_file
+from megatron_sp.checkpoint.manifest import STATE_NAME, FileRecord, Manifest, cores_of_rank, io_threads
+from megatron_sp.checkpoint.pieces import GlobalTensor, Rect, tiling_problem
+from megatron_sp.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, NamedPiece, cut_into_files, write_file
 from megatron_sp.utils.files import free_bytes, fsync_dir
 
+Description = dict[str, list[Any]]  # name -> [dtype, shape, [[offsets, sizes], ...]]: as JSON
 logger = logging.getLogger(__name__)
 
 SPACE_FACTOR = 1.2  # free space required, relative to the bytes to write
 _MIN_FILE_BYTES = 64 << 20  # smaller files are not worth a thread
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Assignment of rectangles to the ranks that write them; the same on every rank."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype name, global shape)
+    writer: dict[tuple[str, Rect], int]  # the rank that writes each rectangle
+    rank_bytes: list[int]  # bytes of tensors each rank writes
+
+    def items_of(self, rank: int, tensors: dict[str, GlobalTensor]) -> list[NamedPiece]:
+        """Return the pieces that ``rank`` writes, out of those it holds."""
+        items, seen = [], set()
+        for name, tensor in tensors.items():
+            for piece in tensor.pieces:
+                key = (name, piece.rect)
+                if piece.rect.numel and self.writer[key] == rank and key not in seen:
+                    seen.add(key)
+                    items.append(NamedPiece(name, tensor.shape, piece))
+        return items
+
+
+def describe(tensors: dict[str, GlobalTensor]) -> Description:
+    """Return the description of this rank's rectangles.
+
+    Raises:
+        ValueError: a piece that does not fit its tensor, a dtype that safetensors does not support, or a reserved name.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}: a checkpoint can hold {', '.join(str(d) for d in DTYPE_NAMES)}")
+        if name == "__metadata__":
+            raise ValueError("a tensor cannot be named __metadata__: safetensors uses that name itself")
+        tensor.check(name)
+    return {
+        name: [DTYPE_NAMES[tensor.dtype], list(tensor.shape), [[list(r.offsets), list(r.sizes)] for r in tensor.rects()]]
+        for name, tensor in tensors.items()
+    }
+
+
+def make_plan(descriptions: list[Description]) -> SavePlan:
+    """Assign every rectangle to a rank.
+
+    Args:
+        descriptions: those of all ranks, in rank order.
+    Raises:
+        ValueError: ranks disagree on a dtype or shape, or the rectangles do not tile a tensor.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    holders: dict[str, dict[Rect, list[int]]] = {}
+    for rank, description in enumerate(descriptions):
+        for name, (dtype, shape, rects) in description.items():
+            known = tensors.setdefault(name, (dtype, tuple(shape)))
+            if known != (dtype, tuple(shape)):
+                raise ValueError(f"{name} is {dtype} {shape} on rank {rank}, but {known[0]} {list(known[1])} on a lower rank")
+            of_name = holders.setdefault(name, {})
+            for offsets, sizes in rects:
+                of_name.setdefault(Rect(tuple(offsets), tuple(sizes)), []).append(rank)
+    for name, (_, shape) in tensors.items():
+        if problem := tiling_problem(shape, holders[name].keys()):
+            raise ValueError(f"{name} {list(shape)} cannot be saved: {problem}")
+    return _assign(tensors, holders, len(descriptions))
+
+
+def _assign(tensors: dict[str, tuple[str, tuple[int, ...]]], holders: dict[str, dict[Rect, list[int]]], world_size: int) -> SavePlan:
+    writer: dict[tuple[str, Rect], int] = {}
+    rank_bytes = [0] * world_size
+    work = [
+        (rect.numel * DTYPES[tensors[name][0]].itemsize, name, rect, ranks)
+        for name, rects in holders.items()
+        for rect, ranks in rects.items()
+    ]
+    for num_bytes, name, rect, ranks in sorted(work, key=lambda w: (len(w[3]) > 1, -w[0], w[1], w[2])):  # replicas last
+        rank = min(ranks, key=lambda r: (rank_bytes[r], r))
+        writer[name, rect] = rank
+        rank_bytes[rank] += num_bytes
+    return SavePlan(tensors, writer, rank_bytes)
 
 
 def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[], Any]) -> dict[str, str]:
@@ -79,7 +162,7 @@ def write_own_files(
 
 
 def make_manifest(step: int, state: bytes, plan: SavePlan, results: Sequence[dict[str, Any]]) -> Manifest:
-    """Return the manifest of the files of all ranks; ``results`` are those of ``write_own_files`` on each rank."""
+    # the manifest of the files of all ranks; ``results`` are those of ``write_own_files`` on each rank
     files = {name: FileRecord(*record) for result in results for name, record in result["files"].items()}
     files[STATE_NAME] = FileRecord(len(state), hashlib.sha256(state).hexdigest())
     return Manifest(step, len(results), files, plan.tensors)
@@ -128,3 +211,18 @@ def explain(error: OSError, path: Path) -> str:
 def size_words(num_bytes: int) -> str:
     """Format a number of bytes in GiB from half a GiB on, else in MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 29 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def idle_cores() -> int:
+    """Return the number of this rank's cores that torch does not compute on."""
+    return max(0, cores_of_rank() - torch.get_num_threads())
+
+
+def threads_beside_training() -> int:
+    """Return the number of files to write at once while training goes on.
+
+    One per idle core. If no core is idle, as many as ``io_threads()``: then all compute threads slow down alike, while
+    a single writer would make all of them wait for the one whose core it shares (docs/design/008-async-save.md has the
+    figures).
+    """
+    return min(idle_cores() or io_threads(), io_threads())

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint import commit, load, saving, verify
-from megatron_sp.checkpoint.file_records import FileRecord
+from megatron_sp.checkpoint import commit, load, manifest, saving
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest, read_state
+from megatron_sp.checkpoint.manifest import STATE_NAME, FileRecord, Manifest, encode_state, read_manifest, read_state
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.checkpoint.plan import describe, make_plan
-from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, write_file
+from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, shapes_of, write_file
+from megatron_sp.checkpoint.saving import describe, make_plan
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.files import fsync_dir
@@ -47,14 +46,11 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be written.
-
-    Attributes:
-        read: returns the tensor when it is needed; called once, or a second time if the tensor is larger than a file.
-    """
+    """A tensor to be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # returns the tensor when it is needed; called once, or a second time if the tensor is larger than a file
     read: Callable[[], Tensor]
 
 
@@ -123,7 +119,7 @@ def require_no_checkpoint(run_dir: Path) -> None:
 
 
 def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
-    """Yield meta-tensor stand-ins for the parts in which a tensor is written: blocks of rows."""
+    # yield meta-tensor stand-ins for the parts in which a tensor is written: blocks of rows
     rest, rows = tuple(tensor.shape[1:]), tensor.shape[0] if tensor.shape else 1
     at_once = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
     for first in range(0, rows, at_once):
@@ -228,10 +224,10 @@ class NativeReader(TensorReader):
     def __init__(self, step_dir: str | Path, *, verified: bool = False) -> None:
         folder = Path(step_dir)
         self.manifest = read_manifest(folder)
-        verify.require_none(folder, verify.missing_or_cut(folder, self.manifest))
+        manifest.require_none(folder, manifest.missing_or_cut(folder, self.manifest))
         files = load.data_files(self.manifest)
         if not verified:
-            verify.require_none(folder, verify.changed(folder, self.manifest, [*files, STATE_NAME]))
+            manifest.require_none(folder, manifest.changed(folder, self.manifest, [*files, STATE_NAME]))
         index = load.make_index(folder, self.manifest, load.read_headers(folder, files))
         load.check_tiling(folder, self.manifest, index, self.manifest.tensors)
         super().__init__(folder, tensor_infos(self.manifest), index)
@@ -244,4 +240,4 @@ class NativeReader(TensorReader):
 
 def tensor_infos(manifest: Manifest) -> dict[str, TensorInfo]:
     """Return shape and dtype of all tensors, in the order of their names."""
-    return {name: TensorInfo(shape, dtype) for name, (shape, dtype) in sorted(manifest.shapes().items())}
+    return {name: TensorInfo(shape, dtype) for name, (shape, dtype) in sorted(shapes_of(manifest).items())}

@@ -149,11 +149,7 @@ class CheckedGroup:
         return self.process_group.rank()
 
     def check(self, call: Call) -> None:
-        """Compare the next call with those of the other ranks.
-
-        Raises:
-            DivergenceError, PeerError: see ``announced``.
-        """
+        """Compare the next call with those of the other ranks. Raises DivergenceError, PeerError: see ``announced``."""
         self._number += 1
         self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
         calls = self._calls(call)
@@ -168,7 +164,7 @@ class CheckedGroup:
         return f"{self._space}/{self._number if number is None else number}/{member}"
 
     def _calls(self, mine: Call) -> list[Call]:
-        """Return the calls of all ranks, in rank order; wait until all are there."""
+        # the calls of all ranks, in rank order; wait until all are there
         keys = [self._key(member) for member in range(self.size())]
         began, pause_s, looks = time.monotonic(), 1e-4, 0
         waiting = f"waiting/{self._ranks[self.rank()]}"
@@ -186,7 +182,7 @@ class CheckedGroup:
         return [Call(**json.loads(value)) for value in self._store.multi_get(keys)]
 
     def _look(self, keys: list[str], waited_s: float) -> None:
-        """Check on late ranks: raise if another rank has found the reason, if a rank has died, or if the time is up."""
+        # check on late ranks: raise if another rank has found the reason, if a rank has died, or if the time is up
         verdict = self._key(-1)
         absent = [member for member, key in enumerate(keys) if not self._store.check([key])]
         if not absent:
@@ -211,7 +207,6 @@ class CheckedGroup:
         return where == machine() and not is_running(pid)
 
     def _process(self, member: int) -> tuple[str, int, str]:
-        """Return host name, process id, and an identifier of the host."""
         key = f"process/{self._ranks[member]}"
         host, pid, where = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid(), "?")
         return str(host), int(pid), str(where)
@@ -248,7 +243,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def _differences(calls: list[Call], ranks: list[int]) -> str:
-    """Describe the mismatches between the calls of a group's ranks, as the end of a sentence; "" if they match."""
+    # describe the mismatches between the calls of a group's ranks, as the end of a sentence; "" if they match
     kinds = _alike([call.what for call in calls])
     if len(kinds) > 1:
         most = max(kinds, key=len)
@@ -269,7 +264,6 @@ def _differences(calls: list[Call], ranks: list[int]) -> str:
 
 
 def _alike(texts: list[str]) -> list[list[int]]:
-    """Group the indices of equal texts, in order of first occurrence."""
     found: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         found.setdefault(text, []).append(index)
@@ -277,14 +271,14 @@ def _alike(texts: list[str]) -> list[list[int]]:
 
 
 def _name(members: list[int], ranks: list[int]) -> str:
-    """Name group members by their global ranks: "rank 1" or "ranks 0, 2"."""
+    # name group members by their global ranks: "rank 1" or "ranks 0, 2"
     numbers = [str(ranks[member]) for member in members]
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers[:8])}{more}"
 
 
 def _place() -> str:
-    """Return the innermost two frames outside this folder; the second distinguishes the callers of a layer's helper."""
+    # the innermost two frames outside this folder; the second distinguishes the callers of a layer's helper
     places: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(places) < 2:

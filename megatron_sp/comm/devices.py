@@ -1,11 +1,9 @@
 """The GPU of a process, and the check that it is nobody else's.
 
 Launchers give GPUs to processes in two ways: each process sees all GPUs of its host and takes the one of its local rank
-(torchrun), or each sees its own alone, as device 0 (Slurm's --gpus-per-task=1). In the second case a wrong setting, such
-as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity, so the processes compare that before NCCL is
+(torchrun), or each sees its own alone, as device 0 (Slurm's --gpus-per-task=1). In the second case a wrong setting,
+such as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity, so the processes compare that before NCCL is
 asked, which would hang or report an internal error.
-
-Collective backends available in this build of torch.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ leaves a mark in the job's store, and the rank without a mark after a few second
 The first verdict counts for all ranks; otherwise a rank that exits because of it would be reported dead by the next
 one.
 
-Stack of a rank that cannot write it itself, because it is stopped or hangs in code outside Python.
-
-Every rank opens an in-memory file when it joins, and registers a signal that dumps the main thread's stack into it; the
-handler is C code, which does not need the interpreter. Another rank of the same host sends that signal and reads the
-file through /proc. Linux only; elsewhere no stack is available.
+A stopped rank, or one that hangs in C++, cannot write its own stack: every rank opens an in-memory file when it joins,
+and registers a signal that dumps the main thread's stack into it; the handler is C code, which does not need the
+interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux only; elsewhere no
+stack is available.
 """
 
 from __future__ import annotations
@@ -44,27 +43,17 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Peers:
-    """Host and process of every rank, exchanged once at the start.
+    """Host and process of every rank, exchanged once at the start."""
 
-    Attributes:
-        hosts: host names, for messages.
-        pids: process ids.
-        machines: identifiers of the hosts.
-        stacks: file descriptors to pass to ``take_stack``.
-        rank: rank of this process.
-        attempt: number of restarts of the job; the maximum over the ranks, since a host that came back starts counting
-            anew.
-        store: a store that all ranks can reach; None: no roll call.
-        parts: what each rank has of the model ("pipeline stage 1"), for messages; empty: nothing to be said.
-    """
-
-    hosts: list[str]
-    pids: list[int]
-    machines: list[str]
-    stacks: list[int] = field(default_factory=list)
-    rank: int = 0
+    hosts: list[str]  # host names, for messages
+    pids: list[int]  # process ids
+    machines: list[str]  # identifiers of the hosts
+    stacks: list[int] = field(default_factory=list)  # file descriptors to pass to ``take_stack``
+    rank: int = 0  # rank of this process
+    # number of restarts of the job; the maximum over the ranks, since a host that came back starts counting anew
     attempt: int = 0
-    store: dist.Store | None = None
+    store: dist.Store | None = None  # a store that all ranks can reach; None: no roll call
+    # what each rank has of the model ("pipeline stage 1"), for messages; empty: nothing to be said
     parts: list[str] = field(default_factory=list)
 
     @classmethod
@@ -78,14 +67,13 @@ class Peers:
         return cls(_told_apart(hosts, machines), pids, machines, stacks, launch.rank, max(attempts), store)
 
     def dead_here(self, patience_s: float = 1.0) -> list[int]:
-        """Return the ranks of this host whose process is gone; waits up to ``patience_s`` for one to end."""
+        # the ranks of this host whose process is gone; waits up to ``patience_s`` for one to end
         deadline = time.monotonic() + patience_s
         while not (dead := [r for r in self._here() if not is_running(self.pids[r])]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return dead
 
     def stopped_here(self) -> list[int]:
-        """Return the ranks of this host that are stopped by a signal."""
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
     def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
@@ -118,12 +106,8 @@ class Peers:
         return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}{part})"
 
     def _agree(self, known: str, missing: list[int]) -> str:
-        """Return the verdict of all ranks: the first that any rank has found, or else which ranks did not answer.
-
-        Args:
-            known: this rank's verdict; "" if it has none.
-            missing: ranks known not to answer.
-        """
+        # the verdict of all ranks: the first that any rank has found, or else which ranks did not answer. known:
+        # this rank's verdict; "" if it has none. missing: ranks known not to answer.
         if self.store is None:
             return known
         store, shared = self.store, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -149,7 +133,7 @@ class Peers:
         return known
 
     def _keep_stack(self, rank: int, folder: Path | None) -> str:
-        """Write a rank's stacks into ``folder``; return their path as a part of the message."""
+        # write a rank's stacks into ``folder``; return their path as a part of the message
         text = take_stack(self.pids[rank], self.stacks[rank]) if folder is not None and rank < len(self.stacks) else ""
         if folder is None or not text:
             return ""
@@ -163,13 +147,12 @@ class Peers:
 
 
 def _told_apart(hosts: list[str], machines: list[str]) -> list[str]:
-    """Return the host names, numbered where several hosts have the same name: "node (2)"."""
+    # the host names, numbered where several hosts have the same name: "node (2)"
     boots = {host: list(dict.fromkeys(m for h, m in zip(hosts, machines, strict=True) if h == host)) for host in hosts}
     return [h if len(boots[h]) == 1 else f"{h} ({boots[h].index(m) + 1})" for h, m in zip(hosts, machines, strict=True)]
 
 
 def _marks(store: dist.Store, kind: str, ranks: list[int]) -> Callable[[], list[int]]:
-    """Return a function that returns those of these ranks that have not left a mark yet."""
     return lambda: [r for r in ranks if not store.check([f"{kind}/{r}"])]
 
 
@@ -231,7 +214,6 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _settled(file: BinaryIO) -> str:
-    """Return the contents of a file once it has stopped growing."""
     deadline, size = time.monotonic() + _PATIENCE_S, 0
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -242,6 +224,6 @@ def _settled(file: BinaryIO) -> str:
 
 
 def _signal() -> int:
-    """Return the number of a real-time signal that nothing else uses; 0 if there are none."""
+    # the number of a real-time signal that nothing else uses; 0 if there are none
     first = getattr(signal, "SIGRTMIN", None)
     return int(first) + 9 if first is not None else 0

@@ -50,16 +50,12 @@ class NcclOptions:
     """Settings of the NCCL communicators of sp, cp and dp; without effect on gloo.
 
     A collective that runs under computation takes a multiprocessor of the GPU from it for each of its CTAs.
-
-    Attributes:
-        sp_ctas: CTAs that an exchange around or inside attention (sp, cp) takes at most; None: NCCL decides.
-        dp_ctas: the same for gradients and parameters.
-        cta_policy: default, efficiency or zero; the last two need NCCL 2.27 and 2.28.
     """
 
+    # CTAs that an exchange around or inside attention (sp, cp) takes at most; None: NCCL decides
     sp_ctas: int | None = None
-    dp_ctas: int | None = None
-    cta_policy: str = "default"
+    dp_ctas: int | None = None  # the same for gradients and parameters
+    cta_policy: str = "default"  # default, efficiency or zero; the last two need NCCL 2.27 and 2.28
 
     def of(self, axis: str) -> dict[str, int]:
         """Return the fields of NCCL's configuration to set for an axis; none for tp and pp.
@@ -87,7 +83,7 @@ class NcclOptions:
 
     @staticmethod
     def min_ctas_of_environment() -> int:
-        """Return NCCL_MIN_CTAS; 0 if it is not set or no number."""
+        # NCCL_MIN_CTAS; 0 if it is not set or no number
         text = os.environ.get("NCCL_MIN_CTAS", "")
         return int(text) if text.isascii() and text.isdigit() else 0
 
@@ -234,7 +230,7 @@ class ParallelGroups:
 
 
 def _over(mesh: DeviceMesh, axes: tuple[str, str], device: torch.device) -> Group:
-    """Return the group over two axes together; that of one of them if the other has one rank. Collective."""
+    # the group over two axes together; that of one of them if the other has one rank. Collective
     sizes = {axis: mesh[axis].size() for axis in axes}
     longer = [axis for axis in axes if sizes[axis] > 1]
     if len(longer) < 2:
@@ -243,7 +239,7 @@ def _over(mesh: DeviceMesh, axes: tuple[str, str], device: torch.device) -> Grou
 
 
 def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str, Group]:
-    """Return the group ``ends``, under its name; nothing without a pipeline, and between its ends. Collective."""
+    # the group ``ends``, under its name; nothing without a pipeline, and between its ends. Collective
     ranks, found = mesh.mesh, dict[str, Group]()  # [pp, dp, cp, sp, tp]
     if ranks.shape[0] == 1:
         return found
@@ -258,19 +254,12 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of the experts of a pipeline stage (``parallel/expert_parallel.py``).
+    """Groups of the experts of a pipeline stage (``parallel/expert_parallel.py``)."""
 
-    Attributes:
-        ep: ranks that have different experts.
-        replicas: ranks that have the same ones, and other tokens.
-        sequence: ranks that have other positions of the same sequences.
-        tokens: ranks that have other tokens: those of ``ep`` and ``replicas`` together.
-    """
-
-    ep: Group
-    replicas: Group
-    sequence: Group
-    tokens: Group
+    ep: Group  # ranks that have different experts
+    replicas: Group  # ranks that have the same ones, and other tokens
+    sequence: Group  # ranks that have other positions of the same sequences
+    tokens: Group  # ranks that have other tokens: those of ``ep`` and ``replicas`` together
 
 
 def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> ExpertGroups:
@@ -309,7 +298,6 @@ def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check:
 
 
 def _mine(lines: list[list[int]], groups: ParallelGroups, device: torch.device, *, urgent: bool = False) -> Group:
-    """Return this rank's group of these, one of the layout's if that has the same ranks. Collective over all ranks."""
     size, me = len(lines[0]), dist.get_rank()
     if size == 1:
         return SINGLE_RANK
@@ -330,7 +318,6 @@ def _mine(lines: list[list[int]], groups: ParallelGroups, device: torch.device, 
 
 
 def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, urgent: bool = False) -> Group | None:
-    """Make a group with the job's timeout. Collective over all ranks."""
     options = _options(len(ranks), device, urgent, fields)
     made = dist.new_group(
         ranks, timeout=options._timeout if options is not None else None, pg_options=options if dist.get_backend() == "nccl" else None
@@ -339,7 +326,7 @@ def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *
 
 
 def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return the number of a group for each pair, the same on all ranks; no rank is in two pairs of a group."""
+    # the number of a group for each pair, the same on all ranks; no rank is in two pairs of a group
     colours: dict[tuple[int, int], int] = {}
     for pair in sorted(pairs):
         taken = {colour for other, colour in colours.items() if set(other) & set(pair)}

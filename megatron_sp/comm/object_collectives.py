@@ -1,11 +1,9 @@
-"""Exchange of small Python values between ranks, as JSON in byte tensors.
+"""Exchange of small Python values between ranks, as JSON in byte tensors; one rank's failure raised on all, instead of a hang.
 
 torch's object collectives use pickle, which executes whatever the sender put into it; JSON carries data only. These
 calls are for plans, outcomes and manifests, a few times per checkpoint, on a group that supports CPU tensors (gloo).
 ``group=None`` means a single process: the value still goes through JSON, so that one process sees exactly what many
 would (tuples become lists).
-
-Failure of one rank raised on all ranks at once, with one message, instead of a hang.
 
 Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. At its
 end every rank learns whether all succeeded; if not, all raise the error of the lowest rank that failed. A bug of ours

@@ -1,8 +1,8 @@
 """Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``, ``TensorParallel``, and of
-a pipeline ``Channels``) hold a ``CallSite``: a recorder and their place in the model. Without one nothing is recorded, at the cost
-of one ``is None``.
+There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``,
+``TensorParallel``, and of a pipeline ``Channels``) hold a ``CallSite``: a recorder and their place in the model.
+Without one nothing is recorded, at the cost of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
@@ -101,45 +101,28 @@ class CudaClock:
 
 
 class Collective(NamedTuple):
-    """Description of a collective, sufficient to run one of the same size again.
+    """Description of a collective, sufficient to run one of the same size again."""
 
-    Attributes:
-        axis: axis of its group.
-        op: all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive.
-        sends: number of elements of the input; for an all_to_all, to each rank; none for a receive.
-        receives: number of elements of the output; for an all_to_all, from each rank; none for a send.
-        dtype: torch's name, such as float32.
-        pipe: source and target of a message; None for a collective.
-    """
-
-    axis: Axis
-    op: str
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-    dtype: str
-    pipe: Pipe | None = None
+    axis: Axis  # axis of its group
+    op: str  # all_to_all, all_reduce, all_gather or reduce_scatter; between stages send or receive
+    sends: tuple[int, ...]  # number of elements of the input; for an all_to_all, to each rank; none for a receive
+    receives: tuple[int, ...]  # number of elements of the output; for an all_to_all, from each rank; none for a send
+    dtype: str  # torch's name, such as float32
+    pipe: Pipe | None = None  # source and target of a message; None for a collective
 
 
 @dataclass
 class CollectiveRecord:
-    """Record of one collective.
-
-    Attributes:
-        name: what it transfers; of a message the action that made it.
-        layer: index of its block; None for embedding or head; of a message the stage that made it.
-        began: when it was started.
-        ended: when its result was available; None if unknown.
-        waits: begin and end of the wait for it; None if nobody has waited.
-    """
+    """Record of one collective."""
 
     recorder: Recorder
     what: Collective
-    name: str
-    layer: int | None
+    name: str  # what it transfers; of a message the action that made it
+    layer: int | None  # index of its block; None for embedding or head; of a message the stage that made it
     direction: Direction
-    began: Moment
-    ended: Moment | None = None
-    waits: tuple[Moment, Moment] | None = None
+    began: Moment  # when it was started
+    ended: Moment | None = None  # when its result was available; None if unknown
+    waits: tuple[Moment, Moment] | None = None  # begin and end of the wait for it; None if nobody has waited
 
     def watch(self, work: dist.Work) -> None:
         """Add this record to the recorder once the collective has been started, and have its end recorded."""
@@ -167,20 +150,13 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSite:
-    """A recorder with its user's place in the model.
-
-    Attributes:
-        axis: axis of its collectives.
-        layer: its block; None for embedding or head; for messages the stage that makes them.
-        pipe: source and target of its messages.
-        direction: pass that its messages belong to; None: the one that is computed.
-    """
+    """A recorder with its user's place in the model."""
 
     recorder: Recorder
-    axis: Axis
-    layer: int | None = None
-    pipe: Pipe | None = None
-    direction: Direction | None = None
+    axis: Axis  # axis of its collectives
+    layer: int | None = None  # its block; None for embedding or head; for messages the stage that makes them
+    pipe: Pipe | None = None  # source and target of its messages
+    direction: Direction | None = None  # pass that its messages belong to; None: the one that is computed
 
     def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> CollectiveRecord | None:
         """Return a new record, or None while nothing is recorded; call it right before a collective is started."""
@@ -220,18 +196,12 @@ class CollectiveTimes(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """Times of one step, in seconds after its start.
+    """Times of one step, in seconds after its start."""
 
-    Attributes:
-        seconds: its duration.
-        spans: its computations and waits, without gaps.
-        flights: its collectives and messages.
-        actions: with a pipeline, the actions of its schedule as (action, begin, end).
-    """
-
-    seconds: float
-    spans: list[Span] = field(default_factory=list)
-    flights: list[CollectiveTimes] = field(default_factory=list)
+    seconds: float  # its duration
+    spans: list[Span] = field(default_factory=list)  # its computations and waits, without gaps
+    flights: list[CollectiveTimes] = field(default_factory=list)  # its collectives and messages
+    # with a pipeline, the actions of its schedule as (action, begin, end)
     actions: list[tuple[Any, float, float]] = field(default_factory=list)
 
 
@@ -307,14 +277,13 @@ class Recorder:
         self._marks.append(Mark(self.clock.now(), label, layer, self.direction))
 
     def stop_computing(self) -> Moment:
-        """Record the begin of a wait."""
         now = self.clock.now()
         last = self._marks[-1]
         self._marks.append(Mark(now, WAIT, last.layer, self.direction))
         return now
 
     def go_on_computing(self, flight: CollectiveRecord) -> Moment:
-        """Record the end of a wait: the computation before it goes on."""
+        # record the end of a wait: the computation before it goes on
         now = self.clock.now()
         before = self._marks[-2]
         self._marks.append(Mark(now, before.label, before.layer, self.direction))

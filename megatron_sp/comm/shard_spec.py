@@ -31,23 +31,16 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Placement of one parameter on one tp rank.
+    """Placement of one parameter on one tp rank."""
 
-    Attributes:
-        shape: shape of the whole parameter, as in a checkpoint (without padding rows).
-        dim: the dim that is split.
-        runs: (start in the whole, length), in local order; local rows after them are padding.
-        sums: rows whose gradients must be summed.
-        counted: (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on
-            exactly one rank.
-        stacked: leading dims that number parameters of their own, such as those of experts: 1 for a stack of matrices or of biases.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    runs: tuple[tuple[int, int], ...]
-    sums: tuple[Sum, ...] = ()
+    shape: tuple[int, ...]  # shape of the whole parameter, as in a checkpoint (without padding rows)
+    dim: int  # the dim that is split
+    runs: tuple[tuple[int, int], ...]  # (start in the whole, length), in local order; local rows after them are padding
+    sums: tuple[Sum, ...] = ()  # rows whose gradients must be summed
+    # (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on exactly one
+    # rank
     counted: tuple[tuple[int, int], ...] = ()
+    # leading dims that number parameters of their own, such as those of experts: 1 for a stack of matrices or of biases
     stacked: int = 0
 
     @classmethod

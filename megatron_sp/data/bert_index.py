@@ -13,6 +13,12 @@ discarded. The shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 
 sample starts, so the loop over samples runs in Python, with a binary search for the end of each; everything else is
 vectorised. Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, with its two passes
 (count, then fill) merged into one.
+
+The two generators of C++'s ``<random>``, bit for bit: std::mt19937 seeded with an integer is the generator of
+``numpy.random.RandomState``, which numpy promises not to change. std::mt19937_64 is implemented here: 312 words of
+state, x[k+312] = x[k+156] ^ A(upper 33 bits of x[k], lower 31 bits of x[k+1]). A word depends on none of the 155 before
+it, so 156 words are computed at once. Source: M. Matsumoto and T. Nishimura, Mersenne Twister; constants of the C++
+standard, [rand.predef].
 """
 
 from __future__ import annotations
@@ -26,28 +32,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_sp.data.mersenne import mt19937_64, mt19937_blocks
-
+_WORDS, _HALF = 312, 156
+_SEEDING = 6364136223846793005
+_MATRIX = np.uint64(0xB5026F5AA96619E9)
+_UPPER = np.uint64(0xFFFFFFFF80000000)
+_LOWER = np.uint64(0x000000007FFFFFFF)
+_ONE = np.uint64(1)
+_MASK64 = 2**64 - 1
 LONG_SENTENCE = 512
+
+
 """A sentence above this, in tokens, rules out its document, unless it is all of it."""
 _DRAWS = 1 << 14
 _SHUFFLE_BLOCK = 16.0
 
 
 class SampleRule(NamedTuple):
-    """Parameters that determine the samples of given documents.
+    """Parameters that determine the samples of given documents."""
 
-    Attributes:
-        max_length: tokens of a sample at full length, at least 2.
-        short_seq_prob: fraction of shorter samples, in [0, 1].
-        seed: seed of the target lengths and of the shuffle.
-        min_sentences: minimum number of sentences in a document, and in every sample but the last of a document.
-    """
-
-    max_length: int
-    short_seq_prob: float
-    seed: int
-    min_sentences: int
+    max_length: int  # tokens of a sample at full length, at least 2
+    short_seq_prob: float  # fraction of shorter samples, in [0, 1]
+    seed: int  # seed of the target lengths and of the shuffle
+    min_sentences: int  # minimum number of sentences in a document, and in every sample but the last of a document
 
 
 def build_bert_index(
@@ -135,13 +141,8 @@ def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
 
 
 def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Iterator[int]) -> np.ndarray:
-    """int64 [n, 3]: the samples of all documents, in order.
-
-    Args:
-        tokens: [sentences + 1], tokens before each sentence; an ``array``: indexing numpy is slow, and a list takes
-            five times the memory.
-        draws: see ``_targets``.
-    """
+    # int64 [n, 3]: the samples of all documents, in order. tokens: [sentences + 1], tokens before each sentence; an
+    # ``array``: indexing numpy is slow, and a list takes five times the memory. draws: see ``_targets``.
     min_sentences = rule.min_sentences
     starts, ends, targets = array("q"), array("q"), array("q")
     for at, last in zip(array("q", documents.first.tobytes()), array("q", documents.last.tobytes()), strict=True):
@@ -159,7 +160,6 @@ def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Ite
 
 
 def _targets(rule: SampleRule) -> Iterator[int]:
-    """Return an endless iterator over the target length of each draw."""
     if rule.short_seq_prob == 0:
         return itertools.repeat(rule.max_length)
     ratio = math.floor(1 / rule.short_seq_prob + 0.5)  # C's round, half away from zero
@@ -189,7 +189,7 @@ def shuffled_order(n: int, seed: int) -> np.ndarray:
 
 
 def _swap(order: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
-    """Exchange order[i[k]] and order[j[k]] for k = 0, 1, ...; ``i`` counts down by one, and j <= i."""
+    # exchange order[i[k]] and order[j[k]] for k = 0, 1, ...; ``i`` counts down by one, and j <= i
     by_place = np.argsort(j, kind="stable")
     repeated = np.zeros(j.size, bool)
     same = j[by_place[1:]] == j[by_place[:-1]]
@@ -201,3 +201,48 @@ def _swap(order: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
     order[i[at_once]], order[j[at_once]] = order[j[at_once]], order[i[at_once]]
     for a, b in zip(i[entangled].tolist(), j[entangled].tolist(), strict=True):
         order[a], order[b] = order[b], order[a]
+
+
+def mt19937_blocks(seed: int, size: int) -> Iterator[np.ndarray]:
+    # yield the endless stream of std::mt19937(seed) as uint32 arrays of length ``size``
+    random = np.random.RandomState(seed)
+    while True:
+        yield random.randint(0, 2**32, size, dtype=np.uint32)  # the whole range: every draw is one word of the stream
+
+
+def mt19937_64(seed: int, count: int) -> np.ndarray:
+    # the first draws of std::mt19937_64(seed), uint64 [count]
+    words = np.empty((1 + -(-count // _WORDS)) * _WORDS, np.uint64)
+    words[:_WORDS] = _seeded(seed)
+    scratch = np.empty((2, _HALF), np.uint64)
+    for start in range(0, words.size - _WORDS, _HALF):
+        _next_half(words[start : start + _WORDS + _HALF], scratch)
+    return _tempered(words[_WORDS : _WORDS + count])
+
+
+def _seeded(seed: int) -> np.ndarray:
+    words = [seed & _MASK64]
+    for i in range(1, _WORDS):
+        words.append((_SEEDING * (words[-1] ^ (words[-1] >> 62)) + i) & _MASK64)
+    return np.array(words, np.uint64)
+
+
+def _next_half(words: np.ndarray, scratch: np.ndarray) -> None:
+    # fill the last 156 of 468 words from the 312 before them; all operations are in place, as there are many short ones
+    joined, low = scratch
+    np.bitwise_and(words[:_HALF], _UPPER, out=joined)
+    np.bitwise_and(words[1 : _HALF + 1], _LOWER, out=low)
+    np.bitwise_or(joined, low, out=joined)
+    np.bitwise_and(joined, _ONE, out=low)
+    np.multiply(low, _MATRIX, out=low)
+    np.right_shift(joined, _ONE, out=joined)
+    np.bitwise_xor(joined, low, out=joined)
+    np.bitwise_xor(joined, words[_HALF:_WORDS], out=words[_WORDS:])
+
+
+def _tempered(x: np.ndarray) -> np.ndarray:
+    x = x ^ ((x >> np.uint64(29)) & np.uint64(0x5555555555555555))
+    x ^= (x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    x ^= (x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    x ^= x >> np.uint64(43)
+    return x

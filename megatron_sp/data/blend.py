@@ -118,14 +118,9 @@ def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _walk(weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Apply the rule to several ranges of ``size`` samples at once.
-
-    Args:
-        starts: [ranges], first sample of each range. taken: float64 [k, ranges], samples taken from each set before it.
-    Returns:
-        Sets and samples, both [size, ranges], and the samples taken from each set by the end of each range, [k,
-        ranges].
-    """
+    # Apply the rule to several ranges of ``size`` samples at once. starts: [ranges], first sample of each range. taken:
+    # float64 [k, ranges], samples taken from each set before it. Sets and samples, both [size, ranges], and the samples
+    # taken from each set by the end of each range, [k, ranges].
     taken = np.array(taken, order="C")
     flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair
     sets = np.empty((size, starts.size), np.int16)

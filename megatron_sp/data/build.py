@@ -14,12 +14,10 @@ from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.document_ends import Stretch, check_document_ends
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions, MockGPTDataset, PackedDataset
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.mock_dataset import MockGPTDataset
-from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
@@ -67,17 +65,11 @@ class Datasets:
 
 
 class Evaluation(NamedTuple):
-    """Use of validation and test data.
+    """Use of validation and test data."""
 
-    Attributes:
-        num_iters: steps of one validation, and of the test.
-        num_samples: samples of one validation, and of the test.
-        by_default: nobody has asked for so many steps: that a split has less is a note then, not a warning.
-    """
-
-    num_iters: int
-    num_samples: int
-    by_default: bool
+    num_iters: int  # steps of one validation, and of the test
+    num_samples: int  # samples of one validation, and of the test
+    by_default: bool  # nobody has asked for so many steps: that a split has less is a note then, not a warning
 
 
 def build_datasets(
@@ -156,9 +148,8 @@ def build_bert_datasets(
         ConfigError: no data is given, a flag cannot be parsed or does not fit the others, or the tokenizer lacks BERT's
             special tokens.
     """
-    from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
+    from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions, MockBERTDataset
     from megatron_sp.data.bert_index import left_out
-    from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
     notes: list[str] = []
@@ -179,7 +170,6 @@ def build_bert_datasets(
 
 
 def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:
-    """Return notes and warnings about data whose documents do not all end as flags that are given take them to end."""
     flags = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
     spelled = [f"--{name.replace('_', '-')}" for name in flags]
     if flags and tokenizer.eod is None:
@@ -191,7 +181,6 @@ def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]
 
 
 def _packed(dataset: RowDataset, data: DataConfig, tokenizer: Tokenizer) -> RowDataset:
-    """Add document boundaries to the samples if a flag asks for them."""
     if not (data.reset_position_ids or data.reset_attention_mask):
         return dataset
     return PackedDataset(dataset, tokenizer.eod, positions=data.reset_position_ids, documents=data.reset_attention_mask)
@@ -218,12 +207,8 @@ def _build(
     data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], RowDataset], units: Callable[[IndexedDataset], int],
     from_file: _FromFile,
 ) -> _Made:  # fmt: skip
-    """Build the three splits from the flags.
-
-    Args:
-        mock: makes synthetic data of a split. units: number of units of a file that --split divides. from_file: makes
-            the data set of a range of these units.
-    """
+    # Build the three splits from the flags. mock: makes synthetic data of a split. units: number of units of a file
+    # that --split divides. from_file: makes the data set of a range of these units.
     if data.mock_data:
         return [[("", mock(name, n))] if n else [] for name, n in zip(SPLITS, num_samples, strict=True)]
     builder = _Builder(data, units, from_file)
@@ -245,7 +230,7 @@ class _Builder:
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
 
     def build(self, split: int, num_samples: int) -> list[tuple[str, RowDataset]]:
-        """Return the data sets of one split and their names; none if it has no share of the data."""
+        # the data sets of one split and their names; none if it has no share of the data
         name = SPLITS[split]
         if self.groups[split]:
             return [(group.name, self._of_group(group, split, num_samples)) for group in self.groups[split]]
@@ -266,12 +251,12 @@ class _Builder:
         return self.data.full_validation and SPLITS[split] == "valid"
 
     def _wanted(self, split: int, num_samples: int) -> int | None:
-        """Return how many samples the only data set of a split must have; None: one epoch."""
+        # how many samples the only data set of a split must have; None: one epoch
         reshuffled = self.data.dataloader_type == "cyclic" and SPLITS[split] == "train"  # by the sampler, in each epoch
         return None if reshuffled or self._is_read_once(split) else num_samples
 
     def _of_group(self, group: SplitGroup, split: int, num_samples: int) -> RowDataset:
-        """Return a blend of parts of data sets; one alone asks for no surplus."""
+        # a blend of parts of data sets; one alone asks for no surplus
         if len(group.prefixes) == 1:
             return self._single(group.prefixes[0], split, self._wanted(split, num_samples), share=group.ranges[0])
         blend = Blend(group.prefixes, group.weights)
@@ -295,7 +280,6 @@ class _Builder:
     def _by_weight(
         self, blend: Blend, split: int, num_samples: int, shares: Sequence[tuple[float, float] | None] = ()
     ) -> BlendedDataset:  # fmt: skip
-        """Blend the sets, or these shares of them, in proportion to their weights, repeating each as often as needed."""
         assert blend.weights is not None
         wanted = samples_per_set(normalized(blend.weights), num_samples)
         parts = zip(blend.prefixes, wanted, shares or [None] * len(wanted), strict=True)
@@ -331,17 +315,17 @@ class _Builder:
 
 
 def _names(prefixes: tuple[str, ...]) -> list[str]:
-    """Return short names of data sets: the last part of each prefix, with its folder where two are alike."""
+    # short names of data sets: the last part of each prefix, with its folder where two are alike
     short = [os.path.basename(prefix.rstrip("/")) for prefix in prefixes]
     return [name if short.count(name) == 1 else prefix.strip("/") for name, prefix in zip(short, prefixes, strict=True)]
 
 
 def _seed_of(seed: int, turn: int) -> int:
-    """Return the seed of the order in one of several passes over the data; the first pass has the seed of the run."""
+    # the seed of the order in one of several passes over the data; the first pass has the seed of the run
     return seed if turn == 0 else int(hash_of(seed=seed, turn=turn)[:7], 16) + 1
 
 
 def _share(split: str, k: int) -> int:
-    """Return 0 if the k-th part of --split has weight 0, else a positive number."""
+    # 0 if the k-th part of --split has weight 0, else a positive number
     first, last = split_bounds(split, 2**40)[k]  # with so many sequences only a weight of 0 gets none
     return last - first

@@ -107,7 +107,7 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
 
 
 def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
-    """Yield the rows of a TSV; tabs separate columns and there is no quoting, as in GLUE's files."""
+    # yield the rows of a TSV; tabs separate columns and there is no quoting, as in GLUE's files
     lines, skip = text.split("\n"), int(table.header)
     names = [name.strip() for name in lines[0].rstrip("\r").split("\t")] if table.header else []
     wanted = [column for column in (table.first, table.second, table.label, table.group) if column is not None]
@@ -153,7 +153,6 @@ def _named(column: str | int) -> str:
 
 
 def _json_rows(path: Path, text: str) -> Iterator[Row]:
-    """Yield the rows of a JSONL, one object per line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, partial(_json_value, path, number, lru_cache(1)(partial(_json_object, path, number, line)))
@@ -194,11 +193,7 @@ def _example(path: Path, number: int, get: Callable[[str | int], str], table: Te
 
 
 def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
-    """Return the class labels in the order of their ids.
-
-    Raises:
-        DataError: there is only one class.
-    """
+    """Return the class labels in the order of their ids. Raises DataError: there is only one class."""
     labels = table.labels or tuple(sorted({example.label for example in examples}))
     if len(labels) < 2:
         raise DataError(f"all training examples have one label, '{', '.join(labels)}': classification takes at least two")

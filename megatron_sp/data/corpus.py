@@ -97,7 +97,7 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
 
 
 def _first(documents: list[Document], max_bytes: int) -> tuple[list[Document], int]:
-    """Return the first documents whose text fits into ``max_bytes``, and its total bytes."""
+    # the first documents whose text fits into ``max_bytes``, and its total bytes
     total = 0
     for count, document in enumerate(documents):
         size = len(document.text.encode())

@@ -33,11 +33,7 @@ def to_bytes(digests: Sequence[int]) -> bytes:
 
 
 def from_bytes(data: bytes) -> list[int]:
-    """Decode digests; the inverse of ``to_bytes``.
-
-    Raises:
-        ValueError: ``data`` is not a whole number of digests.
-    """
+    """Decode digests; the inverse of ``to_bytes``. Raises ValueError: ``data`` is not a whole number of digests."""
     parts = np.frombuffer(data, np.uint8).reshape(-1, DIGEST_BYTES)
     wide = np.zeros((len(parts), 8), np.uint8)
     wide[:, :DIGEST_BYTES] = parts

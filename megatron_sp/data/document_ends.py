@@ -51,13 +51,12 @@ class _Ends:
 
     @property
     def common_last(self) -> int | None:
-        """Id that nearly all of the others end with."""
         (token, times) = self.last.most_common(1)[0]
         return token if self.others > 1 and times >= _NEARLY_ALL * self.others else None
 
     @property
     def another_id(self) -> int | None:
-        """Id that seems to end documents here: nearly all of the others end with it, and few have it inside."""
+        # id that seems to end documents here: nearly all of the others end with it, and few have it inside
         token = self.common_last
         return None if token is None or self.inside[token] >= self.others else token
 
@@ -104,7 +103,6 @@ def check_document_ends(stretches: Sequence[Stretch], eod: int, flags: Sequence[
 
 
 def _are_pieces(ends: _Ends) -> bool:
-    """Return whether documents that do not end with the id may well be cut from, or joined of, documents that do."""
     inside = ends.inside[ends.eod]
     if ends.common_last is not None or not (ends.fit or inside):
         return False
@@ -129,7 +127,7 @@ def _look(stretch: Stretch, eod: int, count: int) -> _Ends:
 
 
 def _last_sequences(indexed: IndexedDataset, bounds: tuple[int, int], count: int) -> Iterator[tuple[int, int]]:
-    """Yield some documents that end within bounds, evenly spread, each with its last sequence that has a token."""
+    # yield some documents that end within bounds, evenly spread, each with its last sequence that has a token
     ends, lengths = indexed.document_index[1:], indexed.sequence_lengths
     first, last = (int(np.searchsorted(ends, bound, side="right")) for bound in bounds)
     for k in range(min(count, last - first)):

@@ -2,6 +2,15 @@
 
 ``gpt_index`` determines the tokens of sample i; they depend on the document lengths, the seed, the sequence length and
 the number of epochs, never on the rank. This module reads the tokens and checks them against the vocabulary.
+
+A sample may hold the end of one document and the beginning of others. With --reset-position-ids and
+--reset-attention-mask, positions restart after each end-of-document token, and tokens attend only within their own
+document. The order of samples and their tokens do not change, so neither does the fingerprint.
+
+``MockGPTDataset`` makes samples for --mock-data: a sample is a walk around a ring of ids, each the previous one plus a
+small step, and short steps are more likely than long ones. The loss of a model that learns the rule falls from
+ln(vocabulary) to the entropy of the step, about 1.2 nats. Occasionally the end-of-document id takes the place of an id.
+Sample i depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations
@@ -26,20 +35,20 @@ from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import DataError
 
+_RING = 512  # ids of synthetic samples, at most: large enough to look like text, small enough to learn from few samples
+_SPLITS = {"train": 0, "valid": 1, "test": 2}
+_STEPS = np.array([1, 2, 3, 5])
+_CUMULATIVE = np.array([0.5, 0.75, 0.875])  # of their probabilities 1/2, 1/4, 1/8, 1/8
+_EOD_PROBABILITY = 1 / 512
+
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """Options that determine the GPT samples, besides the data and the tokenizer.
+    """Options that determine the GPT samples, besides the data and the tokenizer."""
 
-    Attributes:
-        seq_length: s, tokens per sample.
-        seed: seed of the sample order.
-        eod_mask_loss: no loss where the input is ``eod``.
-    """
-
-    seq_length: int
-    seed: int
-    eod_mask_loss: bool = False
+    seq_length: int  # s, tokens per sample
+    seed: int  # seed of the sample order
+    eod_mask_loss: bool = False  # no loss where the input is ``eod``
 
 
 class GPTDataset:
@@ -158,7 +167,7 @@ class GPTDataset:
         )
 
     def _read(self, cut: int) -> np.ndarray:
-        """Read the tokens from one cut to the next, both ends included, int64 [s + 1]."""
+        # read the tokens from one cut to the next, both ends included, int64 [s + 1]
         (first, start), (last, end) = self.index.sample[cut : cut + 2].tolist()
         stretch = np.empty(self.seq_length + 1, np.int64)
         filled = 0
@@ -241,7 +250,7 @@ class ChainedDataset:
         return self.parts[part].where(place)
 
     def _place(self, i: int) -> tuple[int, int]:
-        """Return (part, index in that part) of sample ``i``."""
+        # (part, index in that part) of sample ``i``
         part = int(np.searchsorted(self._ends, i, side="right"))
         return part, i - (int(self._ends[part - 1]) if part else 0)
 
@@ -259,3 +268,85 @@ def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, toke
         f" seq_length + 1 = {seq_length + 1} tokens: give it a larger share with --split, use more data, or lower --seq-length; in a blend"
         " without weights, give some (--data-path WEIGHT PREFIX ...): it is repeated then"
     )
+
+
+class PackedDataset:
+    """Data set that adds ``positions`` and ``documents``, both int64 [s] and optional, to the samples of another one.
+
+    Args:
+        dataset: the underlying data set.
+        eod: the end-of-document token; it belongs to the document that it ends.
+        positions: add the position of each token within its document.
+        documents: add the number of each token's document, from 0.
+    """
+
+    def __init__(self, dataset: RowDataset, eod: int, *, positions: bool, documents: bool) -> None:
+        self.dataset, self.eod, self.positions, self.documents = dataset, eod, positions, documents
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        sample = dict(self.dataset[i])
+        number = document_numbers(sample["tokens"], self.eod)
+        if self.documents:
+            sample["documents"] = number
+        if self.positions:
+            at = np.arange(number.size, dtype=np.int64)
+            starts = np.flatnonzero(np.diff(number, prepend=-1))
+            sample["positions"] = at - starts[number]
+        return sample
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        return self.dataset.document_lengths(i)
+
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint()
+
+    def where(self, i: int) -> str:
+        return self.dataset.where(i)
+
+
+def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Return the document number of each token within the sample, int64 [s]."""
+    ended = np.cumsum(tokens == eod, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), ended[:-1]]) if tokens.size else ended
+
+
+class MockGPTDataset:
+    """Data set of ``num_samples`` synthetic samples of one split; the arguments are those of ``GPTDataset``."""
+
+    def __init__(self, options: GPTOptions, *, num_samples: int, tokenizer: Tokenizer, name: str = "train") -> None:
+        self.seq_length, self._num_samples = options.seq_length, num_samples
+        self._key = np.array([options.seed & (2**64 - 1), _SPLITS[name]], np.uint64)
+        self._eod, self._mask_eod = tokenizer.eod, options.eod_mask_loss
+        others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod][:_RING]
+        self._ring = np.array(others, np.int64)
+        self._fingerprint = hash_of(
+            kind="mock-1", seed=options.seed, split=name, seq_length=options.seq_length, tokenizer=tokenizer.fingerprint(),
+            mask_eod=options.eod_mask_loss,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        random = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, i]))  # 2**192 numbers for each sample
+        uniform = random.random((2, self.seq_length + 1))
+        steps = _STEPS[np.searchsorted(_CUMULATIVE, uniform[0], side="right")]
+        start = int(random.random() * self._ring.size)
+        stretch = self._ring[(start + np.cumsum(steps)) % self._ring.size]
+        stretch[uniform[1] < _EOD_PROBABILITY] = self._eod
+        return make_sample(stretch, self._eod if self._mask_eod else None)
+
+    def document_lengths(self, i: int) -> np.ndarray:
+        """Return the tokens of each document in sample ``i``, int64; here the sample has to be drawn for it."""
+        return np.bincount(document_numbers(self[i]["tokens"], self._eod)) if self._eod is not None else np.array([self.seq_length])
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def where(self, i: int) -> str:
+        return "the synthetic samples of --mock-data"

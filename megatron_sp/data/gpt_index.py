@@ -42,19 +42,12 @@ class GPTIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of repetitions of a split, and the quantities that follow from it.
+    """Number of repetitions of a split, and the quantities that follow from it."""
 
-    Attributes:
-        num_epochs: E, repetitions of the split.
-        separate_last: True if the last epoch is shuffled separately.
-        num_samples: n, samples in all E epochs; at least the number requested.
-        num_samples_before_last: samples in the first E-1 epochs.
-    """
-
-    num_epochs: int
-    separate_last: bool
-    num_samples: int
-    num_samples_before_last: int
+    num_epochs: int  # E, repetitions of the split
+    separate_last: bool  # True if the last epoch is shuffled separately
+    num_samples: int  # n, samples in all E epochs; at least the number requested
+    num_samples_before_last: int  # samples in the first E-1 epochs
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
@@ -115,7 +108,7 @@ def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan:
 
 
 def build_document_index(ids: np.ndarray, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """Build the document index, int32 [E * docs]: all epochs shuffled together, or the last one separately at the end."""
+    # build the document index, int32 [E * docs]: all epochs shuffled together, or the last one separately at the end
     first = np.tile(ids.astype(np.int32), plan.num_epochs - plan.separate_last)
     random.shuffle(first)
     if not plan.separate_last:
@@ -126,7 +119,7 @@ def build_document_index(ids: np.ndarray, plan: EpochPlan, random: np.random.Ran
 
 
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
-    """Build the sample index, [n + 1, 2] cuts; int32 if the positions fit, else int64."""
+    # build the sample index, [n + 1, 2] cuts; int32 if the positions fit, else int64
     cuts = np.empty((num_samples + 1, 2), sample_index_dtype(document.size))
     cuts[0] = 0
     ends = np.cumsum(lengths[document], dtype=np.int64)  # one past the last token of each entry, in the stream
@@ -140,7 +133,7 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """Build the shuffle index, [n]; samples before a separate last epoch stay before those in it."""
+    # build the shuffle index, [n]; samples before a separate last epoch stay before those in it
     order = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan.num_samples))
     bound = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     random.shuffle(order[:bound])

@@ -89,7 +89,6 @@ def resolve_prefix(prefix: str | Path) -> str:
 
 
 def _neighbours(prefix: str) -> str:
-    """Return a clause that says which data sets are in the folder of one that is not."""
     folder, name = os.path.split(prefix)
     place, folder = folder or "the current folder", folder or os.curdir
     if not os.path.isdir(folder):

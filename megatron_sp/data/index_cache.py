@@ -75,7 +75,7 @@ def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build
 
 
 def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arrays | None:
-    """Return the stored set if it is complete and intact, else None; ``warn``: log a warning if it is damaged."""
+    # the stored set if it is complete and intact, else None; ``warn``: log a warning if it is damaged
     record_path = folder / f"{key}.json"
     try:
         with open_readable(record_path) as file:
@@ -130,7 +130,7 @@ def _store(folder: Path, key: str, arrays: Arrays) -> None:
 
 
 def _remove_stale(folder: Path, key: str) -> None:
-    """Delete temporary files of a killed process; recent ones may still be written to on a file system without locks."""
+    # delete temporary files of a killed process; recent ones may still be written to on a file system without locks
     for path in folder.glob(f".{key}-*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:

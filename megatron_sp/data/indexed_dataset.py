@@ -189,7 +189,7 @@ class IndexedDataset:
 
 
 def _in_turn(pool: ThreadPoolExecutor, work: Callable[[bytes | bytearray], object]) -> Callable[[bytes | bytearray], None]:
-    """Return a function that runs ``work`` on one item at a time in the pool's thread; at most two items are in memory."""
+    # a function that runs ``work`` on one item at a time in the pool's thread; at most two items are in memory
     under_way: list[Future[object]] = []
 
     def start(raw: bytes | bytearray) -> None:

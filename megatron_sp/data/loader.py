@@ -5,13 +5,22 @@ the next one continues where this one ended, with as many micro-batches, and pre
 prediction (batch size ramp-up, a skip on resume) is discarded and wastes only the reads. Threads suffice because the
 time goes into file reads and numpy copies, and they avoid the costs of worker processes: start-up, a copy of the
 indices in each, and shared memory for every batch.
+
+The order of the samples is a pure function of their number, so a resumed run needs no other state. The global batch of
+a step is the next ids of one order that all ranks share; each chunk of ``micro_batch_size * dp_size`` of them is one
+micro-batch, of which data parallel rank r takes the r-th slice. With --balance-rows they are put into another order
+first (``parallel/row_dealing.py``), which changes only who reads a sample. Another ``dp_size`` or micro-batch size on
+resume only distributes the same ids differently. ``single`` is the data set's own order. ``cyclic`` draws a new
+permutation in every epoch, keyed by (seed, epoch); unlike Megatron-LM's, it does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +28,9 @@ from torch import Tensor
 
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.digests import sample_digest
-from megatron_sp.data.samplers import Order, deal, next_ids
 from megatron_sp.utils.errors import DataError
 
+Order = Literal["single", "cyclic"]
 Batch = dict[str, Tensor]
 
 
@@ -82,7 +91,6 @@ class BatchLoader:
         return batches
 
     def samples_per_step(self, num_microbatches: int) -> int:
-        """Return the number of samples in a global batch."""
         return num_microbatches * self.micro_batch_size * self.dp_size
 
     def global_sample_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
@@ -103,7 +111,7 @@ class BatchLoader:
         self.close()
 
     def _my_places(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of this rank's samples in the global batch ``ids``, int64 [num_microbatches, b]."""
+        # the places of this rank's samples in the global batch ``ids``, int64 [num_microbatches, b]
         places = np.arange(ids.size) if self._deal_rows is None else self._deal_rows(ids)
         return deal(places, self.micro_batch_size, self.dp_rank, self.dp_size)
 
@@ -123,7 +131,7 @@ class BatchLoader:
             self._ahead = None  # the data end here; an error only if a further batch is requested
 
     def _batch(self, ids: np.ndarray, places: np.ndarray) -> Batch:
-        """Read the samples of one micro-batch, those at ``places`` of the global batch."""
+        # read the samples of one micro-batch, those at ``places`` of the global batch
         ids = ids[places]
         samples = [self.dataset[int(i)] for i in ids]
         batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
@@ -137,6 +145,62 @@ class BatchLoader:
 
 
 def _discard(futures: list[Future[Batch]]) -> None:
-    """Discard a wrong prediction: cancel what has not started, and ignore errors of the rest."""
+    # discard a wrong prediction: cancel what has not started, and ignore errors of the rest
     for future in futures:
         future.cancel()
+
+
+def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> np.ndarray:
+    """Return the global sample ids after ``consumed`` samples, int64 [count], in order.
+
+    Raises:
+        DataError: ``single`` would go beyond the end of the data set, or the data set is empty.
+        ValueError: an unknown order.
+    """
+    if order == "single":
+        return single_ids(consumed, count, total)
+    if order == "cyclic":
+        return cyclic_ids(consumed, count, total, seed)
+    raise ValueError(f"dataloader_type ({order}) must be 'single' or 'cyclic'")
+
+
+def single_ids(consumed: int, count: int, total: int) -> np.ndarray:
+    # ``count`` consecutive ids from ``consumed`` on, out of ``total``
+    if consumed < 0 or consumed + count > total:
+        raise DataError(
+            f"samples {consumed} to {consumed + count - 1} are wanted, the data set was built with {total}: it was built for fewer steps;"
+            " --dataloader-type cyclic starts over at its end"
+        )
+    return np.arange(consumed, consumed + count, dtype=np.int64)
+
+
+def cyclic_ids(consumed: int, count: int, total: int, seed: int) -> np.ndarray:
+    # ids of an endless sequence of epochs, each with its own permutation; a batch may span the end of an epoch
+    if total < 1:
+        raise DataError("the data set has no samples")
+    parts = []
+    while count > 0:
+        epoch, start = divmod(consumed, total)
+        part = epoch_permutation(total, seed, epoch)[start : start + count]
+        parts.append(part)
+        consumed, count = consumed + part.size, count - part.size
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of an epoch, int64 [total], read-only; it never changes, as numpy has frozen RandomState's streams."""
+    permutation = np.random.RandomState(np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)).permutation(total)
+    permutation.flags.writeable = False
+    return permutation
+
+
+def deal(ids: np.ndarray, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
+    """Return this rank's share of a global batch, [num_microbatches, micro_batch_size].
+
+    Raises:
+        ValueError: the batch does not divide into whole micro-batches, or there is no such rank.
+    """
+    if ids.size % (micro_batch_size * dp_size) or not 0 <= dp_rank < dp_size:
+        raise ValueError(f"cannot deal {ids.size} samples to rank {dp_rank} of {dp_size} in micro-batches of {micro_batch_size}")
+    return ids.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]

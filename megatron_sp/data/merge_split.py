@@ -83,7 +83,7 @@ def _prefix(name: str) -> str:
 
 
 def _opened(prefix: str) -> IndexedDataset:
-    """Open a data set and check its digests, if there are any. Raises DataError: it is damaged or does not match them."""
+    # open a data set and check its digests, if there are any. Raises DataError: it is damaged or does not match them
     source = IndexedDataset(prefix)
     if digest_file.read(prefix) is not None:
         digest_file.compare(prefix, {suffix: digest_file.sha256_of(prefix + suffix) for suffix in (".bin", ".idx")})
@@ -91,7 +91,6 @@ def _opened(prefix: str) -> IndexedDataset:
 
 
 def _require_all_parts(names: list[str]) -> None:
-    """Check that all parts of a preprocessing run are present and in order. Raises ConfigError."""
     if not names:
         raise ConfigError("there is no data set to merge")
     for (name, count), numbers in _parts(names).items():
@@ -106,7 +105,7 @@ def _require_all_parts(names: list[str]) -> None:
 
 
 def _parts(names: list[str]) -> dict[tuple[str, int], list[int]]:
-    """Return (name, count) -> numbers of the parts among ``names``."""
+    # (name, count) -> numbers of the parts among ``names``
     found: dict[tuple[str, int], list[int]] = {}
     for match in filter(None, map(_PART.fullmatch, names)):
         found.setdefault((match[1], int(match[3])), []).append(int(match[2]))
@@ -114,7 +113,6 @@ def _parts(names: list[str]) -> dict[tuple[str, int], list[int]]:
 
 
 def _require_other_place(outputs: Sequence[str], inputs: Sequence[str]) -> None:
-    """Check that no output would replace an input. Raises ConfigError."""
     there = {os.path.realpath(f"{name}.bin") for name in inputs}
     for output in outputs:
         if os.path.realpath(f"{output}.bin") in there:

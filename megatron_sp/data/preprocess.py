@@ -5,14 +5,24 @@ are byte-identical for any number of workers. The death of a worker is an error,
 everything has succeeded (``writer``).
 
 JSONL: one object per line; each of --json-keys becomes a separate data set. A blank line or an empty text is an empty
-document: it counts in the document index and has no tokens, and neither BOS nor --append-eod adds one. Plain text: documents
-are the paragraphs between blank lines, lines, or whole files (--text-unit). A document is one sequence, or with
---split-sentences one sequence per sentence (``sentences``), as BERT needs it.
+document: it counts in the document index and has no tokens, and neither BOS nor --append-eod adds one. Plain text:
+documents are the paragraphs between blank lines, lines, or whole files (--text-unit). A document is one sequence, or
+with --split-sentences one sequence per sentence, as BERT needs it.
+
+Sentences are found by rules and short lists of abbreviations, without a model or a download. A sentence ends at . ! ?
+or an ellipsis, including the closing quotes and brackets after it, if white space follows and the next word does not
+begin with a lower-case letter; at the full stops of Chinese and Japanese, with or without space; and at every blank
+line. A single line break counts as a space, since text is often wrapped. A full stop does not end a sentence after an
+initial (J. Smith), a title (Dr. Smith), an abbreviation within a sentence (e.g. this), or the number of a list item (1.
+First). After abbreviations that may end a sentence (U.S., Inc., Jr.), the sentence ends if the next word is one that
+often begins a sentence. Such rules are sometimes wrong; a sentence that is a little too long or too short does not harm
+training, and one above 512 tokens costs its document (``bert_index.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,7 +36,6 @@ import numpy as np
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.idx_format import token_dtype
-from megatron_sp.data.sentences import split_sentences
 from megatron_sp.data.text_input import (
     BAD_DOCUMENT,
     WHOLE,
@@ -44,6 +53,14 @@ from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, choose_bos
 from megatron_sp.data.writer import IndexedDatasetWriter, make_folder
 from megatron_sp.utils.errors import ConfigError, DataError
 
+_CLOSING = "\"'”’»)\\]}›"
+_OPENING = "\"'“‘„«([{‹¿¡-–—*• \t"
+_ENDING = ".!?…؟۔।॥"
+_MARK = re.compile(rf"(?<![{_ENDING}])(?P<mark>[{_ENDING}]+)[{_CLOSING}]*(?=\s)|[。！？｡]+[{_CLOSING}」』）]*")
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*|\r\n[^\S\n]*\r\n\s*|\f|\u2029")
+_LONGEST_WORD = 64  # characters that are examined, so that a text without spaces takes no longer
+_WORD = re.compile(r"[^\W_][\w'’-]*")
+_INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]\Z")
 _CHUNKS_PER_WORKER = 3  # in flight: enough that no worker waits, few enough that the parent's memory stays small
 
 
@@ -138,7 +155,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
 
 
 def _check(options: PreprocessOptions) -> Tokenizer:
-    """Check files, folder and tokenizer before any work is done; return the tokenizer."""
+    # check files, folder and tokenizer before any work is done; return the tokenizer
     if not options.inputs or not options.json_keys or options.workers < 1:
         raise ConfigError("preprocessing needs at least one --input, one of --json-keys and --workers 1 or more")
     if len(set(options.json_keys)) < len(options.json_keys):
@@ -151,7 +168,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
 
 
 def _tokenizer_of(options: PreprocessOptions) -> Tokenizer:
-    """Build the tokenizer; BERT's sentences never begin with BOS."""
+    # build the tokenizer; BERT's sentences never begin with BOS
     tokenizer = build_tokenizer(options.data, options.vocab_size)
     choose_bos(tokenizer, False if options.split_sentences else options.bos)
     return tokenizer
@@ -191,7 +208,7 @@ class Encoder:
         return Encoded(tokens, lengths, num_sequences, skipped, chunk.bytes_read)
 
     def _encode(self, text: str) -> list[np.ndarray]:
-        """Encode a document as one sequence, or one per sentence; sequences without tokens are omitted."""
+        # encode a document as one sequence, or one per sentence; sequences without tokens are omitted
         parts = split_sentences(text) if self.options.split_sentences else [text]
         sequences = [ids for part in parts if (ids := self.tokenizer.encode(part))]
         if sequences:
@@ -221,7 +238,6 @@ def _chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
 
 
 def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield all chunks, encoded, in input order."""
     if options.workers == 1:
         yield from map(Encoder(options, tokenizer), _chunks(options))
         return
@@ -238,3 +254,70 @@ def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[En
         raise DataError("a worker process died (killed, or out of memory): nothing is written; try fewer --workers") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_TITLES = _words(
+    "mr mrs ms mx dr prof st gen sen rep gov capt cpt cmdr lt col maj sgt adm rev fr hon supt messrs mme mlle mt ft vs cf viz ca approx"
+)
+"""Never at the end: what they belong to follows."""
+_BEFORE_NUMBERS = _words(
+    "no nos nr fig figs eq eqs sec secs vol vols pp p ch chap art arts op ed eds para par tab ref refs jan feb mar apr jun jul aug sep sept"
+    " oct nov dec"
+)
+"""Not at the end if a number follows."""
+_PERHAPS = _words("inc ltd co corp bros llc plc jr sr esq dept univ assn al a.m p.m ph.d m.d b.a m.a b.sc m.sc d.c")
+"""At the end if the next word often begins a sentence."""
+_STARTERS = _words(
+    "a an the this that these those he she it they we i you his her its their our my your there here in on at by for from with to of as if"
+    " when while where what who why how which after before since until during but and or so yet however although though because then thus"
+    " therefore meanwhile moreover furthermore also no not all some many most each every one two both another such now today"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text in order, stripped; none is empty, and only white space is lost."""
+    return [sentence for block in _BLANK_LINES.split(text) for sentence in _of_block(block)]
+
+
+def _of_block(block: str) -> Iterator[str]:
+    start = 0
+    for match in _MARK.finditer(block):
+        if match["mark"] is None or _ends(block, start, match):
+            yield from _trimmed(block[start : match.end()])
+            start = match.end()
+    yield from _trimmed(block[start:])
+
+
+def _trimmed(text: str) -> Iterator[str]:
+    if trimmed := text.strip():
+        yield trimmed
+
+
+def _ends(block: str, start: int, match: re.Match[str]) -> bool:
+    # whether the mark, followed by white space, ends the sentence that began at ``start``
+    rest = block[match.end() : match.end() + 80].lstrip().lstrip(_OPENING)
+    if rest[:1].islower():
+        return False
+    if match.group() != ".":
+        return True
+    before = block[max(start, match.start() - _LONGEST_WORD) : match.start()].lstrip()
+    word = (before.split() or [""])[-1].lstrip(_OPENING)
+    if word == before and word.isdigit():
+        return False  # the number of a list item
+    found = _WORD.match(rest)
+    return _full_stop_ends(word, found.group() if found else rest[:1])
+
+
+def _full_stop_ends(word: str, next_word: str) -> bool:
+    small = word.lower()
+    if small in _TITLES:
+        return False
+    if small in _BEFORE_NUMBERS and next_word[:1].isdigit():
+        return False
+    if small in _PERHAPS or (_INITIALS.match(word) and "." in word):
+        return next_word.lower() in _STARTERS
+    return word == "I" or not _INITIALS.match(word)

@@ -36,7 +36,7 @@ class SectionTask(NamedTuple):
 
 
 def section_of(source: str) -> str | None:
-    """Return the class of a document of the corpus; None for modules that belong to no package."""
+    # the class of a document of the corpus; None for modules that belong to no package
     parts = source.split("/")
     if parts[0] == "topics":
         return "topics"
@@ -109,7 +109,7 @@ def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_tra
 
 
 def _telling_lines(passage: str) -> set[str]:
-    """Return the long lines of a passage, normalised for spaces and case; if there are none, the whole passage."""
+    # the long lines of a passage, normalised for spaces and case; if there are none, the whole passage
     lines = {" ".join(line.lower().split()) for line in passage.splitlines()}
     return {line for line in lines if len(line) >= LONG_LINE} or {" ".join(passage.lower().split())}
 

@@ -44,21 +44,13 @@ TextUnit = Literal["paragraph", "line", "file"]
 
 
 class TextChunk(NamedTuple):
-    """Chunk of whole documents of one input.
+    """Chunk of whole documents of one input."""
 
-    Attributes:
-        path: the input's name in messages.
-        is_json: True if each document is a JSON object, False if it is text.
-        documents: raw bytes.
-        lines: number, from 1, of the line or row at which each document begins.
-        bytes_read: bytes of the file on disk read since the last chunk.
-    """
-
-    path: str
-    is_json: bool
-    documents: list[bytes]
-    lines: list[int]
-    bytes_read: int
+    path: str  # the input's name in messages
+    is_json: bool  # True if each document is a JSON object, False if it is text
+    documents: list[bytes]  # raw bytes
+    lines: list[int]  # number, from 1, of the line or row at which each document begins
+    bytes_read: int  # bytes of the file on disk read since the last chunk
 
 
 @dataclass(frozen=True)
@@ -181,7 +173,7 @@ def read_chunks(
 
 
 def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, part: Part) -> Iterator[_Piece]:
-    """Yield the ranges of the inputs that belong to a part; the parts have equal shares of the total bytes of all inputs."""
+    # yield the ranges of the inputs that belong to a part; the parts have equal shares of the total bytes of all inputs
     if part.count == 1:
         yield from (_Piece(path) for path in paths)
         return
@@ -205,7 +197,6 @@ def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
 
 
 def _has_free_lines(path: str, input_format: InputFormat, text_unit: TextUnit) -> bool:
-    """Return whether documents are lines of a file that can be read from any position."""
     return not path.endswith((*_PACKED, ".arrow")) and (is_json(path, input_format) or text_unit == "line")
 
 
@@ -291,7 +282,7 @@ def _chunks_of_file(piece: _Piece, json_lines: bool, unit: TextUnit) -> Iterator
 
 
 def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
-    """Yield the lines that begin at a byte from ``start`` on and before ``stop``."""
+    # yield the lines that begin at a byte from ``start`` on and before ``stop``
     at = start
     if start > 0:
         file.seek(start - 1)
@@ -302,7 +293,7 @@ def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
 
 
 def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, bytes) of each document; a whole file keeps its final line break, others do not."""
+    # yield (number of the first line, bytes) of each document; a whole file keeps its final line break, others do not
     block: list[bytes] = []
     start = 1
     for number, line in enumerate(lines, start=1):
@@ -322,7 +313,7 @@ def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Ite
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[IO[bytes] | None, Any]]:
-    """Open an input; yield the file on disk (None for standard input) and a file of its decompressed lines."""
+    # open an input; yield the file on disk (None for standard input) and a file of its decompressed lines
     if path == STDIN:
         yield None, sys.stdin.buffer
         return
@@ -354,7 +345,7 @@ class _ZstdReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read into ``buffer``. Raises EOFError: the file ends within a frame."""
+        # read into ``buffer``. Raises EOFError: the file ends within a frame
         while not self._plain:
             self._packed = self._packed or self._raw.read(_CHUNK_BYTES)
             if not self._packed:
@@ -394,7 +385,6 @@ def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk
 
 
 def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[Any]]:
-    """Yield the requested columns, some rows at a time."""
     arrow = _package("pyarrow", file)
     if file.endswith(".parquet"):
         with _module("pyarrow.parquet").ParquetFile(file) as table:
@@ -418,7 +408,6 @@ def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[A
 
 
 def _require_text(arrow: Any, schema: Any, keys: tuple[str, ...], file: str) -> None:
-    """Check that the columns exist and hold text. Raises DataError."""
     for key in keys:
         if key not in schema.names:
             raise DataError(
@@ -436,11 +425,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _files_of_folder(path: str) -> list[str]:
-    """Return the Arrow files of a data set written by ``Dataset.save_to_disk``, in order.
-
-    Raises:
-        DataError: it is not such a folder.
-    """
+    # the Arrow files of a data set written by ``Dataset.save_to_disk``, in order.
     folder, state = Path(path), Path(path) / "state.json"
     if (folder / "dataset_dict.json").is_file():
         parts = sorted(child.name for child in folder.iterdir() if (child / "state.json").is_file())
@@ -468,7 +453,7 @@ def _files_of_folder(path: str) -> list[str]:
 
 
 def _package(name: str, path: str) -> Any:
-    """Import an optional package. Raises ConfigError: it is not installed."""
+    # import an optional package. Raises ConfigError: it is not installed
     try:
         return _module(name)
     except ImportError as error:
@@ -482,7 +467,7 @@ def _module(name: str) -> Any:
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors."""
+    # the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors
     found = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
     return (OSError, EOFError, zlib.error, *(kind for kind in found if isinstance(kind, type)))
 

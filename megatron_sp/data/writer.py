@@ -157,7 +157,7 @@ class IndexedDatasetWriter:
             raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error
 
     def _index(self) -> Iterator[bytes | memoryview]:
-        """Yield the parts of the ``.idx``."""
+        # yield the parts of the ``.idx``
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents))

@@ -3,11 +3,19 @@
     read (a prompt, into the next row) | again (the same one, for another sample) | step (a token for each row) | drop (a row)
 
 A captured step has fixed shapes: a number of rows, and a span of keys in which the longest sequence fits (``_span``).
-There is a graph for each pair of them that comes up, recorded after a step that runs eagerly, and all share one pool. Token
-ids and lengths are copied into its input; the host reads the logits. A graph is used if it gives the bits of that eager step.
-Without graphs a step reads the keys that there are.
+There is a graph for each pair of them that comes up, recorded after a step that runs eagerly, and all share one pool.
+Token ids and lengths are copied into its input; the host reads the logits. A graph is used if it gives the bits of that
+eager step. Without graphs a step reads the keys that there are.
 
-Source: the idea of a static cache with graphs by size is that of vLLM and gpt-fast; the capture is ``ops/cuda_graphs.py``.
+Source: the idea of a static cache with graphs by size is that of vLLM and gpt-fast; the capture is
+``ops/cuda_graphs.py``.
+
+With the KV cache a generated token costs one position instead of its whole sequence. A rank caches the keys and values
+of its own heads: its share under tensor parallelism and, of that, under Ulysses. A prompt passes through the exchanges
+like a training sequence, split over the sp ranks; the heads that arrive at the attention, with all positions, are
+cached. So is a generated token: it is a sequence of one position (and padding), so the first sp rank has its
+activations, and each rank computes attention for its own heads. Thus a context too long for one device is distributed
+over all, including the cache. ``models.transformer.AttentionCore.attend`` writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.inference.kv_cache import KVCache, RowPass, StepPass
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, KernelName
 from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
@@ -29,21 +36,117 @@ from megatron_sp.utils.errors import ConfigError
 _LEAST_SPAN = 256
 
 
-@dataclass(frozen=True)
-class Capture:
-    """How steps are captured.
+class KVCache:
+    """Keys and values of several sequences, each in a row; their memory is allocated by the first pass, and stays where it is.
 
-    Attributes:
-        new_maker: makes a maker of graphs, with a pool of its own.
-        must: an error if a capture fails; else it is a line, and steps are eager.
-        of_all: returns the values of all ranks on every rank.
-        tell: says a line to the user.
+    Args:
+        num_layers: layers of the model.
+        max_rows: capacity in sequences.
+        max_length: capacity of each in positions.
     """
 
-    new_maker: Callable[[], GraphMaker]
-    must: bool = False
-    of_all: Callable[[Any], list[Any]] = lambda value: [value]
-    tell: Callable[[str], None] = lambda line: None
+    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+        self.max_rows, self.max_length = max_rows, max_length
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+
+    def of_layer(self, layer: int, like: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers of a layer's keys and values, [max_length, max_rows, groups, 1, d] with dtype, device and d of ``like``."""
+        found = self._layers[layer]
+        if found is None:
+            shape = (self.max_length, self.max_rows, groups, 1, like.shape[-1])
+            found = like.new_zeros(shape), like.new_zeros(shape)  # a hidden position counts 0 times what is there: no NaN
+            self._layers[layer] = found
+        return found
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for pair in self._layers if pair is not None for buffer in pair]
+
+    def copy(self, row: int, to: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row to another."""
+        for buffer in self._buffers():
+            buffer[:length, to] = buffer[:length, row]
+
+    def clear(self) -> None:
+        """Remove what is left of a pass that failed, which need not be numbers."""
+        for buffer in self._buffers():
+            buffer.zero_()
+
+
+class RowPass:
+    """One forward pass that appends positions to one row (implements ``forward_context.Cache``).
+
+    Args:
+        cache: of the row.
+        row, start: where they are appended.
+    """
+
+    def __init__(self, cache: KVCache, row: int, start: int) -> None:
+        self._cache, self._row, self._start = cache, row, start
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Cache``; k and v [s_new, m, 1, d]."""
+        start, end, row = self._start, self._start + k.shape[0], self._row
+        keys, values = self._cache.of_layer(layer, k, k.shape[1])
+        keys[start:end, row], values[start:end, row] = k, v
+        return (keys[:end, row], values[:end, row]) if start else (k, v)
+
+    def positions(self, num_new: int, device: torch.device) -> Tensor:
+        """See ``Cache``; [num_new]."""
+        return torch.arange(self._start, self._start + num_new, device=device)
+
+    def mask(self, groups: int, window: int | None) -> AttentionMask:
+        """See ``Cache``."""
+        return AttentionMask(window=window)
+
+
+class StepPass:
+    """One forward pass that appends one position to each of the first rows; its work depends on ``span`` alone.
+
+    Args:
+        cache: of the rows.
+        lengths: int64 [b], of the sequences in them, on their device.
+        span: number of keys that are read, more than the longest sequence has.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Tensor, span: int) -> None:
+        self._cache, self._lengths, self._span = cache, lengths, span
+        self._places = lengths * cache.max_rows + torch.arange(lengths.shape[0], device=lengths.device)
+        self._dtype = torch.float32
+        self._bias: Tensor | None = None
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Cache``; k and v [1, b*m, 1, d]."""
+        rows = self._lengths.shape[0]
+        self._dtype, groups = k.dtype, k.shape[1] // rows
+        found = []
+        for kept, new in zip(self._cache.of_layer(layer, k, groups), (k, v), strict=True):
+            kept.flatten(0, 1).index_copy_(0, self._places, new.view(rows, groups, *new.shape[2:]))
+            found.append(kept[: self._span, :rows].flatten(1, 2))  # a view
+        return found[0], found[1]
+
+    def positions(self, num_new: int, device: torch.device) -> Tensor:
+        """See ``Cache``; [b, 1]."""
+        assert num_new == 1, "sequences of different lengths get one position at a time"
+        return self._lengths[:, None]
+
+    def mask(self, groups: int, window: int | None) -> AttentionMask:
+        """See ``Cache``; the layers share one."""
+        if self._bias is None:
+            at, last = torch.arange(self._span, device=self._lengths.device), self._lengths[:, None]
+            hidden = at > last if window is None else (at > last) | (at <= last - window)
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias = bias.repeat_interleave(groups, 0)[:, None, None]  # [b*m, 1, 1, span]
+        return AttentionMask(causal=False, bias=self._bias)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How steps are captured."""
+
+    new_maker: Callable[[], GraphMaker]  # makes a maker of graphs, with a pool of its own
+    must: bool = False  # an error if a capture fails; else it is a line, and steps are eager
+    of_all: Callable[[Any], list[Any]] = lambda value: [value]  # returns the values of all ranks on every rank
+    tell: Callable[[str], None] = lambda line: None  # says a line to the user
 
 
 class Decoder:
@@ -165,7 +268,7 @@ class Decoder:
         return logits
 
     def _try(self, given: Tensor, span: int, wanted: Tensor) -> _CapturedStep | None:
-        """Capture a step that has just run; return None if it cannot be used on some rank. Collective."""
+        # capture a step that has just run; return None if it cannot be used on some rank. Collective
         assert self._capture is not None and self._maker is not None
         captured, problem = None, ""
         try:
@@ -197,13 +300,13 @@ class _CapturedStep:
         self._graph: Graph = maker.capture(record)
 
     def replay(self, given: Tensor) -> Tensor:
-        """Return the logits [b, v], which are overwritten by the next replay of any graph."""
+        # the logits [b, v], which are overwritten by the next replay of any graph
         self._given.copy_(given)
         self._graph.replay()
         return self._logits
 
 
 def _span(length: int) -> int:
-    """Return the number of keys that a captured step reads for sequences of this length: at most a quarter more."""
+    # the number of keys that a captured step reads for sequences of this length: at most a quarter more
     step = max(_LEAST_SPAN, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step

@@ -4,11 +4,12 @@ The choice at a position depends only on (logits, seed, sample, position): a has
 number, which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is
 generated and in whatever order, and no random state is used.
 
-Sequences are generated one after the other, unless a ``Decoder`` with several rows is given: a product of a batch rounds
-differently, so a prompt can get different continuations alone and in a batch. The samples of one prompt share its prefill.
+Sequences are generated one after the other, unless a ``Decoder`` with several rows is given: a product of a batch
+rounds differently, so a prompt can get different continuations alone and in a batch. The samples of one prompt share
+its prefill.
 
 A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments
-and gets the same tokens (see ``inference/kv_cache.py``).
+and gets the same tokens (see ``inference/decoder.py``).
 """
 
 from __future__ import annotations
@@ -34,20 +35,14 @@ FinishReason = Literal["", "eod", "stop", "max_new_tokens", "context"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters.
+    """Sampling parameters."""
 
-    Attributes:
-        temperature: divides the logits; 0: greedy, always the most probable token (on ties the lowest id).
-        top_k: keep only the k most probable tokens; 0: all.
-        top_p: keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this
-            probability; 1: all.
-        seed: seed of the draws.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides the logits; 0: greedy, always the most probable token (on ties the lowest id)
+    top_k: int = 0  # keep only the k most probable tokens; 0: all
+    # keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this probability; 1:
+    # all
     top_p: float = 1.0
-    seed: int = 1234
+    seed: int = 1234  # seed of the draws
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -189,7 +184,7 @@ class _Ending:
     stop: list[list[int]]
 
     def reason(self, tokens: list[int], num_new: int) -> FinishReason:
-        """Return why a sequence with these tokens, of which the last ``num_new`` are new, ends here; "" if it goes on."""
+        # why a sequence with these tokens, of which the last ``num_new`` are new, ends here; "" if it goes on
         if self.eod is not None and tokens[-1] == self.eod:
             return "eod"
         if any(len(s) <= num_new and tokens[-len(s) :] == s for s in self.stop):

@@ -201,11 +201,7 @@ def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capt
 
 
 def join(options: argparse.Namespace, launch: Launch) -> Team:
-    """Choose the device and join the other processes. Collective.
-
-    Raises:
-        PeerError: not all of them joined.
-    """
+    """Choose the device and join the other processes. Collective. Raises PeerError: not all of them joined."""
     device = choose_device(options.device, launch)
     if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread per process leaves the other cores idle
         cores = num_cores()

@@ -56,7 +56,7 @@ class Unit(NamedTuple):
 
 
 class Cache(Protocol):
-    """Interface of a KV cache for generation (``inference/kv_cache.py``)."""
+    """Interface of a KV cache for generation (``inference/decoder.py``)."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [s_new, m, 1, d] of a layer; return all keys and values so far [s, m, 1, d]."""

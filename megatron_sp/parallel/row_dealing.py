@@ -47,7 +47,7 @@ class RowDealer:
     window: int | None = None
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of a global batch, int64 [rows], in the order in which ``data/samplers.py :: deal`` deals them.
+        """Return the places of a global batch, int64 [rows], in the order in which ``data/loader.py :: deal`` deals them.
 
         Args:
             ids: samples of the global batch, int64 [rows], in order.

@@ -18,7 +18,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.digests import from_bytes, sample_digest, to_bytes
-from megatron_sp.data.samplers import Order, next_ids
+from megatron_sp.data.loader import Order, next_ids
 from megatron_sp.utils.errors import CheckpointError, DataError
 from megatron_sp.utils.strict_json import is_count
 

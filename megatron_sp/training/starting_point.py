@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from megatron_sp.checkpoint import find
 from megatron_sp.checkpoint.commit import holds_steps
-from megatron_sp.checkpoint.manifest import read_manifest
-from megatron_sp.checkpoint.verify import missing_or_cut, require_none
+from megatron_sp.checkpoint.manifest import missing_or_cut, read_manifest, require_none
 from megatron_sp.config.concessions import has_shape
 from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError

@@ -1,7 +1,7 @@
 """Command lines of the tools: ``argparse``, with mistakes said in one line and the nearest names, as training says them.
 
-argparse prints its usage first, twenty lines of it, and guesses what an abbreviated flag means; here a mistake is one line with
-exit code 2, and a name that is not known is answered with those that are like it.
+argparse prints its usage first, twenty lines of it, and guesses what an abbreviated flag means; here a mistake is one
+line with exit code 2, and a name that is not known is answered with those that are like it.
 """
 
 from __future__ import annotations

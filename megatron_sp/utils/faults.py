@@ -2,12 +2,12 @@
 
 A plan is one or more faults separated by ``;``, each ``KIND:key=value:...``, for example
 ``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process), ``stop`` (SIGSTOP), ``hang`` (this thread goes no further, others do), ``full`` (the disk is full at that point
-of a save) and ``nan`` (the code at that point calls ``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and
-``attempt`` (torchrun's restart count) restrict a fault; an omitted key matches everything. Every action of a pipeline is
-a point, reached before its input has arrived: ``pipeline.B1.2`` is B of stage 1 and micro-batch 2, and
-``pipeline.B1.2.3`` that of the micro-batch's slice 3. The variable is rejected unless --enable-fault-injection is given,
-so that an inherited environment cannot affect production runs.
+process), ``stop`` (SIGSTOP), ``hang`` (this thread goes no further, others do), ``full`` (the disk is full at that
+point of a save) and ``nan`` (the code at that point calls ``poisons()`` and makes a value NaN itself). ``rank``,
+``step`` and ``attempt`` (torchrun's restart count) restrict a fault; an omitted key matches everything. Every action of
+a pipeline is a point, reached before its input has arrived: ``pipeline.B1.2`` is B of stage 1 and micro-batch 2, and
+``pipeline.B1.2.3`` that of the micro-batch's slice 3. The variable is rejected unless --enable-fault-injection is
+given, so that an inherited environment cannot affect production runs.
 """
 
 from __future__ import annotations
@@ -72,11 +72,7 @@ class FaultPlan:
         return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
 
     def at(self, point: str, step: int) -> None:
-        """Trigger the faults planned for this point and step.
-
-        Raises:
-            OSError: the injected fault is a full disk.
-        """
+        """Trigger the faults planned for this point and step. Raises OSError: the injected fault is a full disk."""
         for fault in self.faults:
             if fault.at == point and fault.step in (None, step):
                 if fault.kind in _SIGNALS:

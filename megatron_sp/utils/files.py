@@ -3,8 +3,6 @@
 The order is always: write under a temporary name in the same folder, fsync the file, rename it over the old one, fsync
 the folder. A rename within one folder is atomic; the two fsyncs ensure that it is on the disk, not only in the kernel's
 memory.
-
-Reading of small user-written text files, such as flags or schedules, with a size limit.
 """
 
 from __future__ import annotations

@@ -14,21 +14,13 @@ MAX_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition under which a run reads a field.
+    """Condition under which a run reads a field."""
 
-    Attributes:
-        needs: what must be there, as behind the word "with" or "without".
-        holds: returns whether a ``Config`` has it.
-        why: reason for the line about a field without it (default: from ``needs``).
-        of_model: it looks at the model, which may have to be read from a checkpoint first.
-        keeps: a field without it keeps its value, for checkpoints to be compared with.
-    """
-
-    needs: str
-    holds: Callable[[Any], bool]
-    why: str = ""
-    of_model: bool = False
-    keeps: bool = False
+    needs: str  # what must be there, as behind the word "with" or "without"
+    holds: Callable[[Any], bool]  # returns whether a ``Config`` has it
+    why: str = ""  # reason for the line about a field without it (default: from ``needs``)
+    of_model: bool = False  # it looks at the model, which may have to be read from a checkpoint first
+    keeps: bool = False  # a field without it keeps its value, for checkpoints to be compared with
 
     @property
     def reason(self) -> str:

@@ -45,12 +45,8 @@ def _free_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path, controller: str, mount: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and those around it, the mount itself last.
-
-    Args:
-        controller: memory for version 1, nothing for version 2.
-        mount: folder under /sys/fs/cgroup.
-    """
+    # Yield the folders of this process's cgroup and those around it, the mount itself last. controller: memory for
+    # version 1, nothing for version 2. mount: folder under /sys/fs/cgroup.
     base, path = root / "sys/fs/cgroup" / mount, ""
     try:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -72,7 +68,7 @@ def _cached(folder: Path, name: str) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, or it is "max"."""
+    # the number in a file; None if there is none, or it is "max"
     try:
         return int(path.read_text())
     except (OSError, ValueError):

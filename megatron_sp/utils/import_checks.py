@@ -1,10 +1,8 @@
 """Check for sufficient address space, without which torch and numpy fail with import errors, aborts in C++, or silently.
 
-The oldest torch that this package runs on, and a message in place of the errors that an older one would end in.
-
-2.10 brought what the code calls without asking: ``torch.addmm(..., out_dtype=, out=)``, with which 16-bit products are
-added to fp32 gradients in place, and a ``weights_only`` reader that a crafted file cannot make run code
-(CVE-2026-24747). 2.11 is the oldest that the tests are run on (``make test-oldest``).
+It also refuses a torch that is too old. 2.10 brought what the code calls without asking: ``torch.addmm(..., out_dtype=,
+out=)``, with which 16-bit products are added to fp32 gradients in place, and a ``weights_only`` reader that a crafted
+file cannot make run code (CVE-2026-24747). 2.11 is the oldest that the tests are run on (``make test-oldest``).
 """
 
 from __future__ import annotations

@@ -137,14 +137,13 @@ class _Variables:
         self.remedy = f"A launcher sets all of them: start with {_TORCHRUN}, or for a single process unset RANK, WORLD_SIZE and LOCAL_RANK"
 
     def raise_problems(self) -> None:
-        """Raise a ConfigError with everything that was found to be wrong, if anything was."""
         if self.problems:
             error = ConfigError(f"this process's place in its job is not clear: {'; '.join(self.problems)}. {self.remedy}")
             error.on_all_ranks = False  # each rank has variables of its own
             raise error
 
     def number(self, name: str, *, low: int = 0, high: int | None = None, default: int | None = None, rule: str = "") -> int:
-        """Return a variable's value as an integer; what is wrong with it is noted."""
+        # a variable's value as an integer; what is wrong with it is noted
         text = self.env.get(name)
         if text is None:
             if default is None:
@@ -159,11 +158,11 @@ class _Variables:
         return value
 
     def first(self, *names: str) -> str:
-        """Return the first of these variables that is set; if none is, the first."""
+        # the first of these variables that is set; if none is, the first
         return next((name for name in names if name in self.env), names[0])
 
     def below(self, name: str, size: int, of: str) -> int:
-        """Return a rank, which must be less than the number of ranks, the variable ``of``."""
+        # a rank, which must be less than the number of ranks, the variable ``of``
         return self.number(name, high=max(0, size - 1), rule=f"at least 0 and less than {of} ({size})")
 
     def address(self, size: int, host: str | None = None, port: int = _DEFAULT_PORT) -> Address | None:
@@ -178,18 +177,16 @@ class _Variables:
         return found or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
 
     def attempt(self) -> int:
-        """Return how often the job has been started again."""
         return self.number("TORCHELASTIC_RESTART_COUNT", default=0) + self.number("MEGATRON_SP_RELAUNCHED", default=0)
 
     def agree(self, size: int, of: str) -> None:
-        """Note a WORLD_SIZE that is not the launcher's number of processes."""
         if "WORLD_SIZE" in self.env and (said := self.number("WORLD_SIZE", low=1)) != size:
             self.problems.append(f"WORLD_SIZE ({said}) is not {of} ({size})")
 
     # --------------------------------------------------------------------------------------------- one for each launcher
 
     def world_size(self) -> int:
-        """Return torchrun's number of processes, which is 1 if it says nothing, not even a rank."""
+        # torchrun's number of processes, which is 1 if it says nothing, not even a rank
         return self.number("WORLD_SIZE", low=1, default=None if "RANK" in self.env else 1)
 
     def of_torchrun(self) -> Launch:
@@ -231,14 +228,12 @@ class _Variables:
         return Launch(rank, local_rank, size, here, self.attempt(), self.address(size, host, self._port_of_mpi()), "mpirun")
 
     def _port_of_mpi(self) -> int:
-        """Return a port that this job's ranks agree on, and another job's do not, where the launcher names the job."""
         name = self.env.get("PMIX_NAMESPACE") or self.env.get("OMPI_MCA_ess_base_jobid") or self.env.get("PBS_JOBID") or ""
         numbers = re.findall(r"\d+", name)
         return _FIRST_PORT + sum(map(int, numbers)) % _PORTS if numbers else _DEFAULT_PORT
 
     @property
     def step_size(self) -> str:
-        """The variable with the number of tasks of a step of Slurm."""
         return self.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
     def is_step(self) -> bool:
@@ -267,7 +262,6 @@ class _Variables:
         return Launch(rank, local_rank, size, here, self.attempt(), self.address(size, host, port), "srun")
 
     def _tasks_here(self, size: int) -> int:
-        """Return the number of a step's tasks on this host."""
         counts = tasks_per_host(self.env.get("SLURM_STEP_TASKS_PER_NODE") or "")
         index = self.number("SLURM_NODEID", default=0)
         if index < len(counts):
@@ -276,7 +270,7 @@ class _Variables:
         return -(-size // max(1, hosts))
 
     def alone(self) -> Launch:
-        """Return the place of a process that no launcher started; one that is told to have company is an error."""
+        # the place of a process that no launcher started; one that is told to have company is an error
         size = self.world_size()
         task = self.number("SLURM_PROCID", default=0)
         if size > 1:
@@ -287,13 +281,13 @@ class _Variables:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list in Slurm's notation, ``gpu[003-007,12],login1``; empty if there is none."""
+    # the first host of a list in Slurm's notation, ``gpu[003-007,12],login1``; empty if there is none
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def tasks_per_host(text: str) -> list[int]:
-    """Return the numbers of tasks in Slurm's notation, ``2(x3),1``; empty if the text is not in it."""
+    # the numbers of tasks in Slurm's notation, ``2(x3),1``; empty if the text is not in it
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -55,7 +55,7 @@ def join(*children: object) -> Html:
 
 
 def script_json(value: Any) -> Html:
-    """Return JSON that is safe inside a script element: it can neither end the element nor begin a comment."""
+    # JSON that is safe inside a script element: it can neither end the element nor begin a comment
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

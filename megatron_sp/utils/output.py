@@ -52,7 +52,6 @@ class Stream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each line."""
         for line in lines:
             self.write(line)
 
@@ -160,7 +159,6 @@ def complain(text: str) -> None:
 
 
 def _say_elsewhere(name: str, text: str) -> None:
-    """Write a line to the other of the two streams, if that one works and it does not mix with a result."""
     other = getattr(sys, "stdout" if name == "stderr" else "stderr", None)
     if name == "stderr" and isinstance(other, Stream) and other.is_result:
         return  # a result must not be mixed with it
@@ -170,7 +168,7 @@ def _say_elsewhere(name: str, text: str) -> None:
 
 
 def _silence(stream: Any) -> None:
-    """Redirect a failed stream to /dev/null; otherwise flushing its buffer at exit would fail and change the exit code."""
+    # redirect a failed stream to /dev/null; otherwise flushing its buffer at exit would fail and change the exit code
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

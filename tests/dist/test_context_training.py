@@ -124,9 +124,9 @@ def test_bert_and_what_validation_finds(tmp_path: Path) -> None:
 
 def other_documents(rank: int) -> None:
     """Rank 1 reads data in which documents are shorter."""
-    from megatron_sp.data import mock_dataset
+    from megatron_sp.data import gpt_dataset
 
-    mock_dataset._EOD_PROBABILITY = 0.1 if rank == 1 else 0.02
+    gpt_dataset._EOD_PROBABILITY = 0.1 if rank == 1 else 0.02
 
 
 @pytest.mark.parametrize("flags, says", [

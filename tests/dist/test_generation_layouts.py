@@ -17,9 +17,8 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.commands import generate
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.estimate.parameters import count_parameters
-from megatron_sp.inference.decoder import Capture, Decoder
+from megatron_sp.inference.decoder import Capture, Decoder, KVCache, RowPass
 from megatron_sp.inference.generation import Sampling, complete
-from megatron_sp.inference.kv_cache import KVCache, RowPass
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext

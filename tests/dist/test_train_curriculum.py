@@ -9,7 +9,7 @@ import pytest
 from support.training import NO_DROPOUT, assert_same_run, records, train, write_data
 
 from megatron_sp.data.dataset import Sample
-from megatron_sp.data.mock_dataset import MockGPTDataset
+from megatron_sp.data.gpt_dataset import MockGPTDataset
 
 STAGES = ("--seq-length-curriculum", "fixed_discrete", "5:1", "13:3", "32")  # steps 1, 2 and 3, then all others
 LENGTHS = (5, 13, 13, 32, 32)

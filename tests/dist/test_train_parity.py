@@ -118,9 +118,9 @@ def test_an_impossible_layout_is_refused_before_anything_starts(tmp_path: Path) 
 
 
 def short_documents(rank: int) -> None:
-    from megatron_sp.data import mock_dataset
+    from megatron_sp.data import gpt_dataset
 
-    mock_dataset._EOD_PROBABILITY = 0.1
+    gpt_dataset._EOD_PROBABILITY = 0.1
 
 
 def test_documents_are_kept_apart_in_every_layout(tmp_path: Path) -> None:

@@ -154,14 +154,14 @@ def run(case: Case) -> Outcome:
 
 def _train(case: Case) -> int:
     from megatron_sp.commands.pretrain import parse_config
-    from megatron_sp.data import mock_dataset
+    from megatron_sp.data import gpt_dataset
     from megatron_sp.tasks.bert import bert_task
     from megatron_sp.tasks.gpt import GPT
     from megatron_sp.training.loop import _pretrain
     from megatron_sp.training.setup import RunStatus
     from megatron_sp.utils.launch import Launch
 
-    mock_dataset._EOD_PROBABILITY = 1 / 8  # so that short sequences have several documents
+    gpt_dataset._EOD_PROBABILITY = 1 / 8  # so that short sequences have several documents
     config = parse_config([*case.flags, "--device", "cuda"], prog="pretrain", family=case.family)
     launch = Launch.from_env()
     return _pretrain(config, GPT if case.family == "gpt" else bert_task(config), launch, RunStatus(launch.rank))

@@ -34,9 +34,9 @@ def generate(flags: list[str]) -> int:
 
 def generate_wrongly(flags: list[str]) -> int:
     """Run ``megatron-sp generate`` with a step that breaks a rule of captures; the first flag says which."""
-    from megatron_sp.inference import decoder, kv_cache
+    from megatron_sp.inference import decoder
 
-    class Read(kv_cache.StepPass):
+    class Read(decoder.StepPass):
         """The host reads a length."""
 
         def positions(self, num_new: int, device: torch.device) -> torch.Tensor:

@@ -19,8 +19,8 @@ from fake_gpu.jobs import Job, require_sound, run_rank
 JOBS = grid.JOBS | grid.PROGRAMS
 WAIT, COPY = "Work.wait in comm/collectives.py:wait < ", "wait_stream in optim/offload.py:copy < "
 EXPLAINED = {
-    "wait_stream in checkpoint/host_copy.py:take < checkpoint/background.py:start": "the host has just seen that weights are finite",
-    "event.synchronize in checkpoint/host_copy.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
+    "wait_stream in checkpoint/background.py:take < checkpoint/background.py:start": "the host has just seen that weights are finite",
+    "event.synchronize in checkpoint/background.py:wait < checkpoint/background.py:_work": "the writer reads by numpy, which is not seen",
     f"{COPY}optim/offload.py:send": "nothing is queued since the host has read the losses; the same line is needed by fetch",
     "Work.wait in comm/recorder.py:when_done < comm/recorder.py:watch": "only the recorded time depends on it",
     f"{WAIT}training/overlap.py:_time_once": "a collective that is timed: nobody reads its result",

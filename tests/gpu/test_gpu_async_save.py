@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sp.checkpoint.background import BackgroundSaves
+from megatron_sp.checkpoint.background import BackgroundSaves, HostCopy
 from megatron_sp.checkpoint.checkpointer import Checkpointer
-from megatron_sp.checkpoint.host_copy import HostCopy
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.checkpoint.safetensors_file import NamedPiece
 

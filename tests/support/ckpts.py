@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
-from megatron_sp.checkpoint.file_records import FileRecord, hash_file
-from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, read_manifest
+from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, FileRecord, hash_file, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.layers import shard_specs

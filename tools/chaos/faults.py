@@ -14,7 +14,7 @@ from pathlib import Path
 
 from chaos.jobs import Job, Watch
 from megatron_sp.checkpoint.commit import list_steps, step_number
-from megatron_sp.checkpoint.verify import is_complete
+from megatron_sp.checkpoint.manifest import is_complete
 
 _MOST_STEPS = 6  # records that pass before the fault
 _PAUSE_S = 0.3

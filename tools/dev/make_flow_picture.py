@@ -44,7 +44,7 @@ LANES = (
     Lane("batch", "A batch: from text to a loss", (
         Box("data/preprocess.py", "text to token ids:", "PREFIX.bin, PREFIX.idx"),
         Box("data/gpt_dataset.py", "sample i: tokens, labels", "and loss mask, each [s]"),
-        Box("data/samplers.py", "consumed samples to the", "ids of this dp rank"),
+        Box("data/loader.py", "consumed samples to the", "ids of this dp rank"),
         Box("data/loader.py", "micro-batches [b, s],", "read ahead by a thread"),
         Box("training/loop.py", "all micro-batches of", "a step, on the device"),
     ), (
@@ -69,13 +69,13 @@ LANES = (
     Lane("checkpoint", "A checkpoint: saved in one layout, loaded in another", (
         Box("training/saves.py", "when: every n steps, on", "a signal, at the end"),
         Box("training/state.py", "names, global tensors:", "this rank's rectangles"),
-        Box("checkpoint/plan.py", "who writes what; what", "several have, one writes"),
-        Box("checkpoint/host_copy.py", "a copy in host memory,", "and training goes on"),
+        Box("checkpoint/saving.py", "who writes what; what", "several have, one writes"),
+        Box("checkpoint/background.py", "a copy in host memory,", "and training goes on"),
         Box("checkpoint/saving.py", "safetensors files,", "hashed as written"),
     ), (
         Box("checkpoint/commit.py", "manifest, one rename:", "complete, or not there"),
         Box("checkpoint/find.py", "step folders of --load,", "the newest first"),
-        Box("checkpoint/verify.py", "sizes, and SHA-256", "of every byte"),
+        Box("checkpoint/manifest.py", "sizes, and SHA-256", "of every byte"),
         Box("checkpoint/load.py", "from any rectangles into", "those of this layout"),
         Box("training/run.py", "optimizer and counters:", "on with the next sample"),
     )),

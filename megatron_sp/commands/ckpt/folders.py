@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.checkpoint import commit, find, foreign
-from megatron_sp.checkpoint import verify as files
+from megatron_sp.checkpoint import commit, find
+from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import Holder, RunLock, holder_of
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest, read_state
@@ -234,7 +234,7 @@ def _survey_lines(listing: Survey) -> list[str]:
     folder, advice = listing.place.folder, [f"  {line}" for line in _advice(listing)]
     entries = sorted([*listing.steps, *listing.leftovers], key=lambda entry: entry.step)  # leftovers of a step follow it
     if not entries:
-        program = foreign.identify(folder)
+        program = find.identify(folder)
         return [f"{folder}: no checkpoint", *advice] if program is None else find.of_another_program(folder, program, None).splitlines()
     head = f"{folder}: {plural(len(listing.steps), 'checkpoint')}"
     head += f", {len(listing.leftovers)} left over" if listing.leftovers else ""

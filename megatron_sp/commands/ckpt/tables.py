@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sp.checkpoint.file_records import ITEM_BYTES
-from megatron_sp.checkpoint.manifest import Manifest
+from megatron_sp.checkpoint.manifest import ITEM_BYTES, Manifest
 from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.utils.format import format_bytes, format_count, format_duration
 

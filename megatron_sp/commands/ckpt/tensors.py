@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint import load
-from megatron_sp.checkpoint import verify as files
+from megatron_sp.checkpoint import manifest as files
 from megatron_sp.checkpoint.finite_tensors import FiniteTensors
 from megatron_sp.checkpoint.manifest import Manifest, read_manifest, read_state
 from megatron_sp.checkpoint.pieces import tiling_problem

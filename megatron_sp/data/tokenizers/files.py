@@ -84,7 +84,7 @@ def _kind_of_model(config: Path | None) -> str:
 
 
 def _read_config(config: Path | None) -> Any:
-    """Return the contents of a tokenizer_config.json; None without one."""
+    # the contents of a tokenizer_config.json; None without one
     if config is None:
         return None
     try:
@@ -94,7 +94,7 @@ def _read_config(config: Path | None) -> Any:
 
 
 def _lowers_case(config: Path | None) -> bool:
-    """Return ``do_lower_case`` of the tokenizer_config.json beside a vocab.txt; True without one, as in BERT's tokenizer."""
+    # ``do_lower_case`` of the tokenizer_config.json beside a vocab.txt; True without one, as in BERT's tokenizer
     if config is None:
         return True
     document = _read_config(config)

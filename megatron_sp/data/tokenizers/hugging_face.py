@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
-from megatron_sp.data.tokenizers.tokenizer import FILE, MAX_BYTES, read_bounded
+from megatron_sp.data.tokenizers.tokenizer import FILE, MAX_BYTES, LibraryTokenizer, import_tokenizers, read_bounded
 from megatron_sp.utils.errors import DataError
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
@@ -72,7 +71,7 @@ class _Wrapped(LibraryTokenizer):
         return starts
 
     def _template_front(self, tokenizer: Any) -> tuple[int, ...]:
-        """Return the ids that the file's own template puts before a text, as transformers does; not BERT's [CLS]."""
+        # the ids that the file's own template puts before a text, as transformers does; not BERT's [CLS]
         made = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
         mask: list[int] = made.special_tokens_mask
         front = tuple(made.ids[: mask.index(0) if 0 in mask else 0])
@@ -162,7 +161,7 @@ def _merges(data: bytes, path: str | Path) -> list[tuple[str, str]]:
 
 
 def _named_beside(folder: Path) -> dict[str, str]:
-    """Return role -> token from the files beside a tokenizer.json; missing files are ignored."""
+    # role -> token from the files beside a tokenizer.json; missing files are ignored
     named: dict[str, str] = {}
     for name in _BESIDE:
         if not (folder / name).exists():
@@ -186,7 +185,7 @@ def _find(role: str, named: Mapping[str, str], ids: Mapping[str, int]) -> int | 
 
 
 def _find_eod(named: Mapping[str, str], ids: Mapping[str, int], sep: int | None, where: str) -> int:
-    """Return the end-of-document id: that of the "eos" token, else of [SEP], as in BERT's vocabularies."""
+    # the end-of-document id: that of the "eos" token, else of [SEP], as in BERT's vocabularies
     if "eos" in named and named["eos"] not in ids:
         raise DataError(
             f"{where}: has no token {named['eos'][:100]!r}, which the file beside it names as eos_token: the files do not belong together"

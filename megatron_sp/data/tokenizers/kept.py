@@ -38,19 +38,12 @@ _PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class Record(NamedTuple):
-    """Record of a tokenizer in state.json.
+    """Record of a tokenizer in state.json."""
 
-    Attributes:
-        type: --tokenizer-type.
-        fingerprint: fingerprint of the tokenizer; None if unknown.
-        folder: name of the folder in the run; None if the tokenizer needs no files or they could not be kept.
-        files: name -> SHA-256.
-    """
-
-    type: str
-    fingerprint: str | None
-    folder: str | None
-    files: dict[str, str]
+    type: str  # --tokenizer-type
+    fingerprint: str | None  # fingerprint of the tokenizer; None if unknown
+    folder: str | None  # name of the folder in the run; None if the tokenizer needs no files or they could not be kept
+    files: dict[str, str]  # name -> SHA-256
 
     @classmethod
     def from_json(cls, value: Any) -> Record | None:
@@ -185,7 +178,6 @@ def find_moved(data: DataConfig, step_dir: Path) -> None:
 
 
 def _places(step_dir: Path) -> list[Path]:
-    """Return the folders that can contain a run's tokenizer folder."""
     above = step_dir.absolute().parent
     return [above.parent if above.name == "checkpoints" else above, step_dir.absolute()]
 
@@ -205,7 +197,6 @@ def _write(run_dir: Path, record: Record, contents: Mapping[str, bytes]) -> Reco
 
 
 def _write_folder(folder: Path, digests: Mapping[str, str], contents: Mapping[str, bytes]) -> None:
-    """Write a folder atomically, by one rename."""
     staging = folder.with_name(f".{folder.name}.part-{uuid.uuid4().hex[:12]}")
     try:
         staging.mkdir()
@@ -237,7 +228,7 @@ def _problem(folder: Path, digests: Mapping[str, str]) -> str | None:
 
 
 def _read_plain(path: Path) -> bytes:
-    """Read a regular file. Raises DataError: it is anything else, such as a symbolic link, or cannot be read."""
+    # read a regular file. Raises DataError: it is anything else, such as a symbolic link, or cannot be read
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.data.tokenizers.library import import_tokenizers
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
-from megatron_sp.data.tokenizers.tokenizer import Tokenizer, well_formed
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, import_tokenizers, well_formed
 from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, wordpiece_model
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 from megatron_sp.utils.files import atomic_replace
@@ -118,7 +117,7 @@ def train_wordpiece(
 
 
 def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], list[str]]:
-    """Return the ``most`` most frequent letters in order, and those of them that continue words."""
+    # the ``most`` most frequent letters in order, and those of them that continue words
     words: Counter[str] = Counter()
     for line in lines:
         words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)))
@@ -169,7 +168,6 @@ def _size_of(lines: list[str]) -> int:
 
 
 def _misfit(error: Exception, vocab_size: int, lines: list[str], num_text_bytes: int) -> DataError:
-    """Say what SentencePiece's error about the size of a vocabulary means, with the size that fits."""
     size, said = _size_of(lines), str(error)
     taken = f"{size:,} bytes of text" + (f" (of {num_text_bytes:,}; --sample-bytes takes more)" if size < num_text_bytes else "")
     if match := re.search(r"too high \(\d+\).*<= (\d+)", said):

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
-from megatron_sp.data.tokenizers.tokenizer import read_bounded
+from megatron_sp.data.tokenizers.tokenizer import LibraryTokenizer, import_tokenizers, read_bounded
 from megatron_sp.utils.errors import DataError
 
 CONTINUES = "##"
@@ -67,7 +66,6 @@ def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
 
 
 def _read(path: Path) -> tuple[bytes, dict[str, int]]:
-    """Return the raw file, and its pieces with their ids, in the order of the ids."""
     contents = read_bounded(path, _MAX_BYTES, "--vocab-file needs BERT's vocab.txt")
     try:
         lines = contents.decode("utf-8").removesuffix("\n").split("\n")

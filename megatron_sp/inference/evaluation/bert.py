@@ -19,12 +19,9 @@ from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.data.tokenizers.tokenizer import special_tokens
-from megatron_sp.inference.evaluation import measures
 from megatron_sp.inference.evaluation.gpt import PARTS, Reading
-from megatron_sp.inference.evaluation.items import read_documents
-from megatron_sp.inference.evaluation.measures import Numbers
-from megatron_sp.inference.evaluation.rows import encoded
-from megatron_sp.inference.evaluation.scoring import run_batches
+from megatron_sp.inference.evaluation.items import Numbers, clustered_stderr, read_documents, safe_exp
+from megatron_sp.inference.evaluation.scoring import encoded, run_batches
 from megatron_sp.inference.team import Team
 from megatron_sp.models.bert import BertModel
 from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
@@ -94,8 +91,8 @@ class BertEvaluation:
         if not loss < float("inf"):
             raise NumericsError("the loss is not finite: the weights are damaged, or overflow; try --dtype float32")
         numbers: Numbers = {
-            "loss": loss / count, "loss_stderr": measures.clustered_stderr([r[0] for r in results], [r[1] for r in results]),
-            name: measures.safe_exp(loss / count), "accuracy": hits / count, "tokens": int(count), "rows": number,
+            "loss": loss / count, "loss_stderr": clustered_stderr([r[0] for r in results], [r[1] for r in results]),
+            name: safe_exp(loss / count), "accuracy": hits / count, "tokens": int(count), "rows": number,
         }  # fmt: skip
         if order:
             numbers |= {"order_loss": sums[3] / number, "order_accuracy": sums[4] / number}

@@ -10,11 +10,17 @@ import numpy as np
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.inference.evaluation import measures
-from megatron_sp.inference.evaluation.items import read_choices, read_documents, read_last_words
-from megatron_sp.inference.evaluation.measures import Numbers
-from megatron_sp.inference.evaluation.rows import ScoredTokens, continuation, encoded, front, windows
-from megatron_sp.inference.evaluation.scoring import score_rows
+from megatron_sp.inference.evaluation.items import (
+    Numbers,
+    RowScore,
+    last_word,
+    multiple_choice,
+    perplexity,
+    read_choices,
+    read_documents,
+    read_last_words,
+)
+from megatron_sp.inference.evaluation.scoring import ScoredTokens, continuation, encoded, front, score_rows, windows
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.utils.errors import DataError
@@ -23,19 +29,12 @@ PARTS = ("train", "valid", "test")
 
 
 class Reading(NamedTuple):
-    """Options for reading texts.
+    """Options for reading texts."""
 
-    Attributes:
-        length: tokens per window.
-        stride: offset in tokens between consecutive windows.
-        batch_size: rows per forward pass.
-        limit: use only so many documents or items, from the first; None: all.
-    """
-
-    length: int
-    stride: int
-    batch_size: int
-    limit: int | None
+    length: int  # tokens per window
+    stride: int  # offset in tokens between consecutive windows
+    batch_size: int  # rows per forward pass
+    limit: int | None  # use only so many documents or items, from the first; None: all
 
 
 class GPTEvaluation:
@@ -56,7 +55,7 @@ class GPTEvaluation:
         with self.team.agree():
             tokens = self._tokens_of(prefix, split, part)
             rows = list(windows(tokens, self.reading.length, self.reading.stride))
-        return measures.perplexity(self._score(rows), None)
+        return perplexity(self._score(rows), None)
 
     def _tokens_of(self, prefix: str | Path, split: str | None, part: str) -> np.ndarray:
         indexed = IndexedDataset(prefix)
@@ -80,14 +79,14 @@ class GPTEvaluation:
                 row for ids in encoded(self.tokenizer, texts, str(path))
                 for row in windows([*before, *ids], self.reading.length, self.reading.stride, len(before))
             ]  # fmt: skip
-        return measures.perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
+        return perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
 
     def of_last_words(self, path: str | Path) -> Numbers:
         """Evaluate whether the model predicts the last word of each text (LAMBADA, arXiv:1606.06031)."""
         with self.team.agree():
             items = read_last_words(path, self.reading.limit)
             rows = [self._continuation(item.context, item.word, item.where) for item in items]
-        return measures.last_word(self._score(rows))
+        return last_word(self._score(rows))
 
     def of_choices(self, path: str | Path) -> Numbers:
         """Evaluate multiple choice by the likeliest continuation; a space is inserted unless context or choice has white space there."""
@@ -98,12 +97,12 @@ class GPTEvaluation:
                 for item in items for choice in item.choices
             ]  # fmt: skip
         scores = iter(self._score(rows))
-        return measures.multiple_choice(items, [[next(scores).loss for _ in item.choices] for item in items])
+        return multiple_choice(items, [[next(scores).loss for _ in item.choices] for item in items])
 
     def _continuation(self, context: str, text: str, where: str) -> ScoredTokens:
         return continuation(self.tokenizer, context, text, self.reading.length, where)
 
-    def _score(self, rows: list[ScoredTokens]) -> list[measures.RowScore]:
+    def _score(self, rows: list[ScoredTokens]) -> list[RowScore]:
         return score_rows(self.model, rows, self.reading.batch_size, self.team)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.waiting import PATIENCE_S
 
-from megatron_sp.checkpoint import cores, host_copy
+from megatron_sp.checkpoint import background as background_module
+from megatron_sp.checkpoint import saving
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import read_manifest
@@ -57,8 +58,8 @@ def saves(run: Path, faults: FaultPlan | None = None, **options: int) -> tuple[C
 
 def on_cores(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int) -> None:
     """As on a host with so many cores for this rank, on some of which torch computes."""
-    monkeypatch.setattr(cores, "cores_of_rank", lambda: of_rank)
-    monkeypatch.setattr(cores, "io_threads", lambda: max(1, min(4, of_rank)))
+    monkeypatch.setattr(saving, "cores_of_rank", lambda: of_rank)
+    monkeypatch.setattr(saving, "io_threads", lambda: max(1, min(4, of_rank)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
 
 
@@ -90,8 +91,8 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, max_fi
 
 def test_the_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    original = host_copy.host_empty
-    monkeypatch.setattr(host_copy, "host_empty", lambda shape, *rest: (made.append(shape[0]), original(shape, *rest))[1])
+    original = background_module.host_empty
+    monkeypatch.setattr(background_module, "host_empty", lambda shape, *rest: (made.append(shape[0]), original(shape, *rest))[1])
     checkpointer, background = saves(tmp_path)
     for step in range(1, 4):
         background.start(step, some_tensors(step), {})
@@ -151,7 +152,7 @@ def test_memory_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytes
 
     background = BackgroundSaves(Checkpointer(tmp_path))
     assert "of host memory and 0.1 MiB are left" in str(background.reserve(some_tensors(), 70_000))
-    monkeypatch.setattr(host_copy, "host_empty", refuse)
+    monkeypatch.setattr(background_module, "host_empty", refuse)
     assert "could not be allocated" in str(background.reserve(some_tensors(), 10**9))
     with pytest.raises(RuntimeError, match="reserve"):
         background.start(1, some_tensors(), {})
@@ -163,7 +164,7 @@ def test_memory_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytes
 def test_threads_beside_training(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int, threads: int) -> None:
     """On idle cores; where there are none, as many as compute."""
     on_cores(monkeypatch, of_rank, computing)
-    assert cores.threads_beside_training() == threads
+    assert saving.threads_beside_training() == threads
 
 
 @pytest.mark.parametrize(("of_rank", "threads"), [(2, 1), (3, 2)])
@@ -191,13 +192,13 @@ def test_a_save_in_the_background_leaves_cores_alone(tmp_path: Path, monkeypatch
 def test_two_cores_copy_where_one_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, parts: int) -> None:
     on_cores(monkeypatch, of_rank, 1)
     copied: dict[int, int] = {}
-    original = host_copy._copy
+    original = background_module._copy
 
     def copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         copied[threading.get_ident()] = copied.get(threading.get_ident(), 0) + sum(to.nbytes for to, _ in moves)
         original(moves)
 
-    monkeypatch.setattr(host_copy, "_copy", copy)
+    monkeypatch.setattr(background_module, "_copy", copy)
     _, background = saves(tmp_path)
     tensors = some_tensors()
     background.start(1, tensors, {})
@@ -209,7 +210,7 @@ def test_two_cores_copy_where_one_is_idle(tmp_path: Path, monkeypatch: pytest.Mo
         if threading.current_thread() is not threading.main_thread() and moves:
             raise RuntimeError("a tensor is gone")
 
-    monkeypatch.setattr(host_copy, "_copy", fail)
+    monkeypatch.setattr(background_module, "_copy", fail)
     if parts == 2:
         with pytest.raises(RuntimeError, match="a tensor is gone"):
             background.start(2, tensors, {})
@@ -221,19 +222,19 @@ def test_halves() -> None:
 
     for sizes, first in (((), 0), ((9,), 1), ((9, 1), 1), ((1, 9), 1), ((1, 1, 1, 1), 2), ((0, 0), 2), ((4, 1, 1, 1, 1), 1)):
         given = moves(*sizes)
-        head, tail = host_copy._halves(given)
+        head, tail = background_module._halves(given)
         assert [id(to) for to, _ in (*head, *tail)] == [id(to) for to, _ in given] and len(head) == first, sizes
 
 
 def test_what_reserve_counts_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    original: Callable[..., torch.Tensor] = host_copy.HostCopy._view
+    original: Callable[..., torch.Tensor] = background_module.HostCopy._view
 
-    def view(self: host_copy.HostCopy, at: int, like: torch.Tensor) -> torch.Tensor:
+    def view(self: background_module.HostCopy, at: int, like: torch.Tensor) -> torch.Tensor:
         taken.append(at + like.numel() * like.element_size())
         return original(self, at, like)
 
-    monkeypatch.setattr(host_copy.HostCopy, "_view", view)
+    monkeypatch.setattr(background_module.HostCopy, "_view", view)
     _, background = saves(tmp_path)
     background.start(1, some_tensors(), {})
     background.wait()

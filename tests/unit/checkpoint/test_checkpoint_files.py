@@ -17,10 +17,9 @@ import torch
 from safetensors import safe_open
 
 from megatron_sp.checkpoint import safetensors_file
-from megatron_sp.checkpoint.file_records import FileRecord, hash_file
-from megatron_sp.checkpoint.manifest import Manifest, decode_manifest, encode_state
+from megatron_sp.checkpoint.manifest import FileRecord, Manifest, decode_manifest, encode_state, hash_file
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.safetensors_file import DTYPES, NamedPiece, read_header, read_into, write_file
+from megatron_sp.checkpoint.safetensors_file import DTYPES, NamedPiece, read_header, read_into, shapes_of, write_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import open_regular, parse_object, read_small_file
 
@@ -210,7 +209,7 @@ def forged(**changes: Any) -> bytes:
 def test_manifest_round_trip() -> None:
     manifest = decode_manifest(a_manifest().encode(), Path("M"))
     assert manifest == a_manifest()
-    assert manifest.shapes() == {"w": ((2, 3), torch.bfloat16), "x": ((), torch.float32)}
+    assert shapes_of(manifest) == {"w": ((2, 3), torch.bfloat16), "x": ((), torch.float32)}
     assert manifest.num_bytes == 20
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece, Rect, tiling_problem
-from megatron_sp.checkpoint.plan import describe, make_plan
 from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files
+from megatron_sp.checkpoint.saving import describe, make_plan
 
 
 def cut_randomly(shape: tuple[int, ...], times: int, rng: random.Random) -> list[Rect]:

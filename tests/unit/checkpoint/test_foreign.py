@@ -9,7 +9,7 @@ import pytest
 from support.convert_models import random_model, write_run
 
 from megatron_sp.checkpoint import find
-from megatron_sp.checkpoint.foreign import identify
+from megatron_sp.checkpoint.find import identify
 from megatron_sp.commands.cli import main
 from megatron_sp.utils.errors import CheckpointError
 

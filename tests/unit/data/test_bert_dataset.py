@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
+from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions, MockBERTDataset
 from megatron_sp.data.bert_rows import pack
 from megatron_sp.data.build import Datasets, build_bert_datasets
 from megatron_sp.data.dataset import Dataset, Sample
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.parallel.forward_context import micro_batch_context

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.data.bert_index import SampleRule, build_bert_index, shuffled_order
+from megatron_sp.data.bert_index import SampleRule, build_bert_index, mt19937_64, mt19937_blocks, shuffled_order
 from megatron_sp.data.index_cache import ANY_LENGTH, cached_arrays
-from megatron_sp.data.mersenne import mt19937_64, mt19937_blocks
 
 BOUNDS = np.array([0, 3, 4, 8])
 LENGTHS = np.array([10, 12, 9, 20, 15, 7, 30, 5], np.int32)

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_sp.checkpoint.manifest import encode_state
 from megatron_sp.data.digests import from_bytes, sample_digest, step_digest, to_bytes
-from megatron_sp.data.gpt_dataset import GPTOptions
+from megatron_sp.data.gpt_dataset import GPTOptions, MockGPTDataset
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.training import sample_history
 from megatron_sp.training.sample_history import KEPT_STEPS, SampleHistory

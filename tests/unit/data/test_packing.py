@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_sp.data.dataset import Sample, make_sample
-from megatron_sp.data.packing import PackedDataset, document_numbers
+from megatron_sp.data.gpt_dataset import PackedDataset, document_numbers
 from megatron_sp.ops.attention import document_ends
 
 EOD = 9

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sp.data.samplers import cyclic_ids, deal, epoch_permutation, next_ids, single_ids
+from megatron_sp.data.loader import cyclic_ids, deal, epoch_permutation, next_ids, single_ids
 from megatron_sp.utils.errors import DataError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.data.sentences import split_sentences
+from megatron_sp.data.preprocess import split_sentences
 
 CASES = [  # sentences, joined by | in place of the white space between them
     "One sentence.|Another one!|A third?|And no end",

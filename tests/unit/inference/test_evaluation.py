@@ -18,9 +18,8 @@ from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.inference.evaluation import items, measures
-from megatron_sp.inference.evaluation.rows import continuation, encoded, front, windows
-from megatron_sp.inference.evaluation.scoring import RowScore
+from megatron_sp.inference.evaluation import items
+from megatron_sp.inference.evaluation.scoring import RowScore, continuation, encoded, front, windows
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
@@ -203,15 +202,15 @@ def test_a_text_that_the_tokenizer_leaves_out_is_not_scored() -> None:
 
 
 def test_errors_of_the_mean() -> None:
-    assert measures.stderr([1.0]) is None and measures.clustered_stderr([1.0], [3]) is None
+    assert items.stderr([1.0]) is None and items.clustered_stderr([1.0], [3]) is None
     values = [0.0, 1.0, 1.0, 1.0, 0.0]
-    assert measures.stderr(values) == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
+    assert items.stderr(values) == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
     # with pieces of one size it is the standard error of the pieces' means
     sums = [4.0, 8.0, 6.0, 5.0]
-    assert measures.clustered_stderr(sums, [2] * 4) == pytest.approx(np.std(np.array(sums) / 2, ddof=1) / 2)
-    numbers = measures.perplexity([RowScore(4000.0, 2, 1), RowScore(4000.0, 2, 0)], None)
+    assert items.clustered_stderr(sums, [2] * 4) == pytest.approx(np.std(np.array(sums) / 2, ddof=1) / 2)
+    numbers = items.perplexity([RowScore(4000.0, 2, 1), RowScore(4000.0, 2, 0)], None)
     assert numbers["perplexity"] == math.inf and numbers["accuracy"] == 0.25
-    assert measures.last_word([RowScore(1.0, 2, 1), RowScore(1.0, 2, 2)])["accuracy"] == 0.5  # a word is found whole or not
+    assert items.last_word([RowScore(1.0, 2, 1), RowScore(1.0, 2, 2)])["accuracy"] == 0.5  # a word is found whole or not
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from support import stored_models
 from support.generators import MODELS, VOCAB, build
 
+from megatron_sp.inference.decoder import KVCache, RowPass
 from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
-from megatron_sp.inference.kv_cache import KVCache, RowPass
 from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.experts import expert_biases
 from megatron_sp.models.gpt import GPTModel

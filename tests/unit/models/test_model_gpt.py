@@ -10,7 +10,7 @@ from support import reference, tiny
 from support.errors import FP32, FP64, assert_law, law_error
 from torch import Tensor
 
-from megatron_sp.inference.kv_cache import KVCache, RowPass
+from megatron_sp.inference.decoder import KVCache, RowPass
 from megatron_sp.parallel.layers import shard_specs
 
 ROPE = {"position_embedding_type": "rope"}

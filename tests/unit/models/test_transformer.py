@@ -13,7 +13,7 @@ from support.errors import FP64, assert_law
 from support.op_checks import randn
 from torch import Tensor
 
-from megatron_sp.inference.kv_cache import KVCache, StepPass
+from megatron_sp.inference.decoder import KVCache, StepPass
 from megatron_sp.models.transformer import AttentionCore, SelfAttention, TransformerBlock, qkv_rows
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import KernelConfig
-from megatron_sp.inference.kv_cache import KVCache, RowPass
+from megatron_sp.inference.decoder import KVCache, RowPass
 from megatron_sp.models import language_model
 from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import TransformerBlock

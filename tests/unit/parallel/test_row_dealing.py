@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.data.samplers import deal
+from megatron_sp.data.loader import deal
 from megatron_sp.parallel.context_plan import RowMask, plan_context
 from megatron_sp.parallel.row_dealing import RowDealer, area_of_documents, order_by_area
 
