@@ -79,11 +79,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
     """Run the tool with parsed options: rank 0 serves, the others compute with it."""
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.decoder import Decoder
-    from megatron_sp.inference.serving.app import Front
-    from megatron_sp.inference.serving.engine import Engine
+    from megatron_sp.inference.serving.engine import Engine, Slots
     from megatron_sp.inference.serving.request import Limits
-    from megatron_sp.inference.serving.server import is_loopback, open_socket, serve, warning_about
-    from megatron_sp.inference.serving.slots import Slots
+    from megatron_sp.inference.serving.server import Front, is_loopback, open_socket, serve, warning_about
     from megatron_sp.models.gpt import GPTModel
 
     check(options)

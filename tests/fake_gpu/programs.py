@@ -108,7 +108,7 @@ def serve(flags: list[str]) -> int:
 def _serve(options: object, launch: Launch) -> None:
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.decoder import Decoder
-    from megatron_sp.inference.serving.slots import Slots
+    from megatron_sp.inference.serving.engine import Slots
     from megatron_sp.models.gpt import GPTModel
 
     team = inference.join(options, launch)  # type: ignore[arg-type]
@@ -120,12 +120,12 @@ def _serve(options: object, launch: Launch) -> None:
         Slots(decoder).follow(lambda: cast("list[object]", team.broadcast(None)))
         return
     slots = Slots(decoder, team.broadcast if team.size > 1 else None)
-    slots.read([1, 2, 3], keep=True, everywhere=False)
+    slots.read([1, 2, 3], True, False)
     slots.again()
-    slots.read([4, 5, 6, 7, 8], keep=True, everywhere=True)
+    slots.read([4, 5, 6, 7, 8], True, True)
     slots.step([9, 10, 11])
     slots.drop(0)
-    slots.read([12], keep=False, everywhere=False)
+    slots.read([12], False, False)
     for _ in range(2):
         slots.step([13, 14])
     assert len(decoder.lengths) == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,22 +33,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """JSON of the answer, as OpenAI's API has it."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that a server imposes on requests.
-
-    Attributes:
-        max_positions: context length of the model.
-        max_tokens: largest number of generated tokens of a choice.
-        max_sequences: largest number of choices of one request over all its prompts: size of batch and queue together.
-    """
+    """Limits of requests: context length, generated tokens of a choice, choices of one request over all its prompts."""
 
     max_positions: int
     max_tokens: int
@@ -58,19 +49,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt.
-
-    Attributes:
-        ids: its token ids, at least one.
-        text: its text, for ``echo``.
-        has_ends: the text includes end-of-document tokens.
-        num_unwritten: number of leading tokens that are not in the text: BOS.
-    """
+    """Token ids (at least one) and text of a prompt."""
 
     ids: list[int]
     text: str
-    has_ends: bool = False
-    num_unwritten: int = 0
+    has_ends: bool = False  # the text includes end-of-document tokens
+    num_unwritten: int = 0  # leading tokens that are not in the text: BOS
 
 
 @dataclass(frozen=True)
@@ -89,11 +73,7 @@ class Completion:
 
 
 def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limits) -> Completion:
-    """Parse a request's JSON body.
-
-    Raises:
-        ApiError: it is invalid.
-    """
+    """Parse a request's JSON body. Raises ApiError if it is invalid."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -107,21 +87,27 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         if body.get(name) not in values:
             raise ApiError(400, f"'{name}' is not supported: leave it out", name)
     require_model(body.get("model"), model_name)
-    fields = _Fields(body)
-    n = fields.integer("n", 1, 1, _MOST_SAMPLES)
-    if fields.integer("best_of", n, 1, _MOST_SAMPLES) != n:
+    n = _number(body, "n", 1, 1, _MOST_SAMPLES)
+    if _number(body, "best_of", n, 1, _MOST_SAMPLES) != n:
         raise ApiError(400, f"'best_of' must be 'n' ({n}): choices are not ranked", "best_of")
     prompts = _prompts(body.get("prompt"), tokenizer)
     if len(prompts) * n > limits.max_sequences:
-        raise ApiError(
-            400, f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices this server accepts at once", "n"
-        )
-    echo = fields.boolean("echo")
-    max_tokens = _max_tokens(fields, prompts, limits, echo)
-    return Completion(
-        prompts, max_tokens, _sampling(fields), n, _stops(body.get("stop")), fields.optional_integer("logprobs", 0, _MOST_LOGPROBS), echo,
-        fields.boolean("stream"), _include_usage(body.get("stream_options")),
-    )  # fmt: skip
+        text = f"{len(prompts)} prompts * n ({n}) are more than the {limits.max_sequences} choices this server accepts at once"
+        raise ApiError(400, text, "n")
+    echo = _boolean(body, "echo")
+    max_tokens = _max_tokens(_number(body, "max_tokens", None, 0, 2**31), prompts, limits, echo)
+    seed, top_p = _number(body, "seed", None, -(2**63), 2**63 - 1), _number(body, "top_p", 1.0, 0, 1)
+    temperature, top_k = _number(body, "temperature", 1.0, 0, 100), _number(body, "top_k", 0, 0, 2**31)
+    sampling = Sampling(temperature, top_k, max(top_p, 1e-9), secrets.randbits(62) if seed is None else seed)
+    stop = body.get("stop")
+    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stop):
+        raise ApiError(400, f"'stop' must be a text, or a list of up to {_MOST_STOPS}, none of them empty", "stop")
+    logprobs, stream = _number(body, "logprobs", None, 0, _MOST_LOGPROBS), _boolean(body, "stream")
+    usage = {} if body.get("stream_options") is None else body["stream_options"]
+    if not isinstance(usage, dict) or set(usage) - {"include_usage"} or not isinstance(usage.get("include_usage", False), bool):
+        raise ApiError(400, "'stream_options' must be an object with the field 'include_usage', true or false", "stream_options")
+    return Completion(prompts, max_tokens, sampling, n, stop, logprobs, echo, stream, usage.get("include_usage", False))
 
 
 def require_model(asked: Any, model_name: str) -> None:
@@ -130,50 +116,24 @@ def require_model(asked: Any, model_name: str) -> None:
         raise ApiError(404, f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'", "model", "model_not_found")
 
 
-class _Fields:
-    """Typed access to the fields of the body; null counts as missing."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-
-    def optional_integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ApiError(400, f"'{name}' must be an integer from {low} to {high}", name)
-        return value
-
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.optional_integer(name, low, high)
-        return default if value is None else value
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise ApiError(400, f"'{name}' must be a number from {low:g} to {high:g}", name)
-        return float(value)
-
-    def boolean(self, name: str) -> bool:
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ApiError(400, f"'{name}' must be true or false", name)
-        return bool(value)
+def _number(body: dict[str, Any], name: str, default: float | None, low: int, high: int) -> Any:
+    # a number of the body, an integer unless the default is a float; null counts as missing
+    value, real = body.get(name), isinstance(default, float)
+    if value is None:
+        return default
+    if not isinstance(value, (int, float) if real else int) or isinstance(value, bool) or not low <= value <= high:
+        raise ApiError(400, f"'{name}' must be {'a number' if real else 'an integer'} from {low} to {high}", name)
+    return float(value) if real else value
 
 
-def _sampling(fields: _Fields) -> Sampling:
-    seed = fields.optional_integer("seed", -(2**63), 2**63 - 1)
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    return Sampling(
-        fields.number("temperature", 1.0, 0.0, 100.0), fields.integer("top_k", 0, 0, 2**31), max(top_p, 1e-9),
-        secrets.randbits(62) if seed is None else seed,
-    )  # fmt: skip
+def _boolean(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"'{name}' must be true or false", name)
+    return bool(value)
 
 
-def _max_tokens(fields: _Fields, prompts: list[Prompt], limits: Limits, echo: bool) -> int:
-    asked = fields.optional_integer("max_tokens", 0, 2**31)
+def _max_tokens(asked: int | None, prompts: list[Prompt], limits: Limits, echo: bool) -> int:
     longest = max(len(prompt.ids) for prompt in prompts)
     room = limits.max_positions - longest
     if room < 0 or (asked or 0) > room:
@@ -189,33 +149,16 @@ def _max_tokens(fields: _Fields, prompts: list[Prompt], limits: Limits, echo: bo
     return min(DEFAULT_MAX_TOKENS, room, limits.max_tokens) if asked is None else asked
 
 
-def _stops(value: Any) -> list[str]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"'stop' must be a text, or a list of up to {_MOST_STOPS}, none of them empty", "stop")
-    return stops
-
-
-def _include_usage(value: Any) -> bool:
-    if value is None:
-        return False
-    if not isinstance(value, dict) or set(value) - {"include_usage"} or not isinstance(value.get("include_usage", False), bool):
-        raise ApiError(400, "'stream_options' must be an object with the field 'include_usage', true or false", "stream_options")
-    return bool(value.get("include_usage", False))
-
-
 def _prompts(value: Any, tokenizer: Tokenizer) -> list[Prompt]:
-    """Parse the prompt field: a text, a list of texts, token ids, or a list of lists of token ids."""
+    # parse the prompt field: a text, a list of texts, token ids, or a list of lists of token ids
     if value is None or isinstance(value, str):
         return [_of_text(value or "", tokenizer)]
     if isinstance(value, list) and value:
         if all(isinstance(part, str) for part in value):
             return [_of_text(part, tokenizer) for part in value]
-        of_ids: Callable[[Any], bool] = lambda part: isinstance(part, int) and not isinstance(part, bool)
-        if all(map(of_ids, value)):
-            return [_of_ids(value, tokenizer)]
-        if all(isinstance(part, list) and part and all(map(of_ids, part)) for part in value):
-            return [_of_ids(part, tokenizer) for part in value]
+        lists = value if all(isinstance(part, list) and part for part in value) else [value]
+        if all(isinstance(i, int) and not isinstance(i, bool) for ids in lists for i in ids):
+            return [_of_ids(ids, tokenizer) for ids in lists]
     raise ApiError(400, "'prompt' must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
 
 
@@ -224,9 +167,10 @@ def _of_text(text: str, tokenizer: Tokenizer) -> Prompt:
         ids = tokenizer.encode(text)
     except ReportedError as error:
         raise ApiError(400, f"the prompt cannot be read: {error}", "prompt") from None
+    begin = tokenizer.begin
     if not ids:
-        return Prompt(list(tokenizer.begin) or [tokenizer.eod], "", num_unwritten=len(tokenizer.begin))
-    return Prompt([*tokenizer.begin, *ids], text, has_ends=True, num_unwritten=len(tokenizer.begin))
+        return Prompt(list(begin) or [tokenizer.eod], "", num_unwritten=len(begin))
+    return Prompt([*begin, *ids], text, has_ends=True, num_unwritten=len(begin))
 
 
 def _of_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:

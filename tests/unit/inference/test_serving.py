@@ -15,11 +15,9 @@ from support.waiting import PATIENCE_S, wait_until
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.inference.decoder import Decoder
 from megatron_sp.inference.generation import Sampling, complete
-from megatron_sp.inference.serving.engine import Engine, Event
+from megatron_sp.inference.serving.engine import Engine, Event, Job, Piece, Sequence, Slots, StopText
 from megatron_sp.inference.serving.request import ApiError, Completion, Limits, parse_body
-from megatron_sp.inference.serving.sequence import Piece, Sequence, StopText
 from megatron_sp.inference.serving.server import is_loopback, open_socket, require_packages, warning_about
-from megatron_sp.inference.serving.slots import Slots
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError
@@ -247,7 +245,7 @@ def test_parts_of_a_character_have_its_place_and_the_likeliest_of_those_that_loo
     logits = torch.zeros(257)
     logits[[0xE9, 0xE8, ord("q")]] = torch.tensor([5.0, 4.0, 3.0])
     told = logits.double().log_softmax(0)
-    chosen = Sequence(spec, spec.prompts[0], 0, 0, TOKENIZER)._describe([97, 98, ord("q")], logits, 2)
+    chosen = Sequence(Job(spec, print, 0.0), spec.prompts[0], 0, 0, TOKENIZER)._describe([97, 98, ord("q")], logits, 2)
     assert chosen.top == {"\ufffd": float(told[0xE9]), "q": float(told[ord("q")])}
 
 
@@ -264,7 +262,7 @@ def test_the_end_of_a_document_that_a_prompt_spells_out_has_its_room() -> None:
     for prompt, offsets in (("<eod>ab", [0, 5, 6]), ([256, 97, 98], [0, 0, 1])):
         body = json.dumps({"prompt": prompt, "echo": True, "logprobs": 0}).encode()
         spec = parse_body(body, Spelled(), "m", LIMITS)
-        told = Sequence(spec, spec.prompts[0], 0, 0, Spelled())._of_prompt(torch.zeros(3, 257))
+        told = Sequence(Job(spec, print, 0.0), spec.prompts[0], 0, 0, Spelled())._of_prompt(torch.zeros(3, 257))
         assert [info.offset for info in told] == offsets
 
 
@@ -275,7 +273,7 @@ def test_bos_stands_before_a_text_and_takes_no_room_in_it() -> None:
     for prompt, ids, offsets in (("ab", [7, 97, 98], [0, 0, 1]), ([97, 98], [97, 98], [0, 1]), ("", [7], [0])):
         spec = parse_body(json.dumps({"prompt": prompt, "echo": True, "logprobs": 0}).encode(), Begun(), "m", LIMITS)
         assert (spec.prompts[0].ids, spec.prompts[0].text) == (ids, "ab" if prompt else "")
-        told = Sequence(spec, spec.prompts[0], 0, 0, Begun())._of_prompt(torch.zeros(3, 257))
+        told = Sequence(Job(spec, print, 0.0), spec.prompts[0], 0, 0, Begun())._of_prompt(torch.zeros(3, 257))
         assert [info.offset for info in told] == offsets
 
 
