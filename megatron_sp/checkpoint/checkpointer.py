@@ -210,8 +210,8 @@ class Checkpointer:
     def _plan(self, is_known: bool) -> SavePlan:
         # the division of work, made anew only when some rank's rectangles have changed
         if not is_known or self._planned is None:
-            mine = self._described
-            self._planned = (mine, make_plan(self.ranks.each(lambda: mine)))
+            own_description = self._described
+            self._planned = (own_description, make_plan(self.ranks.each(lambda: own_description)))
         return self._planned[1]
 
     def _folder(self) -> Path:

@@ -52,12 +52,12 @@ def list_steps(folder: Path) -> dict[int, Path]:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {}
+    steps_by_number = {}
     for entry in entries:
         step = step_number(entry.name)
         if step is not None and entry.is_dir(follow_symlinks=False):
-            found[step] = folder / entry.name
-    return dict(sorted(found.items()))
+            steps_by_number[step] = folder / entry.name
+    return dict(sorted(steps_by_number.items()))
 
 
 def require_no_links(folder: Path) -> None:
@@ -168,10 +168,10 @@ def outdated(folder: Path, keep_last: int, keep_every: int | None, is_sound: Cal
     Returns:
         Step folders, oldest first; none if fewer than ``keep_last`` are sound.
     """
-    steps, found, oldest_kept = list_steps(folder), 0, -1
+    steps, num_sound, oldest_kept = list_steps(folder), 0, -1
     for step, path in reversed(steps.items()):
-        found += is_sound(path)
-        if found == keep_last:
+        num_sound += is_sound(path)
+        if num_sound == keep_last:
             oldest_kept = step
             break
     return [path for step, path in steps.items() if step < oldest_kept and not (keep_every and step % keep_every == 0)]

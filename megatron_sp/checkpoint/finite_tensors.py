@@ -29,13 +29,13 @@ class FiniteTensors:
         Raises:
             CheckpointError: it has numbers that are not finite, or would not be any more.
         """
-        found = _describe(tensor, written)
-        if found is not None:
-            self._found[name] = f"{name} has {found}"
+        problem = _describe(tensor, written)
+        if problem is not None:
+            self._found[name] = f"{name} has {problem}"
             if not self._allow:
                 raise CheckpointError(
                     f"{self._found[name]}: nothing can be trained or computed with such a tensor. Take another checkpoint"
-                    f"{' or another --dtype' if 'too large' in found else ''}; --allow-non-finite writes it all the same"
+                    f"{' or another --dtype' if 'too large' in problem else ''}; --allow-non-finite writes it all the same"
                 )
         return tensor
 

@@ -225,12 +225,12 @@ def changed(
     def problem(name: str) -> str | None:
         path, expected = step_dir / name, manifest.files[name].sha256
         try:
-            found = hash_file(path, progress)
+            actual = hash_file(path, progress)
         except (OSError, CheckpointError) as error:
             return f"{path} cannot be read: {error}"
-        if found == expected:
+        if actual == expected:
             return None
-        return f"{path} has SHA-256 {found[:12]}..., its manifest says {expected[:12]}...: its contents have changed"
+        return f"{path} has SHA-256 {actual[:12]}..., its manifest says {expected[:12]}...: its contents have changed"
 
     with ThreadPoolExecutor(io_threads()) as pool:
         return [text for text in pool.map(problem, names) if text is not None]

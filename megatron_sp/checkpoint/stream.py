@@ -146,8 +146,8 @@ class _Contents:
     def _read(self, name: str) -> Tensor:
         wanted, tensor = self._tensors[name], self._tensors[name].read()
         if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {found}: nothing was written")
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise CheckpointError(f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {actual}: nothing was written")
         return tensor
 
 

@@ -114,8 +114,8 @@ def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) ->
     """
     rank = dist.get_rank()
     store = dist.PrefixStore(_SPACE, dist.distributed_c10d._get_default_store())  # has no public name
-    made = store.add(f"made/{rank}", 1)  # groups may be rebuilt within a job, and then count from 1 again
-    store = dist.PrefixStore(str(made), store)
+    generation = store.add(f"made/{rank}", 1)  # groups may be rebuilt within a job, and then count from 1 again
+    store = dist.PrefixStore(str(generation), store)
     store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid(), machine()]))
     checked: dict[str, CheckedGroup] = {}
     for name, group in groups.items():
@@ -248,10 +248,10 @@ def _differences(calls: list[Call], ranks: list[int]) -> str:
     if len(kinds) > 1:
         most = max(kinds, key=len)
         others = [member for kind in kinds if kind is not most for member in kind]
-        told = f": {_name(others, ranks)} diverge{'s' * (len(others) == 1)}" if 2 * len(most) > len(calls) else ""
+        verdict = f": {_name(others, ranks)} diverge{'s' * (len(others) == 1)}" if 2 * len(most) > len(calls) else ""
         same = _alike([str(call) for call in calls])
         lines = [f"\n  {_name(kind, ranks)} call{'s' * (len(kind) == 1)} {calls[kind[0]]}" for kind in same[:8]]
-        return f"{told}{''.join(lines)}\nEvery rank of a group must make the same calls in the same order."
+        return f"{verdict}{''.join(lines)}\nEvery rank of a group must make the same calls in the same order."
     wrong = [
         f"\n  rank {ranks[i]} sends {sender.send[j]} elements to rank {ranks[j]}, which expects {receiver.receive[i]}"
         for i, sender in enumerate(calls) for j, receiver in enumerate(calls)

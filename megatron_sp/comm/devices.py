@@ -39,11 +39,11 @@ def identity_of(device: torch.device) -> str:
     """Return what tells a GPU from all others, on every host: its UUID, or else host and place on the bus; "" for a CPU."""
     if device.type != "cuda":
         return ""
-    found = torch.cuda.get_device_properties(device)
-    uuid = getattr(found, "uuid", None)
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
     if uuid is not None and str(uuid).strip("0-"):  # all zeros: the driver does not know it
         return f"GPU-{uuid}"
-    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    place = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return f"{':'.join(map(str, place))} of {socket.gethostname()}" if None not in place else ""
 
 

@@ -172,8 +172,8 @@ class ParallelGroups:
 
     def destroy(self) -> None:
         """Destroy the groups along the axes, but not those of all ranks. Collective."""
-        mine = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp, *([] if self.ends is None else [self.ends])]
-        axes = {id(group): group for group in map(unchecked, mine)}
+        own_groups = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp, *([] if self.ends is None else [self.ends])]
+        axes = {id(group): group for group in map(unchecked, own_groups)}
         for group in axes.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -240,16 +240,16 @@ def _over(mesh: DeviceMesh, axes: tuple[str, str], device: torch.device) -> Grou
 
 def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str, Group]:
     # the group ``ends``, under its name; nothing without a pipeline, and between its ends. Collective
-    ranks, found = mesh.mesh, dict[str, Group]()  # [pp, dp, cp, sp, tp]
+    ranks, by_axis = mesh.mesh, dict[str, Group]()  # [pp, dp, cp, sp, tp]
     if ranks.shape[0] == 1:
-        return found
+        return by_axis
     for tp_rank in range(ranks.shape[-1]):
         members = ranks[[0, -1]][..., tp_rank].flatten().tolist()
         group = dist.group.WORLD if len(members) == dist.get_world_size() else _new_group(members, device, nccl.of("dp"))
         if dist.get_rank() in members:
             assert group is not None
-            found["ends"] = group
-    return found
+            by_axis["ends"] = group
+    return by_axis
 
 
 @dataclass(frozen=True)
@@ -303,26 +303,26 @@ def _mine(lines: list[list[int]], groups: ParallelGroups, device: torch.device, 
         return SINGLE_RANK
     # urgent exchanges do not queue behind gradients in a communicator
     known = [groups.sp, groups.cp, groups.tp] if urgent else [groups.dp_cp_sp]
-    mine = next(line for line in lines if me in line)
-    same = next((group for group in known if group.size() > 1 and dist.get_process_group_ranks(unchecked(group)) == mine), None)
+    own_ranks = next(line for line in lines if me in line)
+    same = next((group for group in known if group.size() > 1 and dist.get_process_group_ranks(unchecked(group)) == own_ranks), None)
     # the layout is the same everywhere: whether a group exists is, too
     if same is not None:
         return unchecked(same)
-    made = SINGLE_RANK
+    group_of_ranks = SINGLE_RANK
     for line in lines:
         group = _new_group(line, device, {}, urgent=urgent)
         if me in line:
             assert group is not None
-            made = group
-    return made
+            group_of_ranks = group
+    return group_of_ranks
 
 
 def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, urgent: bool = False) -> Group | None:
     options = _options(len(ranks), device, urgent, fields)
-    made = dist.new_group(
+    new_group = dist.new_group(
         ranks, timeout=options._timeout if options is not None else None, pg_options=options if dist.get_backend() == "nccl" else None
     )
-    return cast("Group | None", made)
+    return cast("Group | None", new_group)
 
 
 def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -345,10 +345,10 @@ def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.de
     me, groups = dist.get_rank(), dict[int, Group]()
     for colour in range(max(colours.values(), default=-1) + 1):
         for line in lines:
-            made = _new_group(line, device, {}, urgent=True)
+            pair_group = _new_group(line, device, {}, urgent=True)
             if me in line:
-                assert made is not None
-                groups[colour] = made
+                assert pair_group is not None
+                groups[colour] = pair_group
     rank = mesh["pp"].get_local_rank()
     return {pair: groups[colour] for pair, colour in colours.items() if rank in pair}
 
@@ -406,9 +406,9 @@ def background_group(world_size: int, timeout: timedelta) -> Group | None:
     """
     if world_size == 1:
         return None
-    made = dist.new_group(backend="gloo", timeout=timeout)
-    assert made is not None
-    return made
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return control
 
 
 def destroy_process_group() -> None:

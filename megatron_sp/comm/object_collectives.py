@@ -35,16 +35,16 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         TypeError, ValueError: ``value`` is not JSON. Raised on this rank before anything is sent, so the other ranks
             would hang.
     """
-    mine = _encode(value)
+    encoded = _encode(value)
     if group is None:
-        return [_decode(mine)]
+        return [_decode(encoded)]
     if group.size() > 1:
         group = announced(group, "gather_json")
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: mine.numel()] = mine
+    padded[: encoded.numel()] = encoded
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [_decode(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]

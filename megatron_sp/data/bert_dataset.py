@@ -212,9 +212,9 @@ class BERTDataset:
 
     def _check_documents(self, bounds: np.ndarray, lengths: np.ndarray) -> None:
         least = self.options.rule.min_sentences
-        found = eligible_documents(bounds, lengths, least).first.size
+        eligible = eligible_documents(bounds, lengths, least).first.size
         total = len(bounds) - 1
-        if found:
+        if eligible:
             return
         sizes = np.diff(bounds)
         prefix, name = self.indexed.prefix, self._name

@@ -119,13 +119,13 @@ def build_datasets(
     def mock(name: str, num: int) -> RowDataset:
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
-    made = _build(data, num_samples, mock, len, from_file)
+    splits = _build(data, num_samples, mock, len, from_file)
     notes, warnings = _check_ends(data, tokenizer, list(stretches.values()))
-    made = [[(name, _packed(dataset, data, tokenizer)) for name, dataset in sets] for sets in made]
+    splits = [[(name, _packed(dataset, data, tokenizer)) for name, dataset in sets] for sets in splits]
     for name, (first, *others) in repeated.items():
         words = first + (f" (the blend repeats {len(others) + 1} of its data sets)" if others else "")
         (notes if evaluation is not None and evaluation.by_default and name != "train" else warnings).append(words)
-    return _gathered(made, tuple(warnings), tuple(notes))
+    return _gathered(splits, tuple(warnings), tuple(notes))
 
 
 def build_bert_datasets(
@@ -165,8 +165,8 @@ def build_bert_datasets(
     def mock(name: str, num: int) -> RowDataset:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
-    made = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
-    return _gathered(made, notes=tuple(dict.fromkeys(notes)))
+    splits = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
+    return _gathered(splits, notes=tuple(dict.fromkeys(notes)))
 
 
 def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:

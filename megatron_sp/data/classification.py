@@ -93,17 +93,17 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from None
     rows = _json_rows(path, text) if path.suffix in (".jsonl", ".json") else _tsv_rows(path, text, table)
-    found, skipped = [], 0
+    examples, skipped = [], 0
     for number, get in rows:
         try:
-            found.append(_example(path, number, get, table))
+            examples.append(_example(path, number, get, table))
         except BadLineError:
             if not skip_bad_lines:
                 raise
             skipped += 1
-    if not found:
+    if not examples:
         raise DataError(f"{path} has no examples" + (f": {skipped} bad lines were left out" if skipped else ""))
-    return found, skipped
+    return examples, skipped
 
 
 def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
@@ -160,19 +160,19 @@ def _json_rows(path: Path, text: str) -> Iterator[Row]:
 
 def _json_object(path: Path, number: int, line: str) -> dict[str, object]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadLineError(f"{path} line {number} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadLineError(f"{path} line {number} is not a JSON object: each line is one, with a text and a label")
-    return found
+    return value
 
 
 def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], key: str | int) -> str:
-    found = load()
-    value = found.get(str(key))
+    rows = load()
+    value = rows.get(str(key))
     if value is None or isinstance(value, (dict, list)) or value != value:  # pandas writes NaN for missing values
-        raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found) or 'nothing'}")
+        raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(rows) or 'nothing'}")
     text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON spells it
     try:
         text.encode()
@@ -281,9 +281,9 @@ class ClassificationDataset:
 
 def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.ndarray:
     """Confusion matrix of counts, int64 [true, predicted]."""
-    found = np.zeros((num_labels, num_labels), np.int64)
-    np.add.at(found, (true, predicted), 1)
-    return found
+    confusion = np.zeros((num_labels, num_labels), np.int64)
+    np.add.at(confusion, (true, predicted), 1)
+    return confusion
 
 
 def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()) -> dict[str, float]:

@@ -55,13 +55,13 @@ def read(prefix: str) -> dict[str, str] | None:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     lines = [_LINE.fullmatch(line) for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-    found = {match[3]: match[1] for match in lines if match is not None}
-    if len(lines) != 2 or set(found) != {".bin", ".idx"}:
+    digests = {match[3]: match[1] for match in lines if match is not None}
+    if len(lines) != 2 or set(digests) != {".bin", ".idx"}:
         raise DataError(
             f"{path} is not in sha256sum's format: it must have one line for the .bin and one for the .idx, digits, two spaces, name."
             " Delete it, and --write-digest creates one for the files as they are"
         )
-    return found
+    return digests
 
 
 def compare(prefix: str, found: Mapping[str, str]) -> bool:

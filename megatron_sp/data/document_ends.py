@@ -87,10 +87,10 @@ def check_document_ends(stretches: Sequence[Stretch], eod: int, flags: Sequence[
     about = f"{' and '.join(flags)} {'go' if len(flags) > 1 else 'goes'} by the end-of-document id, {eod}"
     if wrong:
         more = f" (and {len(wrong) - 1} more of {len(stretches)} data sets)" if wrong[1:] else ""
-        found = wrong[0].another_id
+        end_id = wrong[0].another_id
         raise DataError(
             f"{about}. {wrong[0].words()}{more}: across them nothing would be reset or masked. Tokenize again with megatron-sp preprocess"
-            f" --append-eod; or, if another id ends documents in these data, name it: --eod-id {'ID' if found is None else found}; or"
+            f" --append-eod; or, if another id ends documents in these data, name it: --eod-id {'ID' if end_id is None else end_id}; or"
             f" leave {'the flags' if len(flags) > 1 else 'the flag'} out"
         )
     notes = [f"{about}. {ends.words()}: taken for pieces of documents, with the id inside" for ends in misfits if _are_pieces(ends)]
@@ -110,20 +110,20 @@ def _are_pieces(ends: _Ends) -> bool:
 
 
 def _look(stretch: Stretch, eod: int, count: int) -> _Ends:
-    found, indexed = _Ends(stretch, eod), stretch.indexed
+    seen, indexed = _Ends(stretch, eod), stretch.indexed
     for document, sequence in _last_sequences(indexed, stretch.bounds, count):
         length = int(indexed.sequence_lengths[sequence])
         start = max(0, length - _READ_TOKENS)
         token = int(indexed.get(sequence, length - 1)[0])
         if token == eod:
-            found.fit += 1
+            seen.fit += 1
             continue
-        found.last[token] += 1
+        seen.last[token] += 1
         first, last = indexed.document_index[document : document + 2].tolist()
-        found.lengths[int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))] += 1
+        seen.lengths[int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))] += 1
         tokens, counts = np.unique(indexed.get(sequence, start)[:-1], return_counts=True)
-        found.inside.update(dict(zip(tokens.tolist(), counts.tolist(), strict=True)))
-    return found
+        seen.inside.update(dict(zip(tokens.tolist(), counts.tolist(), strict=True)))
+    return seen
 
 
 def _last_sequences(indexed: IndexedDataset, bounds: tuple[int, int], count: int) -> Iterator[tuple[int, int]]:

@@ -53,15 +53,15 @@ def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build
     if folder is None:
         return build()
     folder = Path(folder)
-    found = _load(folder, key, expected)
-    if found is not None:
-        return found
+    arrays = _load(folder, key, expected)
+    if arrays is not None:
+        return arrays
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock"):
-            found = _load(folder, key, expected, warn=True)  # whoever held the lock before may have built it
-            if found is not None:
-                return found
+            arrays = _load(folder, key, expected, warn=True)  # whoever held the lock before may have built it
+            if arrays is not None:
+                return arrays
             built = build()
             try:
                 _store(folder, key, built)

@@ -118,8 +118,8 @@ class BatchLoader:
     def _submit(self, consumed_samples: int, num_microbatches: int) -> list[Future[Batch]]:
         assert self._pool is not None
         ids = self.global_sample_ids(consumed_samples, num_microbatches)
-        mine = self._pool.submit(self._my_places, ids)  # before its batches in the queue: none of them waits for it in vain
-        return [self._pool.submit(self._dealt_batch, ids, mine, index) for index in range(num_microbatches)]
+        own_places = self._pool.submit(self._my_places, ids)  # before its batches in the queue: none of them waits for it in vain
+        return [self._pool.submit(self._dealt_batch, ids, own_places, index) for index in range(num_microbatches)]
 
     def _dealt_batch(self, ids: np.ndarray, mine: Future[np.ndarray], index: int) -> Batch:
         return self._batch(ids, mine.result()[index])

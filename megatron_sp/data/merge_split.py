@@ -69,13 +69,13 @@ def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str])
     for output, (first, last) in zip(outputs, pairwise([0, *ends]), strict=True):
         if first == last:
             raise ConfigError(f"{source.prefix} has {count} documents: by these weights {output} would get none of them")
-    made = []
+    written = []
     for output, (first, last) in zip(outputs, pairwise([0, *ends]), strict=True):
         make_folder(output)
         with IndexedDatasetWriter(output, dtype=source.dtype) as writer:
             writer.merge(source, range(first, last))
-        made.append(IndexedDataset(output))
-    return made
+        written.append(IndexedDataset(output))
+    return written
 
 
 def _prefix(name: str) -> str:

@@ -308,8 +308,8 @@ def _ends(block: str, start: int, match: re.Match[str]) -> bool:
     word = (before.split() or [""])[-1].lstrip(_OPENING)
     if word == before and word.isdigit():
         return False  # the number of a list item
-    found = _WORD.match(rest)
-    return _full_stop_ends(word, found.group() if found else rest[:1])
+    next_match = _WORD.match(rest)
+    return _full_stop_ends(word, next_match.group() if next_match else rest[:1])
 
 
 def _full_stop_ends(word: str, next_word: str) -> bool:

@@ -66,10 +66,10 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
     Raises:
         DataError: there are too few classes or passages.
     """
-    found = [(section, passage) for source, text in documents if (section := section_of(source)) for passage in passages(text)]
-    times = Counter(line for _, passage in found for line in _telling_lines(passage))
+    labelled = [(section, passage) for source, text in documents if (section := section_of(source)) for passage in passages(text)]
+    times = Counter(line for _, passage in labelled for line in _telling_lines(passage))
     of: dict[str, list[str]] = {}
-    for section, passage in found:
+    for section, passage in labelled:
         if all(times[line] == 1 for line in _telling_lines(passage)):
             of.setdefault(section, []).append(passage)
     largest = sorted(of, key=lambda section: (-len(of[section]), section))[:num_classes]

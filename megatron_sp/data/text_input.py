@@ -432,16 +432,16 @@ def _files_of_folder(path: str) -> list[str]:
         raise DataError(f"{path} holds several data sets: name one of them, {', '.join(os.path.join(path, name) for name in parts[:8])}")
     try:
         with open(state, "rb") as file:
-            found = parse_object(file.read(_MAX_STATE_BYTES), str(state))
+            dataset_state = parse_object(file.read(_MAX_STATE_BYTES), str(state))
     except OSError as error:
         raise DataError(
             f"{path} is a folder without a data set that can be read (state.json: {error.strerror}): name its files one by one"
         ) from None
     except ReportedError as error:
         raise DataError(str(error)) from None
-    files = found.get("_data_files")
+    files = dataset_state.get("_data_files")
     names = [item.get("filename") if isinstance(item, dict) else None for item in files] if isinstance(files, list) else [None]
-    if found.get("_indices_data_files"):
+    if dataset_state.get("_indices_data_files"):
         raise DataError(f"{path}: its rows are in the order of an index of their own: call flatten_indices() and save it again")
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".arrow") or not (folder / name).is_file():
@@ -468,8 +468,8 @@ def _module(name: str) -> Any:
 
 def _read_errors() -> tuple[type[Exception], ...]:
     # the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors
-    found = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
-    return (OSError, EOFError, zlib.error, *(kind for kind in found if isinstance(kind, type)))
+    errors = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
+    return (OSError, EOFError, zlib.error, *(kind for kind in errors if isinstance(kind, type)))
 
 
 def _without_packing(path: str) -> str:

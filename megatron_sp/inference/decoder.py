@@ -51,12 +51,12 @@ class KVCache:
 
     def of_layer(self, layer: int, like: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """Return the buffers of a layer's keys and values, [max_length, max_rows, groups, 1, d] with dtype, device and d of ``like``."""
-        found = self._layers[layer]
-        if found is None:
+        buffers = self._layers[layer]
+        if buffers is None:
             shape = (self.max_length, self.max_rows, groups, 1, like.shape[-1])
-            found = like.new_zeros(shape), like.new_zeros(shape)  # a hidden position counts 0 times what is there: no NaN
-            self._layers[layer] = found
-        return found
+            buffers = like.new_zeros(shape), like.new_zeros(shape)  # a hidden position counts 0 times what is there: no NaN
+            self._layers[layer] = buffers
+        return buffers
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for pair in self._layers if pair is not None for buffer in pair]
@@ -118,11 +118,11 @@ class StepPass:
         """See ``Cache``; k and v [1, b*m, 1, d]."""
         rows = self._lengths.shape[0]
         self._dtype, groups = k.dtype, k.shape[1] // rows
-        found = []
+        cached = []
         for kept, new in zip(self._cache.of_layer(layer, k, groups), (k, v), strict=True):
             kept.flatten(0, 1).index_copy_(0, self._places, new.view(rows, groups, *new.shape[2:]))
-            found.append(kept[: self._span, :rows].flatten(1, 2))  # a view
-        return found[0], found[1]
+            cached.append(kept[: self._span, :rows].flatten(1, 2))  # a view
+        return cached[0], cached[1]
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
         """See ``Cache``; [b, 1]."""
@@ -277,8 +277,8 @@ class Decoder:
             problem = f"the capture failed: {first_words(error)}"
         problem = next(filter(None, self._capture.of_all(problem)), "")
         if captured is not None and not problem and not self._capture.must:
-            found = captured.replay(given)[:, : self.vocab_size].cpu()  # the same token to the same place
-            differs = not torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+            replayed = captured.replay(given)[:, : self.vocab_size].cpu()  # the same token to the same place
+            differs = not torch.equal(replayed.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
             problem = next(filter(None, self._capture.of_all("a replay has other bits than an eager step" if differs else "")), "")
         if problem and self._capture.must:
             raise ConfigError(f"--cuda-graphs on cannot be: {problem}; use --cuda-graphs auto or off")

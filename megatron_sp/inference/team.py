@@ -187,7 +187,7 @@ def check_graphs(options: argparse.Namespace) -> None:
     """
     if options.cuda_graphs == "on":
         has_gpu = options.device != "cpu" and torch.cuda.is_available()
-        raise_all([violation(each) for each in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)])
+        raise_all([violation(obstacle) for obstacle in decoding_obstacles(stored_config(options).model, has_gpu=has_gpu)])
 
 
 def capture(options: argparse.Namespace, team: Team, model: ModelConfig) -> Capture | None:

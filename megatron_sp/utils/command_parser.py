@@ -26,10 +26,10 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse a command line that has no other words than this parser's."""
         given = list(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args(given, namespace)
+        options, unknown = self.parse_known_args(given, namespace)
         if unknown:
             self.refuse(unknown, given)
-        return found
+        return options
 
     def refuse(self, unknown: Sequence[str], given: Sequence[str]) -> NoReturn:
         """End the program: words of the command line are not known to the subcommand that it selects."""

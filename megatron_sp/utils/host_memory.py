@@ -10,8 +10,8 @@ _NO_LIMIT = 1 << 60  # cgroups of version 1 have no word for it, but the largest
 
 def host_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes still available to this process, by its host and the cgroups around it; None if they cannot be read."""
-    found = [free for free in (_meminfo(root, "MemAvailable"), *_free_in_cgroups(root)) if free is not None]
-    return max(0, min(found)) if found else None
+    limits = [free for free in (_meminfo(root, "MemAvailable"), *_free_in_cgroups(root)) if free is not None]
+    return max(0, min(limits)) if limits else None
 
 
 def swap_bytes(root: Path = Path("/")) -> int:

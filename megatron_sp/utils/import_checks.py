@@ -54,8 +54,8 @@ def watch_imports() -> None:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: ``2.13.0a0+cu1`` gives (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def require_torch() -> None:
@@ -68,8 +68,8 @@ def require_torch() -> None:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return
-    found = numbers(version or "")[:2]  # None: the metadata is damaged
-    if found and found < OLDEST_TORCH:
+    installed = numbers(version or "")[:2]  # None: the metadata is damaged
+    if installed and installed < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ConfigError(
             f"torch {version} is too old: this package needs {oldest} or later (torch.addmm with out_dtype and out, safe reading of"

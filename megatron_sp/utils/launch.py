@@ -98,13 +98,13 @@ def launched_processes(env: Mapping[str, str] | None = None) -> int:
     """
     variables = _Variables(os.environ if env is None else env)
     if "WORLD_SIZE" in variables.env or "RANK" in variables.env:
-        found = variables.world_size()
+        world_size = variables.world_size()
     elif mpi := variables.mpi():
-        found = variables.number(mpi.size, low=1)
+        world_size = variables.number(mpi.size, low=1)
     else:
-        found = variables.number(variables.step_size, low=1) if variables.is_step() else 1
+        world_size = variables.number(variables.step_size, low=1) if variables.is_step() else 1
     variables.raise_problems()
-    return found
+    return world_size
 
 
 def processes_of_host() -> int:
@@ -169,12 +169,12 @@ class _Variables:
         """Return where the ranks meet: MASTER_ADDR and MASTER_PORT, else these defaults; without a host the first is required."""
         if size <= 1:
             return None
-        found = self.env.get("MASTER_ADDR") or host
-        if not found:
+        address = self.env.get("MASTER_ADDR") or host
+        if not address:
             self.problems.append(
                 "MASTER_ADDR is empty" if "MASTER_ADDR" in self.env else "MASTER_ADDR, the address of the first host, is not set"
             )
-        return found or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
+        return address or "", self.number("MASTER_PORT", low=1, high=65535, default=port, rule="a port, 1 to 65535")
 
     def attempt(self) -> int:
         return self.number("TORCHELASTIC_RESTART_COUNT", default=0) + self.number("MEGATRON_SP_RELAUNCHED", default=0)
@@ -205,12 +205,12 @@ class _Variables:
 
     def mpi(self) -> _Mpi | None:
         """Return the variables of the MPI that started this process; None if there are none, or if srun did it in its stead."""
-        found = next((mpi for mpi in _MPIS if mpi.rank in self.env and mpi.size in self.env), None)
-        if found is not None and self.is_step():
+        matching = next((mpi for mpi in _MPIS if mpi.rank in self.env and mpi.size in self.env), None)
+        if matching is not None and self.is_step():
             env = self.env
-            if (env[found.rank], env[found.size]) == (env.get("SLURM_PROCID"), env.get(self.step_size)):
+            if (env[matching.rank], env[matching.size]) == (env.get("SLURM_PROCID"), env.get(self.step_size)):
                 return None  # srun --mpi=...; it knows the hosts, too
-        return found
+        return matching
 
     def of_mpi(self, mpi: _Mpi) -> Launch:
         size = self.number(mpi.size, low=1)
@@ -290,10 +290,10 @@ def tasks_per_host(text: str) -> list[int]:
     # the numbers of tasks in Slurm's notation, ``2(x3),1``; empty if the text is not in it
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return []
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 

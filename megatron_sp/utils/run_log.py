@@ -52,7 +52,7 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
 
     Records before a resume from an earlier step belong to an abandoned history. Empty if the file is missing or a link.
     """
-    found = set[str]()
+    names = set[str]()
     try:
         with open_own(run_dir / "metrics.jsonl", os.O_RDONLY) as file:
             for line in file:
@@ -60,12 +60,12 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
                     continue
                 record = _parse(line)
                 if record is not None and record["kind"] == "start" and record["step"] < step:
-                    found.clear()
+                    names.clear()
                 elif record is not None and record["kind"] != "start" and record["step"] == step:
-                    found.add(record["kind"])
+                    names.add(record["kind"])
     except OSError:
         return []
-    return sorted(found)
+    return sorted(names)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

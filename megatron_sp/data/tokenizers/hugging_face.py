@@ -72,9 +72,9 @@ class _Wrapped(LibraryTokenizer):
 
     def _template_front(self, tokenizer: Any) -> tuple[int, ...]:
         # the ids that the file's own template puts before a text, as transformers does; not BERT's [CLS]
-        made = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
-        mask: list[int] = made.special_tokens_mask
-        front = tuple(made.ids[: mask.index(0) if 0 in mask else 0])
+        encoding = tokenizer.encode(_ANY_TEXT, add_special_tokens=True)
+        mask: list[int] = encoding.special_tokens_mask
+        front = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
         return () if front == (self.cls,) and self.cls != self.bos else front
 
 
@@ -148,7 +148,7 @@ def _merges(data: bytes, path: str | Path) -> list[tuple[str, str]]:
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 ({error}): --merge-file needs GPT-2's merges.txt") from None
-    found = []
+    merges = []
     for number, line in enumerate(lines, start=1):
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
@@ -156,8 +156,8 @@ def _merges(data: bytes, path: str | Path) -> list[tuple[str, str]]:
         parts = line.split(" ")
         if len(parts) != 2 or not all(parts):
             raise DataError(f"{path}:{number}: expected two pieces with a space between them, found {line[:60]!r}")
-        found.append((parts[0], parts[1]))
-    return found
+        merges.append((parts[0], parts[1]))
+    return merges
 
 
 def _named_beside(folder: Path) -> dict[str, str]:
@@ -190,14 +190,14 @@ def _find_eod(named: Mapping[str, str], ids: Mapping[str, int], sep: int | None,
         raise DataError(
             f"{where}: has no token {named['eos'][:100]!r}, which the file beside it names as eos_token: the files do not belong together"
         )
-    found = _find("eos", named, ids)
-    found = sep if found is None else found
-    if found is None:
+    eod = _find("eos", named, ids)
+    eod = sep if eod is None else eod
+    if eod is None:
         raise DataError(
             f"{where}: no token can end a document: it has none of {', '.join(_KNOWN['eos'])}; name one of its own as eos_token in a"
             " tokenizer_config.json beside it"
         )
-    return found
+    return eod
 
 
 def _word_tables(tokenizer: Any, ids: Mapping[str, int], size: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -54,8 +54,8 @@ class Record(NamedTuple):
         """
         if value is None:
             return None
-        made = {name: value.get(name) for name in cls._fields} if isinstance(value, dict) else {}
-        kind, fingerprint, folder, files = (made.get(name) for name in cls._fields)
+        fields = {name: value.get(name) for name in cls._fields} if isinstance(value, dict) else {}
+        kind, fingerprint, folder, files = (fields.get(name) for name in cls._fields)
         if (
             not isinstance(kind, str) or not isinstance(fingerprint, str | None) or not isinstance(files, dict)
             or not (folder is None or (isinstance(folder, str) and _FOLDER.fullmatch(folder)))
@@ -116,13 +116,13 @@ def find(record: Record, step_dir: Path) -> Path | None:
     """
     if record.folder is None or not record.files:
         return None
-    found = next((place / record.folder for place in _places(step_dir) if os.path.lexists(place / record.folder)), None)
-    if found is not None and (problem := _problem(found, record.files)) is not None:
+    copied = next((place / record.folder for place in _places(step_dir) if os.path.lexists(place / record.folder)), None)
+    if copied is not None and (problem := _problem(copied, record.files)) is not None:
         raise DataError(
-            f"the run's own copy of its tokenizer is damaged: {problem}. Restore it, or delete the folder {found} and name the tokenizer"
+            f"the run's own copy of its tokenizer is damaged: {problem}. Restore it, or delete the folder {copied} and name the tokenizer"
             " that the run was trained with (--tokenizer-model; in training that stores it again)"
         )
-    return found
+    return copied
 
 
 def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:

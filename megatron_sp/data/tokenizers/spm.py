@@ -134,9 +134,9 @@ class SentencePieceTokenizer:
         return begins | special, ends | special
 
     def _find_eod(self, model: str | Path) -> int:
-        found = self._find(*_EOD_PIECES)
-        if found is not None:
-            return found
+        eod = self._find(*_EOD_PIECES)
+        if eod is not None:
+            return eod
         if self._processor.eos_id() < 0:
             raise DataError(f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document")
         return int(self._processor.eos_id())
@@ -173,9 +173,9 @@ def library_tokenizer(model: SentencePieceTokenizer, texts: Iterable[str] = ()) 
     import_tokenizers()
     pieces = model.scored_pieces()
     texts = [*_PROBES, *_spelled(pieces), *texts]
-    made = _bpe(model, pieces)
-    same = all(made.encode(text, add_special_tokens=False).ids == model.encode(text) for text in texts)
-    return made if same else None
+    converted = _bpe(model, pieces)
+    same = all(converted.encode(text, add_special_tokens=False).ids == model.encode(text) for text in texts)
+    return converted if same else None
 
 
 def pieces_have_their_ids(model: SentencePieceTokenizer) -> bool:
@@ -196,17 +196,17 @@ def _bpe(model: SentencePieceTokenizer, pieces: Sequence[tuple[str, float]]) -> 
 
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
     unknown = pieces[model.unknown][0]
-    made = Tokenizer(models.BPE(vocab, _merges(vocab, pieces), unk_token=unknown, fuse_unk=True, byte_fallback=model.spells_bytes))
-    _set_spaces(made, in_front=model.encode_pieces("a")[:1] != ["a"])
-    return made
+    converted = Tokenizer(models.BPE(vocab, _merges(vocab, pieces), unk_token=unknown, fuse_unk=True, byte_fallback=model.spells_bytes))
+    _set_spaces(converted, in_front=model.encode_pieces("a")[:1] != ["a"])
+    return converted
 
 
 def _merges(vocab: dict[str, int], pieces: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:
-    found = []
+    merges = []
     for piece, score in pieces:
         ways = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in vocab and piece[at:] in vocab]
-        found += [(-score, vocab[a], vocab[b], a, b) for a, b in ways]
-    return [(a, b) for *_, a, b in sorted(found)]
+        merges += [(-score, vocab[a], vocab[b], a, b) for a, b in ways]
+    return [(a, b) for *_, a, b in sorted(merges)]
 
 
 def _set_spaces(made: Any, *, in_front: bool) -> None:

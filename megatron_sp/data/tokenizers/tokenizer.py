@@ -132,14 +132,14 @@ class SpecialTokens(NamedTuple):
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return BERT's special tokens. Raises ConfigError, which names those that the vocabulary lacks."""
-    found = {name: getattr(tokenizer, name) for name in SpecialTokens._fields}
-    lacking = [f"[{name.upper()}]" for name, token in found.items() if token is None]
+    ids = {name: getattr(tokenizer, name) for name in SpecialTokens._fields}
+    lacking = [f"[{name.upper()}]" for name, token in ids.items() if token is None]
     if lacking:
         raise ConfigError(
             f"BERT needs the tokens [CLS], [SEP], [MASK] and [PAD], and {type(tokenizer).__name__} has no {', '.join(lacking)}: take"
             " BertWordPieceLowerCase with a --vocab-file that has them, or train a tokenizer with megatron-sp tokenizer --bert"
         )
-    return SpecialTokens(**found)
+    return SpecialTokens(**ids)
 
 
 def import_tokenizers() -> None:

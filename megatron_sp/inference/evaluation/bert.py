@@ -107,10 +107,10 @@ class BertEvaluation:
         device = self.team.device
         batch = {name: t if name in ("documents", "length") else t.to(device) for name, t in batch.items()}
         context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel="sdpa", causal=False)
-        made = self.model(
+        output = self.model(
             batch["tokens"], batch.get("types"), batch["labels"], batch["loss_mask"], order.to(device), context
         )  # fmt: skip
-        terms = [made.masked, made.masked_hits, made.order, made.order_hits]
+        terms = [output.masked, output.masked_hits, output.order, output.order_hits]
         sums = torch.stack([torch.zeros((), dtype=torch.float64, device=device) if t is None else t.double() for t in terms])
         layout = self.model.layout
         loss, hits, order_loss, order_hits = all_reduce(all_reduce(sums, layout.sp.group), layout.cp.group).tolist()

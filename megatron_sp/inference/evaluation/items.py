@@ -66,27 +66,27 @@ def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
 
 def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord]:
     """Read texts and split off their last words. Raises DataError if a line is not an object with a ``text`` of at least two words."""
-    found = []
+    items = []
     for where, row in read_objects(path, limit):
         text = _string(row, "text", where).rstrip()
         context, _, word = text.rpartition(" ")
         if not context.strip() or not word:
             raise DataError(f"{where}: 'text' must have at least two words separated by spaces, the last of which is to be predicted")
-        found.append(LastWord(context, " " + word, where))
-    return found
+        items.append(LastWord(context, " " + word, where))
+    return items
 
 
 def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
     """Read multiple-choice questions. Raises DataError if a line is not an object with ``context``, ``choices`` and ``answer``."""
-    found = []
+    items = []
     for where, row in read_objects(path, limit):
         context, choices, answer = _string(row, "context", where), row.get("choices"), row.get("answer")
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
             raise DataError(f"{where}: 'choices' must be a list of at least two texts, not {_show(choices)}")
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
             raise DataError(f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}, not {_show(answer)}")
-        found.append(Choices(context, tuple(choices), answer, where))
-    return found
+        items.append(Choices(context, tuple(choices), answer, where))
+    return items
 
 
 def read_objects(path: str | Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:

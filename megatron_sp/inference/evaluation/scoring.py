@@ -57,12 +57,12 @@ def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]
         run: computes one batch, together with the other tp and sp ranks.
     """
     progress = Progress(number, "batches", team.say if sys.stderr is not None else lambda line: None)
-    mine = {}
+    own_results = {}
     for index in range(team.dp_rank, number, team.dp_size):
-        mine[index] = run(index)
+        own_results[index] = run(index)
         progress.at(index + 1)
-    found = team.gather([[index, result] for index, result in mine.items()] if team.is_first_of_replica else [])
-    by_index = {index: result for of_rank in found for index, result in of_rank}
+    all_results = team.gather([[index, result] for index, result in own_results.items()] if team.is_first_of_replica else [])
+    by_index = {index: result for of_rank in all_results for index, result in of_rank}
     return [by_index[index] for index in range(number)]
 
 
@@ -97,11 +97,11 @@ def _score_batch(model: GPTModel, rows: Sequence[ScoredTokens]) -> list[list[flo
         torch.from_numpy(tokens).to(device), torch.from_numpy(labels).to(device), ForwardContext(AttentionMask())
     )  # [b, s]
     losses, hits = losses.double().cpu(), hits.cpu()
-    found = []
+    scored = []
     for i, row in enumerate(rows):
         part = slice(row.first, len(row.tokens) - 1)
-        found.append([float(losses[i, part].sum()), row.num_scored, int(hits[i, part].sum())])
-    return found
+        scored.append([float(losses[i, part].sum()), row.num_scored, int(hits[i, part].sum())])
+    return scored
 
 
 class ScoredTokens(NamedTuple):
@@ -117,10 +117,10 @@ class ScoredTokens(NamedTuple):
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list[int]]:
     """Encode texts. Raises DataError if there are no tokens at all, as some tokenizers drop what they do not know."""
-    found = [tokenizer.encode(text) for text in texts]
-    if not any(found):
+    sequences = [tokenizer.encode(text) for text in texts]
+    if not any(sequences):
         raise DataError(f"{where}: the tokenizer has no token for any of it: is it the one that the model was trained with?")
-    return found
+    return sequences
 
 
 def front(tokenizer: Tokenizer) -> list[int]:
