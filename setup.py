@@ -61,7 +61,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
-    package_data={"megatron_sp.report": ["page.css", "page.js", "scales.js"]},
+    package_data={"megatron_sp.report": ["page.css", "page.js", "scales.js"], "megatron_sp.config.flags": ["foreign_flags.txt"]},
     python_requires=">=3.10",
     install_requires=[
         # 2.10 has addmm(out_dtype=, out=) and no longer runs code from a crafted weights_only file (CVE-2026-24747); 2.11 is the oldest

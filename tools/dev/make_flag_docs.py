@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.field_kinds import FieldKind, field_kinds
-from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags import foreign_names as dialect
 from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of
@@ -135,9 +135,9 @@ def _refused() -> Iterator[str]:
     harmless = ", ".join(f"`--{name} {' or '.join(values)}`" for name, values in dialect.HARMLESS_VALUES.items())
     yield f"\nIgnored with a value that asks for what happens anyway: {harmless}.\n"
     yield "Ignored while none of the flags on the left asks for what they are about:\n\n| asks | flags |\n|---|---|"
-    for family in dialect.FAMILIES:
-        names = [*sorted(family.names), *([f"{family.prefix}*"] if family.prefix else [])]
-        yield f"| {' '.join(f'`--{name}`' for name in family.asks)} | {' '.join(f'`--{name}`' for name in names)} |"
+    for asks in dict.fromkeys(dialect.COMPANIONS.values()):
+        names = sorted(name for name, flags in dialect.COMPANIONS.items() if flags == asks)
+        yield f"| {' '.join(f'`--{name}`' for name in asks)} | {' '.join(f'`--{name}`' for name in names)} |"
     yield ""
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
+from megatron_sp.config.flags.flag_names import Setting, canonical
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import read_text
@@ -21,19 +22,6 @@ MAX_FILE_BYTES = 256 * 1024  # a whole configuration takes 5 KB, a blend of a th
 _MAX_DEPTH = 5  # group, flag, list; two more, so that deeper nesting gets a message of its own
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = ("str", "int", "float", "bool", "null", "timestamp")
-
-
-class Setting(NamedTuple):
-    """One flag as it was given on the command line or in a file."""
-
-    name: str  # hyphens, no dashes in front
-    words: tuple[str, ...]  # its value; empty for a switch on the command line
-    where: str  # for messages: "--lr", or "run.yaml line 3: lr"
-
-
-def canonical(spelling: str) -> str:
-    """Return the name of a flag without leading dashes and with hyphens."""
-    return spelling.removeprefix("--").replace("_", "-")
 
 
 def read_config_file(path: str) -> list[Setting]:
@@ -56,7 +44,9 @@ def read_config_file(path: str) -> list[Setting]:
 
 
 def _check_depth(text: str, path: str) -> None:
-    """Reject deeply nested YAML, on which composing would spend seconds; events are read one by one, so this stops early."""
+    """Reject deeply nested YAML, on which composing would spend seconds; events are read one by one, so this stops
+    early.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -1,8 +1,9 @@
 """Experts in the words of Megatron-DeepSpeed and megablocks, whose defaults are not Megatron's.
 
-A command line that speaks one of the two means that program's defaults in all that it leaves out; one that has Megatron's
-names beside them has been written for this package, and gets Megatron's. What was assumed is told in one line. Both
-programs weigh a token's only expert by its share of the softmax over all of them, which here is --moe-router-pre-softmax.
+A command line that speaks one of the two means that program's defaults in all that it leaves out; one that has
+Megatron's names beside them has been written for this package, and gets Megatron's. What was assumed is told in one
+line. Both programs weigh a token's only expert by its share of the softmax over all of them, which here is
+--moe-router-pre-softmax.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_sp.config.field_kinds import FieldKind
-from megatron_sp.config.flags.config_file import Setting
+from megatron_sp.config.flags.flag_names import Setting
 from megatron_sp.config.schema import Config
 
 HELD = {
-    "expert-interval": (1, "layers number N, 2 N, ..., counted from 1, have experts: `--moe-layer-freq` with that pattern"),
+    "expert-interval": (
+        1,
+        "layers number N, 2 N, ..., counted from 1, have experts: `--moe-layer-freq` with that pattern",
+    ),
     "moe-loss-weight": (1, "`--moe-aux-loss-coeff` N / `--num-layers`"),
-    "moe-expert-model-parallelism": (0, "`--expert-model-parallel-size` with as many ranks as can have the same number of experts"),
+    "moe-expert-model-parallelism": (
+        0,
+        "`--expert-model-parallel-size` with as many ranks as can have the same number of experts",
+    ),
 }
-"""Flags that can be understood only when all others are known: their number of words, and what they mean. So is a list after
---num-experts."""
+"""Flags that can be understood only when all others are known: their number of words, and what they mean. So is a list
+after --num-experts."""
 
 _DEEPSPEED = {
     "topk", "expert-interval", "mlp-type", "moe-loss-coeff", "moe-train-capacity-factor", "moe-eval-capacity-factor", "moe-min-capacity",
@@ -57,7 +64,8 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
     if (model.num_experts or 0) <= 1:
         return [f"{setting.where} (without --num-experts it has no effect)" for name, setting in held.items() if name != "num-experts"]
     lines = [*_loss_weight(config, held), *_shares(config, held, processes)]
-    if ("expert-interval" in held or places is not None) and model.num_layers:  # else they are the checkpoint's, or missing
+    # else they are the checkpoint's, or missing
+    if ("expert-interval" in held or places is not None) and model.num_layers:
         _set(config, "moe_layer_freq", _layers(config, held.get("expert-interval"), places), "--expert-interval")
     whose = "megablocks" if names & _MEGABLOCKS else "Megatron-DeepSpeed" if names & (_DEEPSPEED | _ENGINE) or places else ""
     if not whose:
@@ -88,7 +96,10 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
 def _defaults(config: Config, whose: str) -> dict[str, Any]:
     """Return what the program assumes of the fields that were not given."""
     layers = config.model.num_layers or 1
-    found: dict[str, Any] = {"moe_router_topk": 1, "moe_aux_loss_coeff": _LOSS / layers if whose == "megablocks" else _LOSS}
+    found: dict[str, Any] = {
+        "moe_router_topk": 1,
+        "moe_aux_loss_coeff": _LOSS / layers if whose == "megablocks" else _LOSS,
+    }
     if whose != "megablocks" and config.model.num_layers and ("model", "moe_layer_freq") not in config.given:
         found["moe_layer_freq"] = _layers(config, None, None)
     return {name: value for name, value in found.items() if ("model", name) not in config.given}
@@ -119,15 +130,17 @@ def _places(config: Config, setting: Setting) -> list[bool]:
     several = sorted({count for count in counts if count != 1})
     if len(several) > 1:
         raise ValueError(
-            f"{setting.where} {' '.join(setting.words)}: layers with experts have the same number of them here, and these have"
-            f" {', '.join(map(str, several[:-1]))} and {several[-1]}: give one number"
+            f"{setting.where} {' '.join(setting.words)}: layers with experts have the same number of them here, and"
+            f" these have {', '.join(map(str, several[:-1]))} and {several[-1]}: give one number"
         )
     _set(config, "num_experts", several[0] if several else 1, setting.where)
     return [count != 1 for count in counts]
 
 
 def _layers(config: Config, setting: Setting | None, places: list[bool] | None) -> str:
-    """Return the pattern of layers: number N, 2 N, ..., counted from 1, have experts; ``places`` may leave some of them out."""
+    """Return the pattern of layers: number N, 2 N, ..., counted from 1, have experts; ``places`` may leave some of them
+    out.
+    """
     layers, every = config.model.num_layers, _EVERY if setting is None else _value("int", setting)
     if every < 1:
         raise ValueError(f"--expert-interval ({every}) must be at least 1: it is a number of layers")
@@ -135,15 +148,15 @@ def _layers(config: Config, setting: Setting | None, places: list[bool] | None) 
     if layers < every:
         default = " (its default in Megatron-DeepSpeed)" if setting is None else ""
         raise ValueError(
-            f"--expert-interval {every}{default}: layer number {every} would be the first with experts, and num_layers is {layers}: give"
-            " --expert-interval 1 for experts in every layer"
+            f"--expert-interval {every}{default}: layer number {every} would be the first with experts, and"
+            f" num_layers is {layers}: give --expert-interval 1 for experts in every layer"
         )
     if places is None or (all(places) and len(places) == layers // every):
         return "1" if every == 1 else f"[{'0,' * (every - 1)}1]*{layers // every}" + (f"+[0]*{layers % every}" if layers % every else "")
     if len(places) != layers // every:
         raise ValueError(
-            f"--num-experts has {len(places)} numbers, and with num_layers {layers} and --expert-interval {every} there are"
-            f" {layers // every} layers with experts: give a number for each, or one for all"
+            f"--num-experts has {len(places)} numbers, and with num_layers {layers} and --expert-interval {every}"
+            f" there are {layers // every} layers with experts: give a number for each, or one for all"
         )
     has = (number % every == 0 and places[number // every - 1] for number in range(1, layers + 1))
     return f"[{','.join('01'[each] for each in has)}]"

@@ -14,7 +14,7 @@ assert SPEC is not None and SPEC.loader is not None
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
 
-BUDGET_LINES, BUDGET_FILES = 35_000, 225  # to be lowered with every module that a plain run no longer needs; the bar is 25,000 in 130
+BUDGET_LINES, BUDGET_FILES = 33_400, 217  # to be lowered with every module that a plain run no longer needs; the bar is 25,000 in 130
 SOURCE = f'''"""Numbers."""
 
 LONG = "{"x" * 120}"  # a comment
@@ -97,6 +97,8 @@ def test_a_plain_run_imports_no_more_than_its_budget() -> None:
         "megatron_sp.training.step",
         "megatron_sp.models.gpt",
     } <= modules.keys() and "megatron_sp.commands.cli" not in modules
+    flags = {"arguments", "draft", "flag_names"}  # other programs' names and files are read where a command line has them
+    assert {name.rpartition(".")[2] for name in modules if name.startswith("megatron_sp.config.flags.")} == flags
     largest = sorted(modules, key=modules.__getitem__, reverse=True)[:40]
     assert sum(modules.values()) <= BUDGET_LINES and len(modules) <= BUDGET_FILES, (
         f"a plain run imports {sum(modules.values()):,} lines in {len(modules)} files, more than {BUDGET_LINES:,} in {BUDGET_FILES}:"
