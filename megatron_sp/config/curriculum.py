@@ -7,7 +7,10 @@ lies beyond the length of a sample is not read again; validation and test see wh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from megatron_sp.config.schema import Config
 
 _FORMS = {
     "fixed_linear": "fixed_linear SHORTEST LONGEST STEPS MULTIPLE",
@@ -100,3 +103,27 @@ def _number(word: str) -> float:
     if not 0.1 <= value < math.inf:
         raise ValueError(f"the degree of the root must be a number of at least 0.1, got '{word[:40]}'")
     return value
+
+
+def curriculum_violations(config: Config) -> Iterator[str]:
+    """Yield a message for each violated rule of --seq-length-curriculum, which is given."""
+    try:
+        first = read_curriculum(config.batch.seq_length_curriculum or ()).length(1)
+    except ValueError as error:
+        yield f"seq_length_curriculum: {error}"
+        return
+    if config.model.is_bert:
+        yield "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole: leave it out"
+    parallel, kernels = config.parallel, config.kernels
+    ulysses = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    positions = -(-first // (ulysses * parallel.context_parallel_size))
+    if kernels.mlp_chunks > positions:
+        yield (
+            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens of"
+            f" --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences"
+        )
+    if parallel.num_pipeline_slices > first:
+        yield (
+            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
+            f" --pipeline-slices {first} or less, or begin with longer sequences"
+        )

@@ -1,5 +1,4 @@
-"""Rules of batch sizes: constant, growing by --rampup-batch-size, or in the steps of --step-batch-size-schedule; those of validation.
-Lengths of sequences that grow (--seq-length-curriculum)."""
+"""Rules of batch sizes: constant, growing by --rampup-batch-size, or in the steps of --step-batch-size-schedule; those of validation."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
-from megatron_sp.config.curriculum import read_curriculum
-from megatron_sp.config.schema import BatchConfig, Config, OptimizerConfig
+from megatron_sp.config.schema import BatchConfig, Config
 from megatron_sp.utils.numbers import division
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -86,59 +84,6 @@ def batch_violations(config: Config, world_size: int) -> Iterator[str]:
         yield text
     if batch.rampup_batch_size is not None:
         yield from _ramp(batch, unit, unit_text)
-
-
-def horizon_in_tokens(optimizer: OptimizerConfig, batch: BatchConfig) -> int | None:
-    """Return the horizon of the learning rate in tokens; None: it is in samples or steps."""
-    if optimizer.lr_decay_tokens is not None or batch.train_iters or batch.train_samples:
-        return optimizer.lr_decay_tokens
-    return batch.train_tokens
-
-
-def token_violations(config: Config) -> Iterator[str]:
-    """Yield a message for each violated rule of a learning rate in tokens."""
-    opt, horizon = config.optimizer, horizon_in_tokens(config.optimizer, config.batch)
-    if horizon is None:
-        if opt.lr_warmup_tokens:
-            yield f"--lr-warmup-tokens ({opt.lr_warmup_tokens}) needs --lr-decay-tokens: sequences of several lengths make no samples of it"
-        return
-    others = [name for name in ("lr_warmup_iters", "lr_warmup_samples") if getattr(opt, name)]
-    if others:
-        yield f"--{others[0].replace('_', '-')} cannot go with a learning rate that goes by tokens: use --lr-warmup-tokens"
-    if opt.lr_decay_style == "WSD":
-        yield "--lr-decay-style WSD has its final decay in steps or samples, and here the learning rate goes by tokens: use another style"
-    if opt.lr_warmup_fraction is not None and opt.lr_warmup_tokens:
-        yield f"give --lr-warmup-fraction ({opt.lr_warmup_fraction}) or --lr-warmup-tokens ({opt.lr_warmup_tokens}), not both"
-    elif (opt.lr_warmup_tokens or 0) >= horizon:
-        yield f"lr_warmup_tokens ({opt.lr_warmup_tokens}) must be below the decay horizon ({horizon}, from --lr-decay-tokens or the run)"
-    if opt.weight_decay_incr_style != "constant" and not (config.batch.train_iters or config.batch.train_samples):
-        yield "--weight-decay-incr-style changes the weight decay over --train-samples or --train-iters: give one beside --train-tokens"
-
-
-def curriculum_violations(config: Config) -> Iterator[str]:
-    """Yield a message for each violated rule of --seq-length-curriculum."""
-    if config.batch.seq_length_curriculum is None:
-        return
-    try:
-        first = read_curriculum(config.batch.seq_length_curriculum).length(1)
-    except ValueError as error:
-        yield f"seq_length_curriculum: {error}"
-        return
-    if config.model.is_bert:
-        yield "--seq-length-curriculum cuts off GPT's samples, which are tokens of a stream; those of BERT are whole: leave it out"
-    parallel, kernels = config.parallel, config.kernels
-    ulysses = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    positions = -(-first // (ulysses * parallel.context_parallel_size))
-    if kernels.mlp_chunks > positions:
-        yield (
-            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens of"
-            f" --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences"
-        )
-    if parallel.num_pipeline_slices > first:
-        yield (
-            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
-            f" --pipeline-slices {first} or less, or begin with longer sequences"
-        )
 
 
 def _whole(name: str, size: int, unit: int, unit_text: str) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_data import SENTENCEPIECE, WORDPIECE
-from megatron_sp.config.split_groups import read_groups
 
 
 def data_violations(config: Config) -> Iterator[str]:
@@ -52,6 +51,8 @@ def data_violations(config: Config) -> Iterator[str]:
 
 
 def _groups(name: str, texts: tuple[str, ...], *, several: bool) -> Iterator[str]:
+    from megatron_sp.config.split_groups import read_groups
+
     try:
         groups = read_groups(texts)
     except ValueError as error:

@@ -40,12 +40,6 @@ def decoding_obstacles(model: ModelConfig, *, has_gpu: bool) -> list[Obstacle]:
     return found + [Obstacle(_EXPERTS, "take a model without experts")] * model.has_experts
 
 
-def graph_violations(config: Config) -> Iterator[str]:
-    """Check that --cuda-graphs on can be had."""
-    if config.kernels.cuda_graphs == "on":
-        yield from (violation(each) for each in obstacles(config))
-
-
 def violation(obstacle: Obstacle) -> str:
     """Return the error about --cuda-graphs on."""
     return f"--cuda-graphs on cannot be: {obstacle.reason}; {obstacle.way_out}, or use --cuda-graphs auto or off"

@@ -1,13 +1,11 @@
-"""Rules between the model's fields other than its sizes: activation, rotary positions, and what only GPT or only BERT supports.
-
-As in ``config/rules.py``, which has the rules about sizes, a rule is a line ``yield "..."`` under its condition.
-"""
+"""Rules between the model's fields: sizes, activation, rotary positions, and what only GPT or only BERT supports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron_sp.config.schema import Config, ModelConfig
+from megatron_sp.utils.numbers import division
 
 
 def settle_groups(config: Config) -> Iterator[str]:
@@ -39,8 +37,59 @@ def settle_gelu(model: ModelConfig) -> None:
     model.gelu_approximate = "tanh" if model.has_tanh_gelu else "none"
 
 
+def shape_violations(config: Config) -> Iterator[str]:
+    """Yield a message for each violated rule of the model's shape and variants."""
+    model = config.model
+    shape = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": model.num_attention_heads}
+    missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
+    if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
+            f" {division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
+        )
+    if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
+        yield (
+            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size ({model.hidden_size}),"
+            " rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
+        )
+    yield from _heads(config)
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(model, name) >= 1:
+            yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
+    if model.norm_epsilon <= 0:
+        yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
+    if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
+        yield (
+            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
+            f" raise --max-position-embeddings to {model.seq_length} or leave it out"
+        )
+    yield from variant_violations(model)
+
+
+def _heads(config: Config) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads and groups and heads % groups:
+        tp = config.parallel.tensor_model_parallel_size
+        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+        rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
+        yield f"{rule}: {division(heads, groups)}; use {', '.join(legal)}"
+    if model.position_embedding_type != "rope":
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
+    elif model.knows_head_dim and (model.rotary_dim < 2 or model.rotary_dim % 2):
+        yield (
+            f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
+            f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
+        )
+
+
 def variant_violations(model: ModelConfig) -> Iterator[str]:
-    """Yield a message for each violated rule."""
+    """Check what does not depend on the model's sizes."""
     chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:
         yield f"{' and '.join('--' + name.replace('_', '-') for name in chosen)} exclude each other: give one activation"

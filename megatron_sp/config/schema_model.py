@@ -178,6 +178,12 @@ class ModelConfig(ExpertConfig):
         return self.kv_channels or _required(self.hidden_size) // _required(self.num_attention_heads)
 
     @property
+    def knows_head_dim(self) -> bool:
+        """True if the flags say how wide a head is."""
+        is_whole = self.hidden_size and self.num_attention_heads and not self.hidden_size % self.num_attention_heads
+        return bool(self.kv_channels or is_whole)
+
+    @property
     def ffn_size(self) -> int:
         """Width of the MLP (of one half if it is gated)."""
         if self.ffn_hidden_size is not None:

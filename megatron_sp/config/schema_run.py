@@ -8,6 +8,14 @@ from typing import Literal
 from megatron_sp.config.conditions import LOADS, PROFILES, SAVES, TENSORBOARD, WANDB, WITH_STATE
 from megatron_sp.utils.flag_field import flag
 
+# dense (not sparse) peak TFLOP/s of matrix products, from the vendors' data sheets
+PEAK_TFLOPS = {
+    "a100-bf16": 312.0, "a100-fp16": 312.0, "h100-bf16": 989.0, "h100-pcie-bf16": 756.0, "h200-bf16": 989.0,
+    "h800-bf16": 989.0, "b200-bf16": 2250.0, "l40s-bf16": 362.0, "a10-bf16": 125.0, "v100-fp16": 125.0,
+    "rtx4090-bf16": 165.0, "mi300x-bf16": 1307.0,
+}  # fmt: skip
+"""Devices that --peak-tflops knows by name."""
+
 
 @dataclass
 class CheckpointConfig:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.config.split_groups import SplitGroup, read_groups
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.document_ends import Stretch, check_document_ends
@@ -20,6 +19,9 @@ from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron_sp.config.split_groups import SplitGroup
 
 SPLITS = ("train", "valid", "test")
 _CACHE_FOLDER = "index-cache"
@@ -223,7 +225,11 @@ class _Builder:
         self._open: dict[str, IndexedDataset] = {}
         self.own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
         texts = (data.train_weighted_split_paths, data.valid_weighted_split_paths, data.test_weighted_split_paths)
-        self.groups = tuple(map(read_groups, texts))
+        self.groups: tuple[tuple[SplitGroup, ...], ...] = ((), (), ())
+        if any(texts):
+            from megatron_sp.config.split_groups import read_groups
+
+            self.groups = tuple(map(read_groups, texts))
         if not data.data_path and not any(self.own_paths) and not any(texts):
             raise ConfigError("there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens")
         if data.data_path and any(self.own_paths):

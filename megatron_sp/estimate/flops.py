@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.config.schema_run import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     import torch

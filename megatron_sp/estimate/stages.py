@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, cast
 
-from megatron_sp.config.pipeline_layout import layers_of_layout
 from megatron_sp.config.schema import KernelConfig, ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import forward_flops_per_token, head_in_layers, layer_shares, seen_share
 from megatron_sp.estimate.pipeline_states import PassState, states_of
@@ -25,6 +24,8 @@ def layers_of_stages(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
     assert model.num_layers
     p, v = parallel.pipeline_model_parallel_size, parallel.stages_per_pipeline_rank
     if parallel.pipeline_model_parallel_layout is not None:
+        from megatron_sp.config.rules_pipeline import layers_of_layout
+
         return layers_of_layout(parallel.pipeline_model_parallel_layout)
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is None and last is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from megatron_sp.config.rules_batch import horizon_in_tokens
+from megatron_sp.config.rules_training import horizon_in_tokens
 from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 
 

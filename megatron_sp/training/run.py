@@ -35,9 +35,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.failed_ranks import Peers
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
-from megatron_sp.config.curriculum import Curriculum, read_curriculum
 from megatron_sp.config.rules_batch import step_violation
-from megatron_sp.config.rules_context import with_split
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.dataset import Dataset
@@ -73,6 +71,7 @@ from megatron_sp.utils.launch import Launch
 from megatron_sp.utils.run_log import evaluated
 
 if TYPE_CHECKING:
+    from megatron_sp.config.curriculum import Curriculum
     from megatron_sp.parallel.row_dealing import RowDealer
     from megatron_sp.training.graphs import StepGraphs
     from megatron_sp.training.overlap import OverlapReport
@@ -416,7 +415,11 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
         start.load(origin.stored, batches.global_batch_size)
     if problem := step_violation(batch, length, context.groups.dp_size, start.consumed_samples):
         raise ConfigError(problem)
-    curriculum = None if batch.seq_length_curriculum is None else read_curriculum(batch.seq_length_curriculum)
+    curriculum = None
+    if batch.seq_length_curriculum is not None:
+        from megatron_sp.config.curriculum import read_curriculum
+
+        curriculum = read_curriculum(batch.seq_length_curriculum)
     lasts = [] if batch.train_iters is None else [batch.train_iters]
     if batch.train_samples is not None:
         lasts.append(start.step + batches.steps_for(batch.train_samples, start.consumed_samples))
@@ -500,6 +503,7 @@ def settle_split(context: RunContext, origin: Origin | None) -> RunContext:
     config, groups = context.config, context.groups
     if not config.parallel.measures_split:
         return context
+    from megatron_sp.config.rules_context import with_split
     from megatron_sp.training.probe import choose_split, split_from, words_for_split
 
     ranks = config.parallel.context_parallel_size
