@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import foreign_names as dialect
-from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
+from megatron_sp.config.flags.deepspeed_keys import BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
 from megatron_sp.config.flags.flag_help import flags_of
 from megatron_sp.config.schema import GROUPS
@@ -34,6 +34,30 @@ Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/sch
   `--device auto` then means GPUs.
 - Choices ignore upper and lower case.
 """
+
+_ADAPTED = {
+    "train_batch_size": "--global-batch-size",
+    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+    "gradient_accumulation_steps": "global batch = micro-batch * accumulation * data-parallel ranks; what is missing of the three follows",
+    "gradient_clipping": "--clip-grad",
+    "zero_optimization.stage": "--zero-stage",
+    "zero_optimization.overlap_comm": "--overlap-grad-reduce and, unless that is given, --overlap-param-gather",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "--zero3-fetch, at stage 3",
+    "zero_optimization.offload_optimizer.device": '"cpu": --offload-optimizer; "nvme" is refused',
+    "zero_optimization.offload_param.device": '"none"; everything else is refused',
+    "bf16.enabled, fp16.enabled": "--bf16, --fp16",
+    "fp16.loss_scale": "--loss-scale; 0: dynamic",
+    "fp16.initial_scale_power": "--initial-loss-scale, as a power of 2; 16 where an fp16 block that is on leaves it out",
+    "fp16.loss_scale_window, .hysteresis, .min_loss_scale": "--loss-scale-window, --hysteresis, --min-loss-scale",
+    "data_types.grad_accum_dtype": '"fp32", as always here; everything else is refused',
+    "communication_data_type": '"bf16": --grad-reduce-in-bf16; "fp32": not',
+    "optimizer": "not read beside --lr; else Adam, AdamW or SGD: lr, betas, eps, weight_decay, momentum, with DeepSpeed's defaults",
+    "scheduler": "WarmupLR and WarmupDecayLR where they are constant; else refused, with the flags that come nearest",
+    "sequence_parallel_size": "--sequence-parallel-size",
+    "curriculum_learning": "--seq-length-curriculum, if it is enabled, by fixed_linear, fixed_root or fixed_discrete",
+    "data_efficiency.data_sampling.curriculum_learning": "the same, of the metric seqlen_truncate; other metrics are refused",
+    "data_efficiency": "what is in it counts only where it and everything around it say `enabled: true`; random_ltd is refused then",
+}  # keys of DeepSpeed's JSON with a meaning
 
 
 def page() -> str:
@@ -111,7 +135,7 @@ def _deepspeed() -> Iterator[str]:
         " DeepSpeed's: `--clip-grad` is 1). Every name is given once. `--print-config` shows what comes out.\n"
     )
     yield "| key | means |\n|---|---|"
-    for key, meaning in ADAPTED.items():
+    for key, meaning in _ADAPTED.items():
         yield f"| `{key}` | {meaning} |"
     ignored = [f"`{start}{key}`" for start, keys in BLOCKS.items() for key in keys.ignored]
     yield f"\nIgnored, and listed in one line when training starts: {' '.join(ignored)}; and unknown keys, unless one looks misspelt.\n"
