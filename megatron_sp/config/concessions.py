@@ -18,7 +18,9 @@ from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.utils.flag_field import Condition
 
 NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
-"""The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the start."""
+"""The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the
+start.
+"""
 
 
 Wrong = Callable[[], Collection[str]]
@@ -26,7 +28,9 @@ Wrong = Callable[[], Collection[str]]
 
 
 def drop_nccl(config: Config, why: str) -> list[str]:
-    """Reset the flags about NCCL's communicators, which have no effect without it; return a line for each that was given."""
+    """Reset the flags about NCCL's communicators, which have no effect without it; return a line for each that was
+    given.
+    """
     fields = [each for each in _conditional() if NCCL in each.conditions]
     return [line for each in fields if (line := _drop(config, each, why, tuple))]
 
@@ -40,7 +44,8 @@ def settle_source(config: Config) -> Iterator[str]:
 
 
 def drop_flash(config: Config) -> list[str]:
-    """Take back what --use-flash-attn has asked for where there is no GPU; a kernel that --attention-backend names stays for the rules.
+    """Take back what --use-flash-attn has asked for where there is no GPU; a kernel that --attention-backend names
+    stays for the rules.
 
     Half of all scripts have the flag, for speed on the machine that they were written for.
     """
@@ -96,7 +101,9 @@ def _conditional() -> tuple[_Conditional, ...]:
 
 
 def _drop(config: Config, field: _Conditional, why: str, wrong: Wrong, *, keeps: bool = False) -> str:
-    """Reset a field that is not read, and return the line about it; empty if it was not set, or if a rule is to reject its value."""
+    """Reset a field that is not read, and return the line about it; empty if it was not set, or if a rule is to reject
+    its value.
+    """
     owner, where = getattr(config, field.group), config.given.get((field.group, field.name), "")
     value, flag = getattr(owner, field.name), f"--{field.name.replace('_', '-')}"
     # a switch that is given as it is anyway asks for nothing, nor does a file that has every field

@@ -1,8 +1,9 @@
 """When a flag has an effect: conditions that the fields of ``schema_*.py`` name with ``only=``.
 
 A field whose condition does not hold is not read by the run; ``config/concessions.py`` names it in one line if it was
-set. What --help and docs/reference/flags.md say in front of its meaning ("with --num-experts: ...") comes from here, too.
-Where a flag without its condition is an error instead, the rule is in ``config/rules*.py`` and there is nothing here.
+set. What --help and docs/reference/flags.md say in front of its meaning ("with --num-experts: ...") comes from here,
+too. Where a flag without its condition is an error instead, the rule is in ``config/rules*.py`` and there is nothing
+here.
 """
 
 from __future__ import annotations

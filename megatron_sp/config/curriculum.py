@@ -1,4 +1,5 @@
-"""Length of the sequences in each step: DeepSpeed's curriculum, in which they are cut off after few tokens first and more later.
+"""Length of the sequences in each step: DeepSpeed's curriculum, in which they are cut off after few tokens first and
+more later.
 
 The formulas are those of DeepSpeed's ``curriculum_scheduler.py``, for the step about to be taken, counted from 1. What
 lies beyond the length of a sample is not read again; validation and test see whole samples.
@@ -119,11 +120,13 @@ def curriculum_violations(config: Config) -> Iterator[str]:
     positions = -(-first // (ulysses * parallel.context_parallel_size))
     if kernels.mlp_chunks > positions:
         yield (
-            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({positions} of the first {first} tokens of"
-            f" --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer sequences"
+            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({positions} of the first"
+            f" {first} tokens of --seq-length-curriculum): use --mlp-chunks {positions} or less, or begin with longer"
+            " sequences"
         )
     if parallel.num_pipeline_slices > first:
         yield (
-            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most the first length of --seq-length-curriculum ({first}): use"
-            f" --pipeline-slices {first} or less, or begin with longer sequences"
+            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most the first length of"
+            f" --seq-length-curriculum ({first}): use --pipeline-slices {first} or less, or begin with longer"
+            " sequences"
         )

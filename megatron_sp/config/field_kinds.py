@@ -65,7 +65,8 @@ class FieldKind:
             ValueError: the words are not a valid value; the message has what was expected.
         """
         if self.many:
-            if self.base == "int":  # "16 16 1000" in one pair of quotes is meant as three numbers, and so is "[16 16 1000]"
+            # "16 16 1000" in one pair of quotes is meant as three numbers, and so is "[16 16 1000]"
+            if self.base == "int":
                 words = [part for word in words for part in word.removeprefix("[").removesuffix("]").replace(",", " ").split()]
             if not words:
                 raise ValueError(f"expected {self.expected}, got nothing")
@@ -103,7 +104,8 @@ class FieldKind:
 
     def _choose(self, word: str) -> str:
         for choice in self.choices:
-            if choice.lower() == word.strip().lower():  # Megatron-DeepSpeed writes rmsnorm where Megatron-LM writes RMSNorm
+            # Megatron-DeepSpeed writes rmsnorm where Megatron-LM writes RMSNorm
+            if choice.lower() == word.strip().lower():
                 return choice
         raise ValueError(f"expected {self.expected}, got '{_short(word)}'")
 

@@ -1,4 +1,5 @@
-"""Rules of a command line that could not be read in full: what is wrong with it whatever the unreadable values were meant to be.
+"""Rules of a command line that could not be read in full: what is wrong with it whatever the unreadable values were
+meant to be.
 
 A value that is no number, a mistyped name or a number out of range leaves a field *open*. The rules between fields are
 then tried with several values for it, and a violation counts if all of them have it, to the letter: whoever corrects a

@@ -61,7 +61,9 @@ def _gpt2(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
 
 
 def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
-    """GPT-3 preset, with dense attention in all layers (the paper alternates it with banded sparse) and without dropout (unstated)."""
+    """GPT-3 preset, with dense attention in all layers (the paper alternates it with banded sparse) and without dropout
+    (unstated).
+    """
     flags = {**_classic(layers, hidden, heads, 2048, 50257, dropout=0.0), "gelu_approximate": "tanh"}
     return Preset("gpt", flags, num_params, "Brown et al. 2020, arXiv:2005.14165, table 2.1")
 
@@ -121,7 +123,8 @@ def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: i
 def _experts(
     llama: _Llama, sizes: tuple[int, int, int, int], ffn: int, num_params: int, *, experts: int, top_k: int, aux_coeff: float, **more: Any
 ) -> Preset:  # fmt: skip
-    """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, over sequences unless said.
+    """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, over sequences unless
+    said.
 
     Args:
         sizes: layers, hidden, heads, groups.
@@ -139,12 +142,16 @@ _OLMOE = _Llama("Muennighoff et al. 2024, arXiv:2409.02060, released weights", 4
 
 
 def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
-    """BERT preset as Megatron trains it: pre-norm blocks and a final norm, tanh GELU in the blocks, the exact one in the head."""
+    """BERT preset as Megatron trains it: pre-norm blocks and a final norm, tanh GELU in the blocks, the exact one in
+    the head.
+    """
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
 
 
 def _original_bert(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
-    """Original BERT preset, as published and in Hugging Face's BertForPreTraining: post-norm, norm after the embedding, exact GELU."""
+    """Original BERT preset, as published and in Hugging Face's BertForPreTraining: post-norm, norm after the embedding,
+    exact GELU.
+    """
     flags = _classic(layers, hidden, heads, 512, 30522, dropout=0.1)
     flags |= {"norm_placement": "post", "norm_epsilon": 1e-12, "gelu_approximate": "none"}
     return Preset("bert", flags, num_params, "Devlin et al. 2018, arXiv:1810.04805, released weights")
@@ -231,7 +238,8 @@ def preset_named(name: str, family: str | None = None) -> Preset:
         raise ConfigError(f"'{name[:40]}' is not a preset: {choice}`megatron-sp presets` lists them")
     if family is not None and preset.family != family:
         raise ConfigError(
-            f"{name.lower()} is a {preset.family.upper()} model, and this program trains {family.upper()}: start it with"
-            f" {PROGRAMS[preset.family]}, or take a preset of {family.upper()} (`megatron-sp presets` lists them)"
+            f"{name.lower()} is a {preset.family.upper()} model, and this program trains {family.upper()}: start it"
+            f" with {PROGRAMS[preset.family]}, or take a preset of {family.upper()} (`megatron-sp presets` lists"
+            " them)"
         )
     return preset

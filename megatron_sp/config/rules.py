@@ -276,10 +276,11 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if log.report_overlap is not None and parallel.replica_size == parallel.expert_model_parallel_size == 1:
         yield (
-            "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks, and with"
-            " sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and pipeline_model_parallel_size 1 there"
-            " are none to report: add --sequence-parallel-size N, --context-parallel-size N, --tensor-model-parallel-size N or"
-            " --pipeline-model-parallel-size N, or leave it out"
+            "--report-overlap is about the exchanges of sequence-, context-, tensor- and pipeline-parallel ranks,"
+            " and with sequence_parallel_size 1, context_parallel_size 1, tensor_model_parallel_size 1 and"
+            " pipeline_model_parallel_size 1 there are none to report: add --sequence-parallel-size N,"
+            " --context-parallel-size N, --tensor-model-parallel-size N or --pipeline-model-parallel-size N, or"
+            " leave it out"
         )
     if log.report_overlap is not None and config.batch.skip_train:
         yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"

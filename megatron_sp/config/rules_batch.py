@@ -1,4 +1,6 @@
-"""Rules of batch sizes: constant, growing by --rampup-batch-size, or in the steps of --step-batch-size-schedule; those of validation."""
+"""Rules of batch sizes: constant, growing by --rampup-batch-size, or in the steps of --step-batch-size-schedule; those
+of validation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _MOST_TOKENS, _LARGEST = 10**18, 2**31
 
 
 def read_steps(entries: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the (tokens, batch size) pairs of --step-batch-size-schedule, in the order of the tokens from which a size holds.
+    """Return the (tokens, batch size) pairs of --step-batch-size-schedule, in the order of the tokens from which a size
+    holds.
 
     Raises:
         ValueError: an entry is not TOKENS:SIZE, none begins at 0, or two begin at the same number of tokens.
@@ -105,8 +108,8 @@ def _steps(config: Config, unit: int, unit_text: str) -> Iterator[str]:
     last = steps[-1][1]
     if batch.global_batch_size != last:
         yield (
-            f"global_batch_size ({batch.global_batch_size}) is not the last size of --step-batch-size-schedule ({last}), which says all"
-            " sizes: leave --global-batch-size out"
+            f"global_batch_size ({batch.global_batch_size}) is not the last size of --step-batch-size-schedule"
+            f" ({last}), which says all sizes: leave --global-batch-size out"
         )
     if length := config.model.seq_length:
         for (tokens, _), (then, _) in pairwise(steps):
@@ -115,7 +118,8 @@ def _steps(config: Config, unit: int, unit_text: str) -> Iterator[str]:
                     f"step_batch_size_schedule: {tokens:,} and {then:,} tokens are the same sample of {length} tokens"
                     f" ({tokens // length}): its thresholds are in tokens; move one, or leave it out"
                 )
-    due = steps[-1:] if config.checkpoint.load or config.checkpoint.auto_resume else steps  # on resume, others may be over
+    # on resume, others may be over
+    due = steps[-1:] if config.checkpoint.load or config.checkpoint.auto_resume else steps
     yield from (text for _, each in due if (text := _uneven(each, unit, unit_text)))
 
 

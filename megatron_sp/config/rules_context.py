@@ -1,11 +1,12 @@
 """Rules of context parallelism, and Megatron's words for it.
 
-    --cp-comm-type p2p                                                  cp
-    --cp-comm-type all_gather                                           cp, the keys and values of all ranks under way at once
-    --cp-comm-type a2a                                                  all of --context-parallel-size is Ulysses': sp
-    --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes A R    sp = A and cp = R
-    --cp-comm-type auto                                                 ours: the sizes whose product is --context-parallel-size that
-                                                                        are fastest here, measured at the start (training/probe.py)
+    --cp-comm-type p2p                                                  cp --cp-comm-type all_gather
+    cp, the keys and values of all ranks under way at once --cp-comm-type a2a
+    all of --context-parallel-size is Ulysses': sp --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes A R
+    sp = A and cp = R --cp-comm-type auto                                                 ours: the sizes whose product
+    is --context-parallel-size that
+                                                                        are fastest here, measured at the start
+                                                                        (training/probe.py)
 
 Nothing has to divide anything: neither lengths nor heads nor documents, only the ranks the processes (``rules.py``).
 """
@@ -24,7 +25,8 @@ DROPOUT_IN_PIECES = ("unfused", "local", "auto")  # auto then takes the plain ke
 
 
 def settle_comm_type(parallel: ParallelConfig) -> Iterator[str]:
-    """Turn Megatron's words into sp and cp, unless they contradict others, which is left for ``context_violations``; idempotent.
+    """Turn Megatron's words into sp and cp, unless they contradict others, which is left for ``context_violations``;
+    idempotent.
 
     Returns:
         A line for each flag that has no effect.
@@ -68,7 +70,9 @@ def with_split(config: Config, sp: int, cp: int) -> Config:
 
 
 def can_delay(parallel: ParallelConfig) -> bool:
-    """Return whether attention has exchanges that gradients of weights can cover; with sp > 1 the last ones are those of the heads."""
+    """Return whether attention has exchanges that gradients of weights can cover; with sp > 1 the last ones are those
+    of the heads.
+    """
     if parallel.sequence_parallel_size > 1:
         return parallel.overlaps_exchanges
     return parallel.context_parallel_size > 1
@@ -82,8 +86,8 @@ def delay_violations(config: Config) -> Iterator[str]:
     if can_delay(parallel):
         if parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_kind in ("zb1p", "zbv"):
             yield (
-                f"--pipeline-schedule {parallel.pipeline_kind} puts off the gradients of all weights to where a rank would wait, and"
-                " --delay-wgrad some of them to the exchanges of attention: give one"
+                f"--pipeline-schedule {parallel.pipeline_kind} puts off the gradients of all weights to where a rank"
+                " would wait, and --delay-wgrad some of them to the exchanges of attention: give one"
             )
         return
     what = "--delay-wgrad computes gradients of weights under the exchanges of attention"
@@ -91,8 +95,8 @@ def delay_violations(config: Config) -> Iterator[str]:
         yield f"{what}, and without overlap these are waited for at once: add --sp-overlap-comm, or leave --delay-wgrad out"
     else:
         yield (
-            f"{what}, and with sequence_parallel_size 1 and context_parallel_size 1 there are none: add --sequence-parallel-size N or"
-            " --context-parallel-size N, or leave the flag out"
+            f"{what}, and with sequence_parallel_size 1 and context_parallel_size 1 there are none: add"
+            " --sequence-parallel-size N or --context-parallel-size N, or leave the flag out"
         )
 
 
@@ -120,8 +124,8 @@ def _contradiction(parallel: ParallelConfig) -> str:
     if (kind.startswith("a2a") or kind == "auto") and sp > 1:
         says = "measures" if kind == "auto" else "says"
         return (
-            f"--cp-comm-type {kind} {says} how many ranks are Ulysses', and --sequence-parallel-size {sp} says it too: give"
-            " --sequence-parallel-size and --context-parallel-size alone, or leave the former out"
+            f"--cp-comm-type {kind} {says} how many ranks are Ulysses', and --sequence-parallel-size {sp} says it"
+            " too: give --sequence-parallel-size and --context-parallel-size alone, or leave the former out"
         )
     if kind == "all_gather" and parallel.cp_stages_ahead not in (None, "all"):
         return f"--cp-comm-type all_gather has all stages ahead, and --cp-stages-ahead says {parallel.cp_stages_ahead}: give one of them"
@@ -143,13 +147,14 @@ def context_violations(config: Config) -> Iterator[str]:
     if parallel.context_parallel_size == 1:
         if given:
             yield (
-                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of context parallelism, and with"
-                " context_parallel_size 1 there are none: add --context-parallel-size N, or leave the flag out"
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of context"
+                " parallelism, and with context_parallel_size 1 there are none: add --context-parallel-size N, or"
+                " leave the flag out"
             )
         return
     if model.attention_dropout > 0 and backend not in DROPOUT_IN_PIECES:
         yield (
-            f"attention_dropout ({model.attention_dropout}) inside --attention-backend {backend} would depend on how context parallelism"
-            f" (context_parallel_size {parallel.context_parallel_size}) cuts the sequence: add --attention-dropout 0, or use"
-            " --attention-backend unfused"
+            f"attention_dropout ({model.attention_dropout}) inside --attention-backend {backend} would depend on how"
+            f" context parallelism (context_parallel_size {parallel.context_parallel_size}) cuts the sequence: add"
+            " --attention-dropout 0, or use --attention-backend unfused"
         )

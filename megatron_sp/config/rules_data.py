@@ -78,8 +78,8 @@ def _whole_sets(config: Config) -> Iterator[str]:
     words = data.data_path or data.valid_data_path
     if (len(words) > 2 and _is_number(words[0])) or any("," in text for text in data.valid_weighted_split_paths):
         yield (
-            "--full-validation reads all data of a set once, and a blend by weights does not: give --valid-data-path without weights, or"
-            " each data set a group of its own"
+            "--full-validation reads all data of a set once, and a blend by weights does not: give --valid-data-path"
+            " without weights, or each data set a group of its own"
         )
 
 
@@ -104,8 +104,8 @@ def _bert_data(config: Config) -> Iterator[str]:
         yield f"short_seq_prob ({data.short_seq_prob}) must be in [0, 1]"
     if data.bert_pack_sequences and config.model.has_order_head and config.knows_model:
         yield (
-            "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments of each: add"
-            " --bert-no-binary-head, or leave it out"
+            "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments"
+            " of each: add --bert-no-binary-head, or leave it out"
         )
     own_end = data.eod_id is not None and data.tokenizer_type != "NullTokenizer"
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", *(["eod_id"] if own_end else [])):

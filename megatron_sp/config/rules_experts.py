@@ -13,7 +13,9 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def settle_experts(config: Config) -> list[str]:
-    """Turn what other projects say into what it means here; idempotent. Return a line for each flag that has no effect or another name."""
+    """Turn what other projects say into what it means here; idempotent. Return a line for each flag that has no effect
+    or another name.
+    """
     model, lines = config.model, list[str]()
     if model.num_experts in (0, 1):
         model.num_experts = None  # Megatron-DeepSpeed's word for a dense model is 1
@@ -25,8 +27,8 @@ def settle_experts(config: Config) -> list[str]:
         model.moe_router_load_balancing_type = "seq_aux_loss"
         if model.moe_aux_loss_coeff:
             config.understood += (
-                "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout: it is seq_aux_loss,"
-                " the same where a micro-batch is one sequence)",
+                "--moe-router-load-balancing-type aux_loss (over a rank's micro-batch it would depend on the layout:"
+                " it is seq_aux_loss, the same where a micro-batch is one sequence)",
             )
     if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
         model.moe_router_pre_softmax = False
@@ -64,19 +66,22 @@ def expert_violations(config: Config, world_size: int) -> Iterator[str]:
             legal = [str(n) for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0 and model.num_experts % n == 0]
             more = "" if parallel.sequence_parallel or tp == 1 else "; with --sequence-parallel the ranks of tp are among them"
             yield (
-                f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} = {ranks}: use --ep-size"
-                f" {', '.join(legal)}{more}"
+                f"expert_model_parallel_size ({ep}) must divide the ranks that have different tokens, {axes} ="
+                f" {ranks}: use --ep-size {', '.join(legal)}{more}"
             )
 
 
 def lifeless_router(config: Config) -> Iterator[str]:
-    """Check that a loss reaches the router; only training needs that, a model that has been trained so is still used and converted."""
+    """Check that a loss reaches the router; only training needs that, a model that has been trained so is still used
+    and converted.
+    """
     model = config.model
     without = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.has_experts and model.moe_router_topk == 1 and without and not config.batch.skip_train:
         yield (
-            "moe_router_topk (1) with a softmax over the chosen experts never trains the router: the weight of one expert alone is 1,"
-            " whatever its score; add --moe-router-pre-softmax, or --moe-router-score-function sigmoid"
+            "moe_router_topk (1) with a softmax over the chosen experts never trains the router: the weight of one"
+            " expert alone is 1, whatever its score; add --moe-router-pre-softmax, or --moe-router-score-function"
+            " sigmoid"
         )
 
 
@@ -86,8 +91,8 @@ def share_violations(config: Config) -> Iterator[str]:
     if ep > 0 and experts % ep:
         legal = [str(n) for n in range(1, min(experts, 256) + 1) if experts % n == 0]
         yield (
-            f"num_experts ({experts}) must be a multiple of expert_model_parallel_size ({ep}): each rank has as many; use"
-            f" --ep-size {', '.join(legal)}"
+            f"num_experts ({experts}) must be a multiple of expert_model_parallel_size ({ep}): each rank has as many;"
+            f" use --ep-size {', '.join(legal)}"
         )
 
 
@@ -97,8 +102,8 @@ def shared_expert_violations(config: Config) -> Iterator[str]:
     if size % tp:
         legal = [str(n) for n in range(1, min(size, 256) + 1) if size % n == 0]
         yield (
-            f"moe_shared_expert_intermediate_size ({size}) must be a multiple of tensor_model_parallel_size ({tp}): the shared expert is"
-            f" split as an MLP is; use --tp-size {', '.join(legal)}"
+            f"moe_shared_expert_intermediate_size ({size}) must be a multiple of tensor_model_parallel_size ({tp}):"
+            f" the shared expert is split as an MLP is; use --tp-size {', '.join(legal)}"
         )
 
 
@@ -118,21 +123,21 @@ def _choice(config: Config) -> Iterator[str]:
             yield f"moe_router_group_topk ({of_groups}) must be at most moe_router_num_groups ({groups})"
         elif k > of_groups * (experts // groups):
             yield (
-                f"moe_router_topk ({k}) must be at most the experts of {of_groups} groups ({of_groups} * {experts // groups} ="
-                f" {of_groups * (experts // groups)}): raise --moe-router-group-topk"
+                f"moe_router_topk ({k}) must be at most the experts of {of_groups} groups ({of_groups} *"
+                f" {experts // groups} = {of_groups * (experts // groups)}): raise --moe-router-group-topk"
             )
         elif k // of_groups > experts // groups:
             each = experts // groups
             yield f"moe_router_topk ({k}) / moe_router_group_topk ({of_groups}) must be at most the experts of a group ({each})"
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield (
-            "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add --moe-router-score-function sigmoid,"
-            " or use --moe-aux-loss-coeff"
+            "--moe-router-enable-expert-bias is added to scores that do not depend on each other: add"
+            " --moe-router-score-function sigmoid, or use --moe-aux-loss-coeff"
         )
     if model.moe_router_topk_scaling_factor == 0:
         yield "moe_router_topk_scaling_factor (0) must be above 0: it multiplies the weights of the chosen experts; leave it out for 1"
     if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
         yield (
-            f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict each other: leave one"
-            " of them out"
+            f"moe_aux_loss_coeff ({model.moe_aux_loss_coeff:g}) and --moe-router-load-balancing-type none contradict"
+            " each other: leave one of them out"
         )

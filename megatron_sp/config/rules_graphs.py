@@ -1,7 +1,7 @@
 """Rules of captured steps (--cuda-graphs): what a CUDA graph cannot have, told from the flags alone.
 
-A graph launches the same kernels with the same addresses every time, and the host takes no part. So what reads the device's
-numbers on the host, chooses by numbers of a batch, or copies to and from memory of the host, cannot be in it.
+A graph launches the same kernels with the same addresses every time, and the host takes no part. So what reads the
+device's numbers on the host, chooses by numbers of a batch, or copies to and from memory of the host, cannot be in it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         )
     if model.attention_dropout > 0 and kernels.recompute_granularity is not None and kernels.attention_backend not in _PLAIN:
         yield (
-            "a recomputation sets the state of the generator that attention's kernel draws from (--attention-dropout with"
-            " --recompute-granularity)",
+            "a recomputation sets the state of the generator that attention's kernel draws from (--attention-dropout"
+            " with --recompute-granularity)",
             "add --attention-dropout 0",
         )
     if parallel.check_collectives:

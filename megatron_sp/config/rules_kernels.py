@@ -23,8 +23,8 @@ def kernel_violations(config: Config) -> Iterator[str]:
             yield f"{whose} takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
     if backend in ("flash3", "flash4") and model.attention_dropout > 0:
         yield (
-            f"FlashAttention {backend[-1]} has no attention dropout, and attention_dropout is {model.attention_dropout}: add"
-            " --attention-dropout 0, or use --attention-backend flash2 or auto"
+            f"FlashAttention {backend[-1]} has no attention dropout, and attention_dropout is"
+            f" {model.attention_dropout}: add --attention-dropout 0, or use --attention-backend flash2 or auto"
         )
     if backend == "cudnn" and kernels.deterministic_mode:
         yield "--attention-backend cudnn and --deterministic-mode exclude each other: torch refuses cuDNN's backward there; use auto"
@@ -47,8 +47,8 @@ def kernel_violations(config: Config) -> Iterator[str]:
         yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
     if kernels.recompute_attention != "none" and granularity != "full":
         yield (
-            f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs --recompute-granularity full (given:"
-            f" {granularity or 'nothing'}): change one of them"
+            f"--recompute-attention {kernels.recompute_attention} is about recomputed blocks and needs"
+            f" --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
         )
     if kernels.recompute_qkv and granularity == "selective":
         yield "--recompute-qkv keeps attention's output, and --recompute-granularity selective computes it again: drop one of them"
@@ -58,8 +58,8 @@ def kernel_violations(config: Config) -> Iterator[str]:
     positions = -(-(model.seq_length or 0) // parts)
     if model.seq_length and kernels.mlp_chunks > positions:
         yield (
-            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} / {parts}, rounded up, ="
-            f" {positions}): use --mlp-chunks {positions} or less"
+            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} /"
+            f" {parts}, rounded up, = {positions}): use --mlp-chunks {positions} or less"
         )
     if layers and model.num_layers and layers > model.num_layers:
         yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"

@@ -41,19 +41,21 @@ def split_violations(config: Config, world_size: int, sizes: tuple[str, ...] = (
 
     if heads % tp:
         yield (
-            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {division(heads, tp)}"
-            f"{ways({'heads over tp'}, 'tp', 'heads')}"
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}):"
+            f" {division(heads, tp)}{ways({'heads over tp'}, 'tp', 'heads')}"
         )
     if heads < tp * sp:
         yield (
-            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the sequence-parallel ranks"
-            f" (sequence_parallel_size {sp}), and each needs one{ways({'heads over sp'}, 'sp', 'tp', 'heads')}"
+            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the"
+            f" sequence-parallel ranks (sequence_parallel_size {sp}), and each needs"
+            f" one{ways({'heads over sp'}, 'sp', 'tp', 'heads')}"
         )
     groups = model.num_query_groups
     if groups and groups % tp and tp % groups:
         yield (
-            f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
-            f" held by several ranks): {division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
+            f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then"
+            " key/value heads are held by several ranks):"
+            f" {division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
         )
     if (model.ffn_hidden_size or model.hidden_size) and model.ffn_size % tp:
         yield (
@@ -74,15 +76,16 @@ def exchange_violations(config: Config, world_size: int) -> Iterator[str]:
     ]  # fmt: skip
     if given and parallel.sequence_parallel_size == 1 and not parallel.measures_split:
         yield (
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with sequence_parallel_size 1"
-            f" there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out"
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with"
+            f" sequence_parallel_size 1 there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or"
+            " leave the flag out"
         )
     heads, tp, sp = config.model.num_attention_heads, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
     most = -(-heads // (tp * sp)) if heads else None
     if most and sp > 1 and (parallel.sp_head_chunks or 0) > most:
         yield (
-            f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp} * {sp}), rounded up,"
-            f" = {most}): use --sp-head-chunks {most} or less"
+            f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp} *"
+            f" {sp}), rounded up, = {most}): use --sp-head-chunks {most} or less"
         )
     mode = parallel.sp_overlap_mode
     if mode is None:
@@ -177,7 +180,8 @@ _MOST_TRIED = 1 << 12
 
 
 def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more_than: int = 0) -> str:
-    """Return single changes that repair the rules ``mend`` and violate no others, as text: "; use --tp-size 1 or 2, or ...".
+    """Return single changes that repair the rules ``mend`` and violate no others, as text: "; use --tp-size 1 or 2, or
+    ...".
 
     Args:
         mend: names of rules, as in ``_Sizes.broken``.

@@ -9,7 +9,9 @@ from megatron_sp.utils.numbers import division
 
 
 def settle_groups(config: Config) -> Iterator[str]:
-    """Make --group-query-attention and --num-query-groups agree, idempotent. Yield a line where one of them has no effect."""
+    """Make --group-query-attention and --num-query-groups agree, idempotent. Yield a line where one of them has no
+    effect.
+    """
     model, where = config.model, config.given.get(("model", "num_query_groups"), "")
     if not config.knows_model:
         return
@@ -18,11 +20,13 @@ def settle_groups(config: Config) -> Iterator[str]:
             model.num_query_groups = None
             yield f"{where or '--num-query-groups'} (without --group-query-attention: each query head has its own key and value)"
     elif model.num_query_groups is not None:
-        is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))  # Megatron-DeepSpeed's --num-key-value-heads always counts
+        # Megatron-DeepSpeed's --num-key-value-heads always counts
+        is_megatrons = where.endswith(("num-query-groups", "num_query_groups"))
         if is_megatrons and not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
             config.understood += (
-                f"{where} {model.num_query_groups} (these are the key/value heads, with or without --group-query-attention; Megatron-LM"
-                f" would have one for each of the {model.num_attention_heads} query heads)",
+                f"{where} {model.num_query_groups} (these are the key/value heads, with or without"
+                f" --group-query-attention; Megatron-LM would have one for each of the {model.num_attention_heads}"
+                " query heads)",
             )
         model.group_query_attention = True
     elif model.group_query_attention:
@@ -47,13 +51,14 @@ def shape_violations(config: Config) -> Iterator[str]:
         yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
     if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
         yield (
-            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
-            f" {division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
+            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads"
+            f" ({model.num_attention_heads}): {division(model.hidden_size, model.num_attention_heads)}; change one of"
+            " them, or give --kv-channels (width of a head)"
         )
     if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
         yield (
-            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size ({model.hidden_size}),"
-            " rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
+            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size"
+            f" ({model.hidden_size}), rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
         )
     yield from _heads(config)
     for name in ("attention_dropout", "hidden_dropout"):
@@ -63,8 +68,8 @@ def shape_violations(config: Config) -> Iterator[str]:
         yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
     if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
         yield (
-            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
-            f" raise --max-position-embeddings to {model.seq_length} or leave it out"
+            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length"
+            f" ({model.seq_length}): raise --max-position-embeddings to {model.seq_length} or leave it out"
         )
     yield from variant_violations(model)
 
@@ -83,8 +88,9 @@ def _heads(config: Config) -> Iterator[str]:
         yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
     elif model.knows_head_dim and (model.rotary_dim < 2 or model.rotary_dim % 2):
         yield (
-            f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
-            f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
+            "the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim"
+            f" {model.head_dim} * rotary_percent {model.rotary_percent}) = {model.rotary_dim}; change"
+            " --rotary-percent or --kv-channels"
         )
 
 
@@ -148,6 +154,6 @@ def _bert(model: ModelConfig) -> Iterator[str]:
         yield "--untie-embeddings-and-output-weights is for GPT: BERT predicts masked tokens with the embedding's own table; leave it out"
     if model.has_order_head and model.num_tokentypes == 1:
         yield (
-            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two segments: leave it out, or"
-            " add --bert-no-binary-head"
+            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two"
+            " segments: leave it out, or add --bert-no-binary-head"
         )

@@ -1,8 +1,8 @@
 """Rules of pipelines, and Megatron's words for their stages, such as ``Ett|(tttt|)*5,tt|tL``.
 
-Stages are separated by ``|`` and listed in the order in which a sequence passes them: with P ranks the stages 0, P, 2 P, ...
-are those of rank 0. ``E`` is the embedding, ``t`` a layer, ``L`` the head with its loss, ``m`` a head for further tokens;
-``x*N`` and ``(...)*N`` repeat, commas mean nothing.
+Stages are separated by ``|`` and listed in the order in which a sequence passes them: with P ranks the stages 0, P, 2
+P, ... are those of rank 0. ``E`` is the embedding, ``t`` a layer, ``L`` the head with its loss, ``m`` a head for
+further tokens; ``x*N`` and ``(...)*N`` repeat, commas mean nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def pipeline_violations(config: Config) -> Iterator[str]:
             yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same: give one"
         else:
             yield (
-                f"num_layers ({layers}) must be a multiple of pipeline_model_parallel_size ({p}) * num_layers_per_virtual_pipeline_stage"
-                f" ({each}) = {p * each}: say --num-virtual-stages-per-pipeline-rank N instead, which deals any number of layers"
+                f"num_layers ({layers}) must be a multiple of pipeline_model_parallel_size ({p}) *"
+                f" num_layers_per_virtual_pipeline_stage ({each}) = {p * each}: say"
+                " --num-virtual-stages-per-pipeline-rank N instead, which deals any number of layers"
             )
         return
     said = f"--pipeline-schedule {kind}"
@@ -90,24 +91,25 @@ def _slices(config: Config) -> Iterator[str]:
     if parallel.pipeline_kind != "slices":
         if given is not None and parallel.pipeline_schedule != "auto":
             yield (
-                f"--pipeline-slices {given} is for --pipeline-schedule slices, and --pipeline-schedule {parallel.pipeline_schedule} has"
-                " whole micro-batches: leave one of them out"
+                f"--pipeline-slices {given} is for --pipeline-schedule slices, and --pipeline-schedule"
+                f" {parallel.pipeline_schedule} has whole micro-batches: leave one of them out"
             )
         return
     if model.is_bert:
         yield (
-            "--pipeline-schedule slices is for causal models: with BERT's bidirectional attention a slice needs the keys of those after it;"
-            " use 1f1b, zb1p or zbv"
+            "--pipeline-schedule slices is for causal models: with BERT's bidirectional attention a slice needs the"
+            " keys of those after it; use 1f1b, zb1p or zbv"
         )
     if model.seq_length and parallel.num_pipeline_slices > model.seq_length:
         yield (
-            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most seq_length ({model.seq_length}): a slice has a position at"
-            f" least; use --pipeline-slices {model.seq_length} or less"
+            f"pipeline_slices ({parallel.num_pipeline_slices}) must be at most seq_length ({model.seq_length}): a"
+            f" slice has a position at least; use --pipeline-slices {model.seq_length} or less"
         )
     if model.attention_dropout > 0 and config.kernels.attention_backend not in DROPOUT_IN_PIECES:
         yield (
-            f"attention_dropout ({model.attention_dropout}) inside --attention-backend {config.kernels.attention_backend} would depend on"
-            " how --pipeline-schedule slices cuts the sequence: add --attention-dropout 0, or use --attention-backend unfused"
+            f"attention_dropout ({model.attention_dropout}) inside --attention-backend"
+            f" {config.kernels.attention_backend} would depend on how --pipeline-schedule slices cuts the sequence:"
+            " add --attention-dropout 0, or use --attention-backend unfused"
         )
 
 
@@ -117,8 +119,9 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
     if layers < p * v:
         fewer = ", or fewer stages on a rank" if v > 1 else ""
         yield (
-            f"each stage needs a layer, and num_layers ({layers}) is less than pipeline_model_parallel_size ({p}) * {v} stages on each rank"
-            f" = {p * v}: use --pipeline-model-parallel-size {max(1, layers // v)} or less{fewer}"
+            f"each stage needs a layer, and num_layers ({layers}) is less than pipeline_model_parallel_size ({p}) *"
+            f" {v} stages on each rank = {p * v}: use --pipeline-model-parallel-size {max(1, layers // v)} or"
+            f" less{fewer}"
         )
         return
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
@@ -131,8 +134,8 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
     between, left = (p - sum(count is not None for count in given.values())) * v, layers - (first or 0) - (last or 0)
     if between and left < between:
         yield (
-            f"the stages that are not given need a layer each, and of {layers} layers {left} are left for {between} stages: lower"
-            " --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+            f"the stages that are not given need a layer each, and of {layers} layers {left} are left for {between}"
+            " stages: lower --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
     if not between and left:
         yield f"decoder_first_pipeline_num_layers ({first}) + decoder_last_pipeline_num_layers ({last}) must be num_layers ({layers})"
@@ -180,8 +183,9 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
         number = counts.index(0)
         what = {"E": "only the embedding", "L": "only the head"}.get(stages[number], "no layer")
         raise ConfigError(
-            f"{flag}: stage {number + 1} of {len(stages)} has {what}, and each stage needs a layer here: put the embedding with the first"
-            " layers (Et|...) and the head with the last ones (...|tL), or leave the flag out, and layers are dealt so that the head counts"
+            f"{flag}: stage {number + 1} of {len(stages)} has {what}, and each stage needs a layer here: put the"
+            " embedding with the first layers (Et|...) and the head with the last ones (...|tL), or leave the flag"
+            " out, and layers are dealt so that the head counts"
         )
     return counts
 

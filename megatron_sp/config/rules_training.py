@@ -71,7 +71,9 @@ def _decoupled_rate(opt: OptimizerConfig) -> Iterator[str]:
 
 
 def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
-    """Check warm-up and WSD's final decay against the ``horizon`` of the decay, all in steps or all in samples (``kind``)."""
+    """Check warm-up and WSD's final decay against the ``horizon`` of the decay, all in steps or all in samples
+    (``kind``).
+    """
     warmup, fraction = getattr(opt, f"lr_warmup_{kind}"), opt.lr_warmup_fraction
     if fraction is not None:
         if warmup:
@@ -81,8 +83,8 @@ def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
         warmup = 0 if fraction >= 1 else math.ceil(fraction * horizon)
     if warmup and warmup >= horizon and fraction is None:
         yield (
-            f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the length of the run):"
-            f" shorten the warm-up or raise --lr-decay-{kind}"
+            f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the"
+            f" length of the run): shorten the warm-up or raise --lr-decay-{kind}"
         )
     if opt.lr_decay_style != "WSD":
         return
@@ -105,7 +107,9 @@ def _in_tokens(config: Config) -> Iterator[str]:
     opt, horizon = config.optimizer, horizon_in_tokens(config.optimizer, config.batch)
     if horizon is None:
         if opt.lr_warmup_tokens:
-            yield f"--lr-warmup-tokens ({opt.lr_warmup_tokens}) needs --lr-decay-tokens: sequences of several lengths make no samples of it"
+            yield (
+                f"--lr-warmup-tokens ({opt.lr_warmup_tokens}) needs --lr-decay-tokens: sequences of several lengths make no samples of it"
+            )
         return
     others = [name for name in ("lr_warmup_iters", "lr_warmup_samples") if getattr(opt, name)]
     if others:
@@ -133,8 +137,8 @@ def optimizer_violations(config: Config) -> Iterator[str]:
         yield f"--weight-decay-incr-style {opt.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
     if opt.weight_decay_incr_style == "constant" and start != end:
         yield (
-            f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is constant:"
-            " use linear or cosine, or give --weight-decay alone"
+            f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is"
+            " constant: use linear or cosine, or give --weight-decay alone"
         )
     if opt.override_opt_param_scheduler and opt.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: who decides on resume?"

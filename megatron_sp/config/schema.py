@@ -1,4 +1,5 @@
-"""Configuration of a run: plain dataclasses, one per group of flags, cut by subject into the ``schema_*.py`` of this folder.
+"""Configuration of a run: plain dataclasses, one per group of flags, cut by subject into the ``schema_*.py`` of this
+folder.
 
 Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and
 aliases are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored
@@ -54,12 +55,16 @@ class Config:
 
     @property
     def knows_model(self) -> bool:
-        """False as long as the model is still to be taken from a checkpoint: what the flags say of it is only a part then."""
+        """False as long as the model is still to be taken from a checkpoint: what the flags say of it is only a part
+        then.
+        """
         return self.model_is_settled or not self.checkpoint.use_checkpoint_args
 
     @property
     def adds_null_end(self) -> bool:
-        """True if --vocab-size counts the integers of a NullTokenizer that the command line names, and the end of documents is one more."""
+        """True if --vocab-size counts the integers of a NullTokenizer that the command line names, and the end of
+        documents is one more.
+        """
         typed = (("data", "tokenizer_type"), ("model", "vocab_size"))
         return (
             self.data.tokenizer_type == "NullTokenizer" and self.data.eod_id is None

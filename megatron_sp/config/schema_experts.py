@@ -46,16 +46,16 @@ class ExpertConfig:
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] | None = flag(
         None,
         "what the loss that keeps the load even is about; seq_aux_loss: each sequence; global_aux_loss: the global"
-        " batch; aux_loss: Megatron's, over what a rank has in a micro-batch, is taken as seq_aux_loss, which does not depend on the layout"
-        " (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)",
+        " batch; aux_loss: Megatron's, over what a rank has in a micro-batch, is taken as seq_aux_loss, which does"
+        " not depend on the layout (default: seq_aux_loss with a --moe-aux-loss-coeff, else none)",
         only=(EXPERTS, BALANCE),
     )
     moe_aux_loss_coeff: float = flag(0.0, "coefficient of that loss", aliases=("moe-loss-coeff",), low=0, only=EXPERTS)
     moe_z_loss_coeff: float | None = flag(None, "coefficient of a loss that keeps the router's logits small", low=0, only=EXPERTS)
     moe_router_enable_expert_bias: bool = flag(
         False,
-        "with sigmoids a bias of each expert, added when experts are chosen, is raised after a step in which it had less"
-        " than the mean load and lowered after one with more; keeps the load even without a loss (DeepSeek-V3)",
+        "with sigmoids a bias of each expert, added when experts are chosen, is raised after a step in which it had"
+        " less than the mean load and lowered after one with more; keeps the load even without a loss (DeepSeek-V3)",
         only=EXPERTS,
     )
     moe_router_bias_update_rate: float = flag(1e-3, "by how much", low=0, only=(EXPERTS, EXPERT_BIAS))
@@ -111,8 +111,8 @@ def layer_pattern(text: str, num_layers: int) -> list[bool]:
         match = _TERM.fullmatch(term)
         if match is None or len(found) > MOST_LAYERS:
             raise ConfigError(
-                f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: write 2 for every second layer, or terms such"
-                " as [0]+[1]*23, 1 for a layer with experts"
+                f"--moe-layer-freq {text[:60]!r} is neither a number of layers nor a pattern: write 2 for every"
+                " second layer, or terms such as [0]+[1]*23, 1 for a layer with experts"
             )
         found += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
     if len(found) != num_layers:

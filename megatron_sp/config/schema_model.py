@@ -77,8 +77,8 @@ class ModelConfig(ExpertConfig):
     )
     window_size: int | None = flag(
         None,
-        "a token attends to itself and the N - 1 tokens before it (Mistral's sliding window); Megatron's N-1,0 is understood (default: to"
-        " all before it)",
+        "a token attends to itself and the N - 1 tokens before it (Mistral's sliding window); Megatron's N-1,0 is"
+        " understood (default: to all before it)",
         unit="tokens",
         low=1,
         high=2**27,
@@ -88,14 +88,15 @@ class ModelConfig(ExpertConfig):
     apply_layernorm_1p: bool = flag(False, "store norm weights as (weight - 1), so weight decay pulls them to 1")
     norm_placement: Literal["pre", "post"] = flag(
         "pre",
-        "pre: norms before attention and MLP, and one after the last block (Megatron); post: after them, on the residual stream, and"
-        " one after the embedding (the original BERT, Hugging Face's BertModel); BERT only",
+        "pre: norms before attention and MLP, and one after the last block (Megatron); post: after them, on the"
+        " residual stream, and one after the embedding (the original BERT, Hugging Face's BertModel); BERT only",
     )
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     qk_layernorm_scope: Literal["head", "all"] = flag(
         "head",
         "with RMSNorm over each head, or over all heads of a token together, each channel with a weight of its own"
-        " (OLMoE), which sums two numbers for each token over tp and sp ranks in each pass and sends all heads in one chunk",
+        " (OLMoE), which sums two numbers for each token over tp and sp ranks in each pass and sends all heads in"
+        " one chunk",
         only=QK_NORM,
     )
     use_parallel_residual: bool = flag(
@@ -108,14 +109,14 @@ class ModelConfig(ExpertConfig):
     squared_relu: bool = flag(False, "squared ReLU MLP")
     gelu_approximate: Literal["tanh", "none"] | None = flag(
         None,
-        "GELU as tanh approximation or exact erf (default: as in Megatron, tanh where the MLP has biases, since its kernel of bias and GELU"
-        " is that, and exact without them)",
+        "GELU as tanh approximation or exact erf (default: as in Megatron, tanh where the MLP has biases, since its"
+        " kernel of bias and GELU is that, and exact without them)",
         only=GELU,
     )
     bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(
         None,
-        "BERT: activation of the head for masked tokens; gelu is the exact one (default: as in Megatron gelu, unless --gelu-approximate is"
-        " given, which then holds here, too)",
+        "BERT: activation of the head for masked tokens; gelu is the exact one (default: as in Megatron gelu, unless"
+        " --gelu-approximate is given, which then holds here, too)",
     )
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
     add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection", only=NO_BIASES)
@@ -132,8 +133,8 @@ class ModelConfig(ExpertConfig):
     )
     vocab_size: int | None = flag(
         None,
-        "entries of the vocabulary (default: the tokenizer's); of --tokenizer-type NullTokenizer without --eod-id one more,"
-        " which ends documents",
+        "entries of the vocabulary (default: the tokenizer's); of --tokenizer-type NullTokenizer without --eod-id"
+        " one more, which ends documents",
         unit="tokens",
         low=1,
         high=2**31 - 1,
@@ -152,7 +153,9 @@ class ModelConfig(ExpertConfig):
 
     @property
     def has_order_head(self) -> bool:
-        """True if the model has BERT's sentence-order head, which predicts whether the two segments are in the order of the text."""
+        """True if the model has BERT's sentence-order head, which predicts whether the two segments are in the order of
+        the text.
+        """
         return self.is_bert and not self.bert_no_binary_head
 
     @property
@@ -206,12 +209,16 @@ class ModelConfig(ExpertConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP is gated: its first linear layer has double width, and one half of its output gates the other."""
+        """True if the MLP is gated: its first linear layer has double width, and one half of its output gates the
+        other.
+        """
         return self.swiglu or self.geglu
 
     @property
     def has_tanh_gelu(self) -> bool:
-        """True if the MLP's GELU is the tanh approximation; where nothing is said, as in Megatron: with biases, or gated."""
+        """True if the MLP's GELU is the tanh approximation; where nothing is said, as in Megatron: with biases, or
+        gated.
+        """
         return self.mlp_bias or self.geglu if self.gelu_approximate is None else self.gelu_approximate == "tanh"
 
     @property

@@ -27,8 +27,8 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(
         1,
-        "tp: ranks that split the weights of every layer, each with its share of the heads; for models too large for one device; keep them"
-        " within one host, they talk most",
+        "tp: ranks that split the weights of every layer, each with its share of the heads; for models too large for"
+        " one device; keep them within one host, they talk most",
         unit="ranks",
         aliases=("tp-size",),
         low=1,
@@ -36,14 +36,14 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag(
         False,
-        "between the split layers cut the activations along the sequence, over the same ranks; less memory, the same result"
-        " (Megatron's name; --sequence-parallel-size is something else)",
+        "between the split layers cut the activations along the sequence, over the same ranks; less memory, the same"
+        " result (Megatron's name; --sequence-parallel-size is something else)",
         only=TENSOR_PARALLEL,
     )
     sequence_parallel_size: int = flag(
         1,
-        "sp: ranks that hold a piece of every sequence each, and trade it for a share of the heads around attention (Ulysses); for long"
-        " sequences; at most num-attention-heads / tp",
+        "sp: ranks that hold a piece of every sequence each, and trade it for a share of the heads around attention"
+        " (Ulysses); for long sequences; at most num-attention-heads / tp",
         unit="ranks",
         aliases=("ds-sequence-parallel-size", "sp-size"),
         low=1,
@@ -51,8 +51,9 @@ class ParallelConfig:
     )
     sp_overlap_mode: Literal["none", "split-qkv", "chunked", "auto"] | None = flag(
         None,
-        "how the exchanges of sp > 1 run under computation; none: they do not; split-qkv: q, k and v one after another; chunked: the heads"
-        " in parts (see --sp-head-chunks); auto: time all of them at the start, take the fastest (default: none)",
+        "how the exchanges of sp > 1 run under computation; none: they do not; split-qkv: q, k and v one after"
+        " another; chunked: the heads in parts (see --sp-head-chunks); auto: time all of them at the start, take the"
+        " fastest (default: none)",
     )
     sp_overlap_comm: bool = flag(
         False, "with sp > 1: run exchanges under computation, as --sp-overlap-mode auto; with --split-qkv-linear as split-qkv"
@@ -69,8 +70,8 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = flag(
         1,
-        "pp: ranks that have consecutive layers each, through which the micro-batches of a step go one after another; for models too"
-        " large for one host, and many micro-batches",
+        "pp: ranks that have consecutive layers each, through which the micro-batches of a step go one after"
+        " another; for models too large for one host, and many micro-batches",
         unit="ranks",
         aliases=("pp-size",),
         low=1,
@@ -78,10 +79,11 @@ class ParallelConfig:
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "slices", "auto"] | None = flag(
         None,
-        "with pp > 1: order of forward and backward passes; interleaved: several stages on each rank, for a shorter wait; zb1p: gradients"
-        " of weights are put off to where a rank would wait; zbv: the same with two stages on a rank, the first with the last; slices:"
-        " sequences go through the pipeline slice by slice, for long ones; auto: the shortest by FLOPs of those that take about as much"
-        " memory as 1f1b, slices only with --pipeline-slices (default: 1f1b, with several stages on a rank interleaved)",
+        "with pp > 1: order of forward and backward passes; interleaved: several stages on each rank, for a shorter"
+        " wait; zb1p: gradients of weights are put off to where a rank would wait; zbv: the same with two stages on"
+        " a rank, the first with the last; slices: sequences go through the pipeline slice by slice, for long ones;"
+        " auto: the shortest by FLOPs of those that take about as much memory as 1f1b, slices only with"
+        " --pipeline-slices (default: 1f1b, with several stages on a rank interleaved)",
     )
     pipeline_slices: int | None = flag(
         None, "--pipeline-schedule slices: slices of each sequence, cut so that all take the same time (default: 4)", unit="slices", low=1,
@@ -102,13 +104,13 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        "with pp > 1: layers of every stage, in Megatron's letters: Ett|(tttt|)*2tL is an embedding and 2 layers, twice 4 layers, a layer"
-        " and the head",
+        "with pp > 1: layers of every stage, in Megatron's letters: Ett|(tttt|)*2tL is an embedding and 2 layers,"
+        " twice 4 layers, a layer and the head",
     )
     context_parallel_size: int = flag(
         1,
-        "cp: ranks that hold parts of every sequence each, and send keys and values to those whose queries see them; around Ulysses, for"
-        " more ranks than heads; any number, for nothing has to be divisible",
+        "cp: ranks that hold parts of every sequence each, and send keys and values to those whose queries see them;"
+        " around Ulysses, for more ranks than heads; any number, for nothing has to be divisible",
         unit="ranks",
         aliases=("cp-size",),
         low=1,
@@ -116,16 +118,17 @@ class ParallelConfig:
     )
     cp_chunks: int | None = flag(
         None,
-        "with cp > 1: deal each sequence to the ranks in so many chunks for each (default: the smallest of 1, 2, 4, 8, with documents also"
-        " 16, with which the slowest rank takes hardly longer than the mean; causal attention takes 2)",
+        "with cp > 1: deal each sequence to the ranks in so many chunks for each (default: the smallest of 1, 2, 4,"
+        " 8, with documents also 16, with which the slowest rank takes hardly longer than the mean; causal attention"
+        " takes 2)",
         unit="chunks",
         low=1,
         high=1024,
     )
     cp_stages_ahead: int | Literal["all"] | None = flag(
         None,
-        "with cp > 1: exchanges of keys and values under way while those before are attended to, each with a buffer; all: of all ranks at"
-        " once (default: 1)",
+        "with cp > 1: exchanges of keys and values under way while those before are attended to, each with a buffer;"
+        " all: of all ranks at once (default: 1)",
         unit="exchanges",
         low=1,
         high=2**16,
@@ -135,17 +138,18 @@ class ParallelConfig:
     )
     cp_comm_type: tuple[str, ...] | None = flag(
         None,
-        "Megatron's word for what --context-parallel-size means; p2p: cp; all_gather: cp with --cp-stages-ahead all; a2a: that many ranks"
-        " of Ulysses instead; a2a+p2p: both, see --hierarchical-context-parallel-sizes; and a word of ours, auto: time all ways to share"
-        " these ranks between Ulysses and cp at the start, take the fastest (default: p2p)",
+        "Megatron's word for what --context-parallel-size means; p2p: cp; all_gather: cp with --cp-stages-ahead all;"
+        " a2a: that many ranks of Ulysses instead; a2a+p2p: both, see --hierarchical-context-parallel-sizes; and a"
+        " word of ours, auto: time all ways to share these ranks between Ulysses and cp at the start, take the"
+        " fastest (default: p2p)",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "with --cp-comm-type a2a+p2p: A R, for --sequence-parallel-size A --context-parallel-size R; A * R is --context-parallel-size"
     )
     expert_model_parallel_size: int = flag(
         1,
-        "ep: ranks that share the experts of each layer, and send each other the tokens that have chosen them; they are ranks of dp, cp"
-        " and sp, with --sequence-parallel of tp, too, so that it takes none of its own",
+        "ep: ranks that share the experts of each layer, and send each other the tokens that have chosen them; they"
+        " are ranks of dp, cp and sp, with --sequence-parallel of tp, too, so that it takes none of its own",
         unit="ranks",
         aliases=("ep-size", "moe-expert-parallel-size"),
         low=1,
@@ -180,8 +184,8 @@ class ParallelConfig:
     )
     nccl_cta_policy: Literal["default", "efficiency", "zero"] = flag(
         "default",
-        "how NCCL takes multiprocessors for sp, cp and dp; efficiency: few; zero: none where its copy engines can do the work (NCCL 2.28 or"
-        " later, registered buffers)",
+        "how NCCL takes multiprocessors for sp, cp and dp; efficiency: few; zero: none where its copy engines can do"
+        " the work (NCCL 2.28 or later, registered buffers)",
         only=NCCL,
     )
     verify_parallelism: bool = flag(
@@ -195,8 +199,8 @@ class ParallelConfig:
     )
     zero_stage: int = flag(
         0,
-        "what the ranks of dp x cp x sp share instead of each having all of it; 1: optimizer state and master weights; 2: gradients too;"
-        " 3: parameters too (ZeRO)",
+        "what the ranks of dp x cp x sp share instead of each having all of it; 1: optimizer state and master"
+        " weights; 2: gradients too; 3: parameters too (ZeRO)",
         low=0,
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
@@ -220,20 +224,21 @@ class ParallelConfig:
     stage3_use_all_reduce_for_fetch_params: bool = flag(False, "same as --zero3-fetch all_reduce (DeepSpeed's name)")
     offload_optimizer: bool = flag(
         False,
-        "keep master weights and the optimizer's state in host memory and update there; with 16-bit parameters this moves 12 bytes for each"
-        " parameter of a rank's share (--zero-stage) from the GPU to the host",
+        "keep master weights and the optimizer's state in host memory and update there; with 16-bit parameters this"
+        " moves 12 bytes for each parameter of a rank's share (--zero-stage) from the GPU to the host",
         aliases=("cpu-optimizer", "optimizer-cpu-offload"),
     )
     balance_rows: bool = flag(
         False,
-        "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows of a step to data-parallel ranks by the attention"
-        " that they need, not by index; losses stay the same",
+        "packed documents (--reset-attention-mask, --bert-pack-sequences): deal the rows of a step to data-parallel"
+        " ranks by the attention that they need, not by index; losses stay the same",
         only=PACKED,
     )
     delay_wgrad: bool = flag(
         False,
-        "with sp or cp > 1: compute the gradients of the MLP's weights under the last exchange of attention's backward; shorter where"
-        " exchanges take longer than what they overlap with (one head on a rank, slow links); takes the memory of an MLP's operands",
+        "with sp or cp > 1: compute the gradients of the MLP's weights under the last exchange of attention's"
+        " backward; shorter where exchanges take longer than what they overlap with (one head on a rank, slow"
+        " links); takes the memory of an MLP's operands",
     )
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
@@ -299,14 +304,15 @@ class KernelConfig:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flash", "flash2", "flash3", "flash4", "cudnn", "fused", "unfused", "local"] = flag(
         "auto",
-        "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its cuDNN kernel;"
-        " unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at the start on a GPU",
+        "flash2, flash3, flash4: that FlashAttention; flash: the fastest of them; fused: torch's SDPA; cudnn: its"
+        " cuDNN kernel; unfused/local: plain reference, with all scores in memory; auto: the fastest found, timed at"
+        " the start on a GPU",
     )
     use_flash_attn: bool = flag(False, "--attention-backend flash, on a GPU and if that names no other", aliases=("use-flash-attn-v2",))
     fused_kernels: Literal["auto", "torch", "triton", "apex"] = flag(
         "auto",
-        "triton: Triton's kernels for norms, dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for AdamW and norms;"
-        " torch: neither; auto: those that are found and lose nothing",
+        "triton: Triton's kernels for norms, dropout, activation, rotary and cross entropy; apex: NVIDIA apex's for"
+        " AdamW and norms; torch: neither; auto: those that are found and lose nothing",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "full: keep only block inputs; selective: recompute the attention core"
@@ -324,14 +330,16 @@ class KernelConfig:
     )
     recompute_attention: Literal["none", "exchange", "full"] = flag(
         "none",
-        "with --recompute-granularity full: none keeps attention's output and the log of its sums, and what Ulysses has sent back, so that"
-        " neither is repeated; exchange repeats the way back alone, for less memory; full repeats all",
+        "with --recompute-granularity full: none keeps attention's output and the log of its sums, and what Ulysses"
+        " has sent back, so that neither is repeated; exchange repeats the way back alone, for less memory; full"
+        " repeats all",
         alone="full",
     )
     recompute_qkv: bool = flag(
         False,
-        "keep attention's output instead of queries, keys and values, and project and exchange these again in backward, one chunk of heads"
-        " (--sp-head-chunks) after another; for long sequences. Recomputed blocks do so anyway",
+        "keep attention's output instead of queries, keys and values, and project and exchange these again in"
+        " backward, one chunk of heads (--sp-head-chunks) after another; for long sequences. Recomputed blocks do so"
+        " anyway",
     )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     lm_head_chunk_tokens: int | None = flag(
@@ -343,16 +351,16 @@ class KernelConfig:
     )
     mlp_chunks: int = flag(
         1,
-        "compute each MLP over N pieces of the positions: its wide activation exists for one piece at a time, for a product of fc1 more in"
-        " backward; for long sequences",
+        "compute each MLP over N pieces of the positions: its wide activation exists for one piece at a time, for a"
+        " product of fc1 more in backward; for long sequences",
         unit="pieces",
         low=1,
         high=2**25,
     )
     offload_activations: bool = flag(
         False,
-        "keep what each block saves for backward in host memory, and fetch it a block ahead; with --recompute-granularity full that is the"
-        " blocks' inputs; for sequences that do not fit on a GPU otherwise",
+        "keep what each block saves for backward in host memory, and fetch it a block ahead; with"
+        " --recompute-granularity full that is the blocks' inputs; for sequences that do not fit on a GPU otherwise",
     )
     num_threads: int | None = flag(
         None,
@@ -364,8 +372,8 @@ class KernelConfig:
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels: a resume repeats a run to the last bit; slower")
     cuda_graphs: Literal["auto", "on", "off"] = flag(
         "auto",
-        "capture steps in CUDA graphs, which launch without Python; auto: where they can be captured, give the bits of eager steps and are"
-        " faster; on: error where they cannot be captured",
+        "capture steps in CUDA graphs, which launch without Python; auto: where they can be captured, give the bits"
+        " of eager steps and are faster; on: error where they cannot be captured",
         alone="on",
     )
     cuda_graph_warmup_steps: int = flag(

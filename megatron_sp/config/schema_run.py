@@ -26,8 +26,8 @@ class CheckpointConfig:
     )
     load: str | None = flag(
         None,
-        "a run, its checkpoints folder, or one step folder; absent is an error, except in a first run whose --save is the same folder:"
-        " that starts afresh",
+        "a run, its checkpoints folder, or one step folder; absent is an error, except in a first run whose --save"
+        " is the same folder: that starts afresh",
         path=True,
     )
     exit_on_missing_checkpoint: bool = flag(False, "nothing to load is an error in that first run, too (exit code 3)", only=LOADS)
@@ -54,8 +54,8 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)", only=SAVES)
     use_checkpoint_args: bool = flag(
         False,
-        "take the model from the checkpoint, and its tokenizer where no flag names one; a flag that says another model is an error, what"
-        " belongs to training (dropout, coefficients) counts where it is given",
+        "take the model from the checkpoint, and its tokenizer where no flag names one; a flag that says another"
+        " model is an error, what belongs to training (dropout, coefficients) counts where it is given",
     )
     keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9, only=SAVES)
     keep_every: int | None = flag(

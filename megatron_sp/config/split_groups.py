@@ -1,4 +1,5 @@
-"""Groups of parts of data sets, as BigScience's Megatron-DeepSpeed writes them: "NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX".
+"""Groups of parts of data sets, as BigScience's Megatron-DeepSpeed writes them: "NAME: WEIGHT BEGIN:END PREFIX, WEIGHT
+BEGIN:END PREFIX".
 
 BEGIN and END are shares of a data set's documents (of its sequences for GPT), so that two groups can take different
 parts of one. A group is blended by its weights; several for validation or test are evaluated one after the other.

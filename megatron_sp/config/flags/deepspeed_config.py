@@ -54,7 +54,9 @@ class DeepSpeedConfig:
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
-    """What is said twice, and DeepSpeed reads in one of the two places alone: one line for each place that does not count."""
+    """What is said twice, and DeepSpeed reads in one of the two places alone: one line for each place that does not
+    count.
+    """
 
     def note(self) -> str | None:
         """Return one line that lists all ignored keys; None if there are none."""
@@ -78,7 +80,8 @@ def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]
         Problems of the file itself, and contradictions between the file and the command line.
     """
     problems, given = list(found.problems), config.given
-    for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, dependent claims after the others
+    # defaults last, dependent claims after the others
+    for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):
         if claim.needs is not None and _value(config, claim.needs[0]) != claim.needs[1]:
             continue
         told = list(_told(claim.field, config, given))
@@ -100,8 +103,9 @@ _FILE_COUNTS: dict[str, dict[str, Any]] = {
     "parallel.zero_stage": {"parallel.use_distributed_optimizer": False}, "optimizer.clip_grad": {},
     **{f"precision.{name}": {} for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")},
 }  # fmt: skip
-"""Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock scripts contradict
-themselves in them: what the file says counts. With each, the flags that would say it again and their value for "nothing said"."""
+"""Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock
+scripts contradict themselves in them: what the file says counts. With each, the flags that would say it again and their
+value for "nothing said"."""
 
 
 def _overrule(claim: Claim, config: Config) -> None:
@@ -122,13 +126,16 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
 
 
 def _told(name: str, config: Config, given: Given) -> Iterator[tuple[Any, str]]:
-    """Yield the values already given for a field, directly or through a flag that implies it, each with its place for messages."""
+    """Yield the values already given for a field, directly or through a flag that implies it, each with its place for
+    messages.
+    """
     for other, needed, says in ((name, None, None), *_IMPLIED.get(name, ())):
         group, _, attribute = other.partition(".")
         value = _value(config, other)
         if (group, attribute) in given and needed in (None, value):
             where = given[group, attribute]
-            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))  # a key's place includes its value
+            # a key's place includes its value
+            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))
             yield (value if says is None else says), where if plain else f"{where} ({value})"
 
 
@@ -138,7 +145,9 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
-    """Apply DeepSpeed's rule train_batch_size = micro-batch * accumulation * data-parallel ranks, computing the missing one."""
+    """Apply DeepSpeed's rule train_batch_size = micro-batch * accumulation * data-parallel ranks, computing the missing
+    one.
+    """
     batch, parallel, steps = config.batch, config.parallel, found.accumulation
     ranks = parallel.replica_size
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
@@ -160,8 +169,8 @@ def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_siz
         parts = dp * (steps or 1)
         if total < 1 or total % parts:
             return [
-                f"{said} must be a multiple of gradient_accumulation_steps * data-parallel size ({steps or 1} * {dp} = {parts}):"
-                " change it, or give --micro-batch-size"
+                f"{said} must be a multiple of gradient_accumulation_steps * data-parallel size ({steps or 1} * {dp}"
+                f" = {parts}): change it, or give --micro-batch-size"
             ]
         batch.micro_batch_size = total // parts
     elif steps is not None and batch.micro_batch_size * steps * dp != total:

@@ -6,9 +6,9 @@ unsupported offloading. *Unknown*: listed in the same line, but an error if it l
 ``null`` count as not given, whatever the key.
 
 For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys
-have DeepSpeed's defaults. An ``optimizer`` block beside ``--lr`` is not read: Megatron-DeepSpeed hands its own optimizer,
-made from the flags, to ``deepspeed.initialize``, which then leaves the block alone. The file is parsed with limits on
-size, depth and number of values. Nothing here imports torch.
+have DeepSpeed's defaults. An ``optimizer`` block beside ``--lr`` is not read: Megatron-DeepSpeed hands its own
+optimizer, made from the flags, to ``deepspeed.initialize``, which then leaves the block alone. The file is parsed with
+limits on size, depth and number of values. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedConfig
     if rate and isinstance(data.get("optimizer"), dict):
         block = data.pop("optimizer")
         reader.found.overruled.append(
-            f"{reader.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in Megatron-DeepSpeed,"
-            " where DeepSpeed never reads this block)"
+            f"{reader.where('optimizer', block)} (the optimizer is that of {rate} and the flags beside it, as in"
+            " Megatron-DeepSpeed, where DeepSpeed never reads this block)"
         )
     reader.block(data, "", _TOP)
     return reader.found
 
 
-# ------------------------------------------------------------------------------------------------------------------- batch sizes
+# ---------------------------------------------------------------------------------------------------------- batch sizes
 
 
 def _accumulation(reader: Reader, place: str, value: Any) -> None:
@@ -73,7 +73,7 @@ def _accumulation(reader: Reader, place: str, value: Any) -> None:
         reader.found.accumulation = value
 
 
-# -------------------------------------------------------------------------------------------------------------------------- ZeRO
+# ----------------------------------------------------------------------------------------------------------------- ZeRO
 
 
 def _stage(reader: Reader, place: str, value: Any) -> None:
@@ -158,7 +158,7 @@ _ZERO = Keys(
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- number formats
+# ------------------------------------------------------------------------------------------------------- number formats
 
 
 def _bf16(reader: Reader, place: str, value: Any) -> None:
@@ -237,7 +237,7 @@ _DATA_TYPES = Keys(
 )
 
 
-# --------------------------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------------------------ all of it
 
 _NO_COMPRESSION = "compression and layer dropping are not there; remove it"
 _NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"

@@ -149,7 +149,9 @@ def must_be(wanted: Any, instead: str) -> Handler:
 
 
 def if_on(handle: Handler) -> Handler:
-    """Return a handler that calls ``handle`` for a block whose own "enabled" is true; missing, it is false, as in DeepSpeed."""
+    """Return a handler that calls ``handle`` for a block whose own "enabled" is true; missing, it is false, as in
+    DeepSpeed.
+    """
 
     def judge(reader: Reader, place: str, value: Any) -> None:
         block = reader.object(place, value)

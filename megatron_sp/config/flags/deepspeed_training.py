@@ -80,7 +80,9 @@ _SGD = Keys(
 
 
 def handle_scheduler(reader: Reader, place: str, value: Any) -> None:
-    """Handle a scheduler: only a constant rate is supported, as DeepSpeed's warm-ups begin at the third step and ours at the first."""
+    """Handle a scheduler: only a constant rate is supported, as DeepSpeed's warm-ups begin at the third step and ours
+    at the first.
+    """
     block = reader.object(place, value)
     kind, params = block.get("type"), block.get("params")
     if kind in (None, "auto") or not block:

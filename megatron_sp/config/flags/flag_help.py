@@ -1,4 +1,6 @@
-"""Text of --help, from the fields of ``config/schema.py``: one section per group of flags, with choices, units and defaults."""
+"""Text of --help, from the fields of ``config/schema.py``: one section per group of flags, with choices, units and
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.flag_field import described
 
 _FOOTER = (
-    "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored; docs/reference/flags.md"
-    " has all of them. Underscores may stand for hyphens. A flag given twice takes the last value; --config FILE comes before all flags."
+    "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored;"
+    " docs/reference/flags.md has all of them. Underscores may stand for hyphens. A flag given twice takes the last"
+    " value; --config FILE comes before all flags."
 )
 _GENERAL = (
     ("-h, --help", "show this help message and exit"),
@@ -51,7 +54,9 @@ def print_help(prog: str, description: str) -> None:
 
 
 def flags_of(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return a group's fields in the order in which they are listed: its own before those that it inherits (of experts)."""
+    """Return a group's fields in the order in which they are listed: its own before those that it inherits (of
+    experts).
+    """
     return sorted(dataclasses.fields(cls), key=lambda item: item.name not in cls.__annotations__)
 
 

@@ -29,7 +29,9 @@ def add_graph_flag(model: argparse._ArgumentGroup) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the group "model" with further flags for tools that run on several processes, and the group "layout"; return the first."""
+    """Add the group "model" with further flags for tools that run on several processes, and the group "layout"; return
+    the first.
+    """
     model = add_checkpoint_flags(parser)
     model.add_argument("--bos", action=argparse.BooleanOptionalAction, default=None,
                        help="texts begin with the tokenizer's BOS token, or not (default: as the tokenizer's own do)")  # fmt: skip
