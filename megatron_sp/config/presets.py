@@ -42,7 +42,8 @@ class Preset:
 
 def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int) -> dict[str, Any]:
     return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq_length, "vocab_size": vocab_size,
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq_length,
+        "vocab_size": vocab_size,
     }  # fmt: skip
 
 
@@ -91,10 +92,14 @@ class _Llama:
     def of(self, layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int) -> Preset:
         """Return the preset of one size."""
         flags = {
-            **_shape(layers, hidden, heads, self.seq_length, self.vocab_size), "num_query_groups": None if groups == heads else groups,
-            "ffn_hidden_size": ffn, "position_embedding_type": "rope", "rotary_base": self.theta, "normalization": "RMSNorm",
-            "norm_epsilon": 1e-5, "swiglu": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": not self.tied,
-            "attention_dropout": 0.0, "hidden_dropout": 0.0, **({"window_size": self.window_size} if self.window_size else {}),
+            **_shape(layers, hidden, heads, self.seq_length, self.vocab_size),
+            "num_query_groups": None if groups == heads else groups,
+            "ffn_hidden_size": ffn, "position_embedding_type": "rope", "rotary_base": self.theta,
+            "normalization": "RMSNorm",
+            "norm_epsilon": 1e-5, "swiglu": True, "disable_bias_linear": True,
+            "untie_embeddings_and_output_weights": not self.tied,
+            "attention_dropout": 0.0, "hidden_dropout": 0.0,
+            **({"window_size": self.window_size} if self.window_size else {}),
         }  # fmt: skip
         return Preset("gpt", flags, num_params, self.source)
 
@@ -115,7 +120,8 @@ def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: i
     flags = {
         **_shape(layers, hidden, heads, 2048, vocab_size), "position_embedding_type": "rope", "rotary_base": 10000.0,
         "rotary_percent": 0.25, "use_parallel_residual": True, "normalization": "LayerNorm", "norm_epsilon": 1e-5,
-        "gelu_approximate": "none", "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "gelu_approximate": "none", "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
     }  # fmt: skip
     return Preset("gpt", flags, num_params, "Biderman et al. 2023, arXiv:2304.01373, table 1, released weights")
 

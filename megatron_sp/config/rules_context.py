@@ -140,7 +140,8 @@ def context_violations(config: Config) -> Iterator[str]:
         return
     given = [
         flag for flag, on in (
-            ("--cp-chunks", parallel.cp_chunks is not None), ("--cp-stages-ahead", parallel.cp_stages_ahead is not None),
+            ("--cp-chunks", parallel.cp_chunks is not None),
+            ("--cp-stages-ahead", parallel.cp_stages_ahead is not None),
             ("--cp-keep-kv", parallel.cp_keep_kv),
         ) if on
     ]  # fmt: skip

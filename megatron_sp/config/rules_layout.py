@@ -138,10 +138,12 @@ class _Sizes:
     def of(cls, config: Config, world_size: int) -> _Sizes:
         model, parallel, batch = config.model, config.parallel, config.batch
         return cls(
-            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, parallel.context_parallel_size,
+            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size,
+            parallel.context_parallel_size,
             parallel.pipeline_model_parallel_size, model.num_attention_heads or 0, model.num_query_groups,
             model.ffn_size if model.ffn_hidden_size or model.hidden_size else None,
-            None if model.kv_channels else model.hidden_size, model.rotary_percent if model.position_embedding_type == "rope" else None,
+            None if model.kv_channels else model.hidden_size,
+            model.rotary_percent if model.position_embedding_type == "rope" else None,
             all_sizes(batch), batch.micro_batch_size,
         )  # fmt: skip
 
@@ -172,9 +174,11 @@ class _Sizes:
 
 
 _WAYS = {
-    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"), "cp": ("--cp-size {}", "cp"),
+    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"),
+    "cp": ("--cp-size {}", "cp"),
     "pp": ("--pp-size {}", "pp"),
-    "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"), "ffn": ("--ffn-hidden-size {}", "ffn"),
+    "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"),
+    "ffn": ("--ffn-hidden-size {}", "ffn"),
 }  # fmt: skip  # fmt: skip
 _MOST_TRIED = 1 << 12
 

@@ -43,7 +43,8 @@ class DataConfig:
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (
         Literal[
-            "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase",
+            "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer",
+            "BertWordPieceLowerCase",
             "BertWordPieceCase", "ByteTokenizer", "NullTokenizer",
         ] | None
     ) = flag(

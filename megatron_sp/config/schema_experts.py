@@ -22,7 +22,8 @@ class ExpertConfig:
     """The experts of a model; ``ModelConfig`` has these fields, too."""
 
     num_experts: int | None = flag(
-        None, "experts in place of the MLP, of which each token takes --moe-router-topk; none is ever full (default: dense MLPs)",
+        None,
+        "experts in place of the MLP, of which each token takes --moe-router-topk; none is ever full (default: dense MLPs)",
         unit="experts", low=0, high=2**16,
     )  # fmt: skip
     moe_router_topk: int = flag(2, "experts of each token", unit="experts", aliases=("topk",), low=1, high=2**10, only=EXPERTS)

@@ -86,7 +86,8 @@ class ParallelConfig:
         " --pipeline-slices (default: 1f1b, with several stages on a rank interleaved)",
     )
     pipeline_slices: int | None = flag(
-        None, "--pipeline-schedule slices: slices of each sequence, cut so that all take the same time (default: 4)", unit="slices", low=1,
+        None, "--pipeline-schedule slices: slices of each sequence, cut so that all take the same time (default: 4)",
+        unit="slices", low=1,
         high=1024,
     )  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(
@@ -96,7 +97,8 @@ class ParallelConfig:
         None, "the same, said by the layers of a stage", unit="layers", low=1, high=10_000
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "with pp > 1: layers of the first rank (default: all are dealt so that none is slower than the others)", unit="layers", low=1,
+        None, "with pp > 1: layers of the first rank (default: all are dealt so that none is slower than the others)",
+        unit="layers", low=1,
         high=10_000, aliases=("num-layers-in-first-pipeline-stage",),
     )  # fmt: skip
     decoder_last_pipeline_num_layers: int | None = flag(
@@ -156,7 +158,8 @@ class ParallelConfig:
         high=2**16,
     )
     moe_chunks: int = flag(
-        1, "send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
+        1,
+        "send and compute a rank's tokens in N parts, so that those of one travel while those of another are computed",
         unit="parts", low=1, high=1024, only=EXPERT_PARALLEL)  # fmt: skip
     moe_worst_load: float = flag(
         1.0, "for estimates alone: plan memory and exchanges of a rank whose experts get X times the mean load", low=1,

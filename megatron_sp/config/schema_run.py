@@ -33,10 +33,12 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = flag(False, "nothing to load is an error in that first run, too (exit code 3)", only=LOADS)
     auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
     save_interval: int | Literal["auto"] | None = flag(
-        None, "save every so many steps, and always at the end (0: only then); auto: as often as loses least, by what a save is measured to"
+        None,
+        "save every so many steps, and always at the end (0: only then); auto: as often as loses least, by what a save is measured to"
         " cost", unit="steps", low=0, high=10**12, only=SAVES)  # fmt: skip
     mean_time_between_failures_hours: float | None = flag(
-        None, "of the whole run, for --save-interval auto (default: 50,000 hours of one process, divided by their number)",
+        None,
+        "of the whole run, for --save-interval auto (default: 50,000 hours of one process, divided by their number)",
         unit="hours", low=0.001,
     )  # fmt: skip
     async_save: bool = flag(

@@ -25,14 +25,17 @@ class BatchConfig:
         None, '"0:SIZE TOKENS:SIZE ...": the global batch size from so many tokens on, 2.4B:320 for instance (K, M, B, T); alone'
     )
     seq_length_curriculum: tuple[str, ...] | None = flag(
-        None, "cut training sequences off, later ever less: fixed_linear SHORTEST LONGEST STEPS MULTIPLE, fixed_root (a DEGREE more), or"
+        None,
+        "cut training sequences off, later ever less: fixed_linear SHORTEST LONGEST STEPS MULTIPLE, fixed_root (a DEGREE more), or"
         " fixed_discrete LENGTH:LAST_STEP ... LENGTH", unit="tokens",
     )  # fmt: skip
     train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1, high=10**12)
     train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
     train_tokens: int | None = flag(
-        None, "tokens of the whole run: turned into samples (or steps, with --train-iters), rounded up, where all have --seq-length tokens;"
-        " else it ends with the step that reaches them, unless --train-iters or --train-samples end it before", unit="tokens", low=1,
+        None,
+        "tokens of the whole run: turned into samples (or steps, with --train-iters), rounded up, where all have --seq-length tokens;"
+        " else it ends with the step that reaches them, unless --train-iters or --train-samples end it before",
+        unit="tokens", low=1,
         high=10**18,
     )  # fmt: skip
     eval_interval: int | None = flag(
@@ -40,7 +43,8 @@ class BatchConfig:
     )
     eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1, high=10**9)
     eval_global_batch_size: int | None = flag(
-        None, "sequences per batch of validation and test (default: the global batch size, the last if it grows)", unit="sequences",
+        None, "sequences per batch of validation and test (default: the global batch size, the last if it grows)",
+        unit="sequences",
         low=1, high=2**31, only=VALIDATES,
     )  # fmt: skip
     skip_train: bool = flag(False, "only validate and test what --load names")
@@ -49,7 +53,8 @@ class BatchConfig:
         None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0, high=1e9
     )
     kill_switch_path: str | None = flag(
-        None, "save and exit 75, as on a signal, when a file of this name appears; while it is there nothing starts", path=True,
+        None, "save and exit 75, as on a signal, when a file of this name appears; while it is there nothing starts",
+        path=True,
         aliases=("kill-switch-file",),
     )  # fmt: skip
     no_exit_signal_handler: bool = flag(False, "die at once on SIGTERM instead of saving first (exit code 75)")
@@ -75,7 +80,8 @@ class OptimizerConfig:
     )
     lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1, only=HORIZON)
     lr_decay_tokens: int | None = flag(
-        None, "the same in tokens, turned into samples or steps as --train-tokens is; if that cannot be, the rate goes by tokens consumed",
+        None,
+        "the same in tokens, turned into samples or steps as --train-tokens is; if that cannot be, the rate goes by tokens consumed",
         unit="tokens", low=1, high=10**18,
     )  # fmt: skip
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)", low=0)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_sp.config.rules import normalize, violations
-from megatron_sp.config.rules_graphs import obstacles
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
@@ -36,7 +35,10 @@ def with_saves(plan: MemoryPlan, config: Config, world_size: int, device: Device
     """Return a plan with the copy for background saves, and whether its steps are captured."""
     copy_of_saves = copy_bytes(config, world_size)
     if device == "cuda":
-        return replace(plan, host=plan.host + copy_of_saves, is_captured=config.kernels.cuda_graphs != "off" and not obstacles(config))
+        from megatron_sp.config.rules_graphs import obstacles
+
+        is_captured = config.kernels.cuda_graphs != "off" and not obstacles(config)
+        return replace(plan, host=plan.host + copy_of_saves, is_captured=is_captured)
     return replace(plan, stays=(*plan.stays, Line("copy for saving in the background", copy_of_saves)))
 
 

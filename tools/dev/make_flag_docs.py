@@ -12,7 +12,7 @@ from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.flags import foreign_names as dialect
 from megatron_sp.config.flags.deepspeed_keys import BLOCKS
 from megatron_sp.config.flags.expert_dialects import HELD
-from megatron_sp.config.flags.flag_help import flags_of
+from megatron_sp.config.flags.flag_help import flags_of, show_default
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.entry_point import run_program
 from megatron_sp.utils.flag_field import described
@@ -87,11 +87,7 @@ def _row(item: dataclasses.Field[Any], kind: FieldKind) -> str:
 def _default(value: Any, kind: FieldKind) -> str:
     if kind.base == "bool":
         return "on" if value else "off"
-    if value in (None, ()):
-        return ""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "" if value in (None, ()) else show_default(value)
 
 
 def _rewritten() -> Iterator[str]:

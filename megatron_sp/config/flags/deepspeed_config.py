@@ -61,12 +61,9 @@ class DeepSpeedConfig:
     def note(self) -> str | None:
         """Return one line that lists all ignored keys; None if there are none."""
         told = [(self.ignored, "DeepSpeed's own tuning, without a meaning here"), (self.unknown, "unknown")]
-        parts = [f"{', '.join(paths[:_SHOWN])}{_and_more(paths)} ({why})" for paths, why in told if paths]
+        more = [f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "" for paths, _ in told]
+        parts = [f"{', '.join(p[:_SHOWN])}{rest} ({why})" for (p, why), rest in zip(told, more, strict=True) if p]
         return f"{self.name}: {'; '.join(parts)}" if parts else None
-
-
-def _and_more(paths: list[str]) -> str:
-    return f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
 
 
 def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]:
@@ -92,7 +89,9 @@ def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]
             if not claim.weak:
                 given[group, name] = claim.where
         elif others and not claim.weak and claim.field in _FILE_COUNTS:
-            _overrule(claim, config)
+            for name, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
+                group, _, attribute = name.partition(".")
+                setattr(getattr(config, group), attribute, value)
             found.overruled.append(f"{others[0]} (DeepSpeed reads this from its file alone, and so it counts: {claim.where})")
         elif others and not claim.weak:
             problems.append(f'{claim.where} contradicts {others[0]}: make them agree, or write "auto" in the file')
@@ -106,12 +105,6 @@ _FILE_COUNTS: dict[str, dict[str, Any]] = {
 """Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock
 scripts contradict themselves in them: what the file says counts. With each, the flags that would say it again and their
 value for "nothing said"."""
-
-
-def _overrule(claim: Claim, config: Config) -> None:
-    for name, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
-        group, _, attribute = name.partition(".")
-        setattr(getattr(config, group), attribute, value)
 
 
 # fields whose value follows from another: (other field, its value or None for any, the value that follows or None for

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
 from megatron_sp.config.flags.deepspeed_config import Claim, DeepSpeedConfig
-from megatron_sp.config.flags.deepspeed_reader import Keys, Reader, block_of, if_on, inside, must_be, sets, short
+from megatron_sp.config.flags.deepspeed_reader import Keys, Reader, block_of, if_on, inside, must_be, sets, short, words
 from megatron_sp.config.flags.deepspeed_training import (
     ADAM,
     ALL_TOKENS,
@@ -123,10 +123,10 @@ def _offload_param(reader: Reader, place: str, value: Any) -> None:
 
 
 _OFFLOAD = Keys(
-    {}, ignored=(
-        "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init", "ratio",
-        "nvme_path", "super_offload", "cpuadam_cores_perc",
-    ),
+    {}, ignored=words("""
+        pin_memory buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio nvme_path
+        super_offload cpuadam_cores_perc
+    """),
 )  # fmt: skip
 
 _QUANTIZED = "parameters and gradients travel in their own format; remove it (gradients can travel in bf16: --grad-reduce-in-bf16)"
@@ -136,33 +136,32 @@ _ZERO = Keys(
     {
         "stage": _stage, "overlap_comm": _overlap,
         "stage3_use_all_reduce_for_fetch_params": _fetch, "use_all_reduce_for_fetch_params": _fetch,
-        "offload_optimizer": _offload, "offload_param": _offload_param, "cpu_offload": sets("parallel.offload_optimizer"),
+        "offload_optimizer": _offload, "offload_param": _offload_param,
+        "cpu_offload": sets("parallel.offload_optimizer"),
     },
-    ignored=(
-        "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions",
-        "allgather_bucket_size", "compute_grad_norm", "load_from_fp32_weights", "elastic_checkpoint", "sub_group_size",
-        "cpu_offload_use_pin_memory", "stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_param_persistence_threshold",
-        "param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold", "stage3_max_live_parameters",
-        "max_live_parameters", "stage3_max_reuse_distance", "max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
-        "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold",
-        "module_granularity_threshold", "stage3_allgather_sequential", "allgather_sequential", "ignore_unused_parameters", "legacy_stage1",
-        "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
-        "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
-        "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "leaf_module",
-    ),
+    ignored=words("""
+        contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+        allgather_bucket_size compute_grad_norm load_from_fp32_weights elastic_checkpoint sub_group_size
+        cpu_offload_use_pin_memory stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold
+        param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold
+        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
+        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
+        stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold
+        stage3_allgather_sequential allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients
+        parameter_alignment zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather
+        memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+        enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+    """),
     refused={
         "cpu_offload_param": _NO_OFFLOAD_PARAM, "cpu_offload_params": _NO_OFFLOAD_PARAM,
-        "zero_quantized_weights": _QUANTIZED, "zero_quantized_nontrainable_weights": _QUANTIZED, "zero_quantized_gradients": _QUANTIZED,
+        "zero_quantized_weights": _QUANTIZED, "zero_quantized_nontrainable_weights": _QUANTIZED,
+        "zero_quantized_gradients": _QUANTIZED,
         "zeropp_loco_param": _QUANTIZED, "zenflow": "every gradient takes part in every update; remove it",
     },
 )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- number formats
-
-
-def _bf16(reader: Reader, place: str, value: Any) -> None:
-    reader.block(reader.object(place, value), place, _BF16)
 
 
 def _fp16(reader: Reader, place: str, value: Any) -> None:
@@ -244,22 +243,25 @@ _NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"
 
 _TOP = Keys(
     {
-        "train_batch_size": sets("batch.global_batch_size"), "train_micro_batch_size_per_gpu": sets("batch.micro_batch_size"),
+        "train_batch_size": sets("batch.global_batch_size"),
+        "train_micro_batch_size_per_gpu": sets("batch.micro_batch_size"),
         "gradient_accumulation_steps": _accumulation, "gradient_clipping": sets("optimizer.clip_grad"),
-        "zero_optimization": block_of(_ZERO), "bf16": _bf16, "bfloat16": _bf16, "fp16": _fp16, "data_types": block_of(_DATA_TYPES),
+        "zero_optimization": block_of(_ZERO), "bf16": block_of(_BF16), "bfloat16": block_of(_BF16), "fp16": _fp16,
+        "data_types": block_of(_DATA_TYPES),
         "communication_data_type": _communication,
-        "sequence_parallel_size": sets("parallel.sequence_parallel_size"), "optimizer": handle_optimizer, "scheduler": handle_scheduler,
+        "sequence_parallel_size": sets("parallel.sequence_parallel_size"), "optimizer": handle_optimizer,
+        "scheduler": handle_scheduler,
         "gradient_allreduce_op": must_be("mean", "the loss is divided by the step's number of tokens, gradients are summed; remove it"),
         "data_efficiency": if_on(inside(DATA_EFFICIENCY)), "curriculum_learning": if_on(handle_curriculum),
     },
-    ignored=(
-        "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "gradient_predivide_factor",
-        "sparse_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing", "flops_profiler",
-        "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_config", "checkpoint", "datastates_ckpt", "aio", "nebula",
-        "autotuning", "pipeline", "disable_allgather", "fp32_allreduce", "seq_parallel_communication_data_type", "log_level",
-        "disable_python_gc", "dataloader_drop_last", "use_data_before_expert_parallelism", "compile", "timers", "graph_harvesting",
-        "managed_gradient_accumulation", "use_node_local_storage", "vocabulary_size",
-    ),
+    ignored=words("""
+        steps_per_print wall_clock_breakdown memory_breakdown dump_state prescale_gradients gradient_predivide_factor
+        sparse_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
+        flops_profiler comms_logger tensorboard wandb comet csv_monitor monitor_config checkpoint datastates_ckpt aio
+        nebula autotuning pipeline disable_allgather fp32_allreduce seq_parallel_communication_data_type log_level
+        disable_python_gc dataloader_drop_last use_data_before_expert_parallelism compile timers graph_harvesting
+        managed_gradient_accumulation use_node_local_storage vocabulary_size
+    """),
     refused={
         "amp": _NO_AUTOCAST, "torch_autocast": _NO_AUTOCAST,
         "progressive_layer_drop": _NO_COMPRESSION,
@@ -274,7 +276,8 @@ _TOP = Keys(
 )  # fmt: skip
 
 BLOCKS: dict[str, Keys] = {
-    "": _TOP, "zero_optimization.": _ZERO, "zero_optimization.offload_optimizer.": _OFFLOAD, "bf16.": _BF16, "fp16.": _FP16,
+    "": _TOP, "zero_optimization.": _ZERO, "zero_optimization.offload_optimizer.": _OFFLOAD, "bf16.": _BF16,
+    "fp16.": _FP16,
     "data_types.": _DATA_TYPES, "optimizer.params.": ADAM,
 }  # fmt: skip
 """All keys, by the beginning of their path, for docs/reference/flags.md."""

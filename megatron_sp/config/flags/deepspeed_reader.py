@@ -127,6 +127,11 @@ def printable(text: str) -> str:
     return line if len(line) <= 80 else line[:77] + "..."
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Return the keys of a list that is written as text."""
+    return tuple(text.split())
+
+
 def sets(target: str, *, needs: tuple[str, Any] | None = None) -> Handler:
     """Return a handler for a key that corresponds to one of our fields."""
     return lambda reader, place, value: reader.claim(target, place, value, needs=needs)

@@ -12,7 +12,8 @@ _ADAM_DEFAULTS = {
     "lr": ("optimizer.lr", 1e-3), "eps": ("optimizer.adam_eps", 1e-8), "weight_decay": ("optimizer.weight_decay", 0.0),
 }  # fmt: skip
 _SGD_DEFAULTS = {
-    "lr": ("optimizer.lr", 1e-3), "momentum": ("optimizer.sgd_momentum", 0.0), "weight_decay": ("optimizer.weight_decay", 0.0),
+    "lr": ("optimizer.lr", 1e-3), "momentum": ("optimizer.sgd_momentum", 0.0),
+    "weight_decay": ("optimizer.weight_decay", 0.0),
 }  # fmt: skip
 _KERNELS = ("torch_adam", "fused", "foreach", "capturable", "differentiable", "set_grad_none", "fp32_optimizer_states")
 
@@ -60,7 +61,8 @@ def _betas(reader: Reader, place: str, value: Any) -> None:
 
 ADAM = Keys(
     {
-        "lr": sets("optimizer.lr"), "betas": _betas, "eps": sets("optimizer.adam_eps"), "weight_decay": sets("optimizer.weight_decay"),
+        "lr": sets("optimizer.lr"), "betas": _betas, "eps": sets("optimizer.adam_eps"),
+        "weight_decay": sets("optimizer.weight_decay"),
         "bias_correction": must_be(True, "the moments are always corrected for their start; remove it"),
     },
     ignored=(*_KERNELS, "adam_w_mode"),
@@ -74,7 +76,8 @@ _SGD = Keys(
     ignored=_KERNELS,
     refused={
         "nesterov": "SGD has plain momentum; remove it", "dampening": "SGD has plain momentum; remove it",
-        "maximize": "the loss is made small; remove it", "max_grad_norm": 'use the key "gradient_clipping", or --clip-grad',
+        "maximize": "the loss is made small; remove it",
+        "max_grad_norm": 'use the key "gradient_clipping", or --clip-grad',
     },
 )  # fmt: skip
 
@@ -93,7 +96,8 @@ def handle_scheduler(reader: Reader, place: str, value: Any) -> None:
     if kind in ("WarmupLR", "WarmupDecayLR") and is_rate and low == high:
         reader.claim("optimizer.lr", f"{place}.params.warmup_max_lr", high)
         for name, constant in (
-            ("lr_decay_style", "constant"), ("lr_warmup_fraction", None), ("lr_warmup_iters", 0), ("lr_warmup_samples", 0),
+            ("lr_decay_style", "constant"), ("lr_warmup_fraction", None), ("lr_warmup_iters", 0),
+            ("lr_warmup_samples", 0),
         ):  # fmt: skip
             where = reader.where(f"{place}.type", kind, f"constant at {high}")
             reader.found.claims.append(Claim(f"optimizer.{name}", constant, where))
@@ -146,7 +150,8 @@ def _curriculum_of_metrics(reader: Reader, place: str, value: Any) -> None:
 
 
 _PARTS = {
-    "fixed_linear": ("total_curriculum_step", "difficulty_step"), "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
     "fixed_discrete": ("difficulty", "max_step"),
 }  # fmt: skip
 

@@ -31,13 +31,15 @@ HELD = {
 after --num-experts."""
 
 _DEEPSPEED = {
-    "topk", "expert-interval", "mlp-type", "moe-loss-coeff", "moe-train-capacity-factor", "moe-eval-capacity-factor", "moe-min-capacity",
-    "disable-moe-token-dropping", "moe-token-dropping", "moe-expert-parallel-size", "create-moe-param-group", "use-tutel",
-    "enable-expert-tensor-parallelism", "disable-moe-top2-2nd-expert-sampling",
+    "topk", "expert-interval", "mlp-type", "moe-loss-coeff", "moe-train-capacity-factor",
+    "moe-eval-capacity-factor", "moe-min-capacity", "disable-moe-token-dropping", "moe-token-dropping",
+    "moe-expert-parallel-size", "create-moe-param-group", "use-tutel", "enable-expert-tensor-parallelism",
+    "disable-moe-top2-2nd-expert-sampling",
 }  # fmt: skip
 _MEGABLOCKS = {
-    "moe-num-experts", "moe-top-k", "moe-loss-weight", "moe-capacity-factor", "moe-expert-model-parallelism", "moe-weight-parallelism",
-    "moe-lbl-in-fp32", "moe-jitter-eps", "moe-zloss-weight", "moe-zloss-in-fp32", "moe-normalize-expert-weights",
+    "moe-num-experts", "moe-top-k", "moe-loss-weight", "moe-capacity-factor", "moe-expert-model-parallelism",
+    "moe-weight-parallelism", "moe-lbl-in-fp32", "moe-jitter-eps", "moe-zloss-weight", "moe-zloss-in-fp32",
+    "moe-normalize-expert-weights",
 }  # fmt: skip
 _ENGINE = {"deepspeed", "deepspeed-config", "deepscale", "deepscale-config"}
 _TOPK = ("topk", "moe-top-k", "moe-router-topk")

@@ -75,11 +75,11 @@ def _described_flags(cls: type) -> Iterator[tuple[str, str]]:
 def _described(item: dataclasses.Field[Any], kind: FieldKind) -> str:
     notes = [item.metadata["unit"]] if item.metadata["unit"] else []
     if kind.base != "bool" and item.default not in (None, ()):
-        notes.append(f"default: {_show_default(item.default)}")
+        notes.append(f"default: {show_default(item.default)}")
     return described(item) + (f" [{'; '.join(notes)}]" if notes else "")
 
 
-def _show_default(value: Any) -> str:
+def show_default(value: Any) -> str:
     """Format a default value as it would be typed."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
