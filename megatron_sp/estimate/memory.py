@@ -103,13 +103,9 @@ def _tables(form: RankForm) -> int:
 
 
 def _window_masks(form: RankForm) -> int:
-    """Return the bytes of sliding-window masks: one for all tiles but the last; a GPU's kernels for 16 bits need none."""
+    """Return the bytes of the sliding-window mask that all tiles share; a GPU's kernels for 16 bits need none."""
     window, length, shape = form.workload.model.window_size, form.shape.length, form.shape
     if (shape.cuda and shape.is_16_bit) or form.attention.uses_reference or window is None or window == 1 or window >= length:
         return 0
-    if shape.context is not None:
-        return window_tile(window) * (window - 1 + window_tile(window)) * shape.e
-    rest, tile = length - window, window_tile(window)
-    sizes = {min(tile, rest), rest % tile}
-    apart = 16 if shape.cuda else 1
-    return sum(queries * round_up(window - 1 + queries, apart) for queries in sizes) * shape.e
+    tile = window_tile(window)
+    return tile * round_up(window - 1 + tile, 16 if shape.cuda else 1) * shape.e

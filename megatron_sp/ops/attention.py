@@ -4,8 +4,9 @@
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
 queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
 
-A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's
-CPU kernel is called on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
+Packed documents, padding and windows are pieces of the square of queries and keys (``ops/pieces.py``), and only these are
+computed. On the CPU ``tile_pieces.TiledAttention`` computes those of any mask. On a GPU documents are one call of a flash
+kernel for packed sequences, which knows windows, too; what it does not take is a call for each piece.
 
 Kernels (``ops/attention_choice.py`` chooses):
 
@@ -34,22 +35,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
-from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
+from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.lse_kernels import CPUFlash, KeptTensors, LseKernel, attend_with, by_head
+from megatron_sp.ops.lse_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.packed_attention import (
-    CPUSegments,
-    Segment,
-    Segments,
-    in_windows,
-    one_by_one,
-    segments_of_documents,
-    segments_of_lengths,
-    varlen,
-    window_mask,
-)
+from megatron_sp.ops.pieces import Part, Stage, one_by_one, pieces_of_documents, pieces_of_lengths, stage_of
 from megatron_sp.ops.rotary import rotate_
+from megatron_sp.ops.tile_pieces import TiledAttention, band_mask, tiles_of
 
 KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 
@@ -189,9 +181,9 @@ def core_attention(
         found = lse_kernel(q, k, v, mask, kernel)
         if found is not None:
             return attend_with(found, q, k, v, kept)
-    segments, each = _segments_of(q, k, mask, kernel)
-    if segments is not None:
-        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, dropout_rows, kept)
+    pieces, each = _pieces_of(q, k, mask, kernel)
+    if pieces is not None:
+        return _by_piece(q, k, v, pieces, each, mask, kernel, dropout, dropout_rows, kept)
     if kernel in FLASH_NAMES:
         return _flash(kernel, q, k, v, mask, dropout)
     if kernel == "sdpa":
@@ -214,24 +206,22 @@ def lse_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Ker
     if kernel == "reference" or (kernel in FLASH_NAMES and lse_lack(kernel)):
         return None
     on_cpu = _is_for_cpu_flash(q, kernel)
-    segments, each = _segments_of(q, k, mask, kernel)
+    pieces, each = _pieces_of(q, k, mask, kernel)
     causal, window, s_q, s_k = mask.causal, mask.window, q.shape[0], k.shape[0]
-    if segments is not None:
+    if pieces is not None:
         if on_cpu:
-            return CPUSegments(segments if window is None else in_windows(segments, window), each, causal)
-        flash = _flash_with_lse(kernel, q) if _are_documents(segments, each, q) else None
-        return None if flash is None else Packed(flash, segments, each, causal, window)
+            return TiledAttention(stage_of(pieces, window), q.shape[1] // each)
+        flash = _flash_with_lse(kernel, q) if _are_documents(pieces, each, q) else None
+        return None if flash is None else Packed(flash, pieces, each, causal, window)
     if mask.key_lengths is not None or mask.bias is not None:
         return None
     if kernel in FLASH_NAMES:
         return Dense(PackageFlash(kernel), causal, window)
-    if window is not None and s_q == s_k and on_cpu:
-        return CPUSegments(in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True)
     aligned = causal and s_q == s_k
     if (window is not None or (causal and s_q > 1)) and not aligned:
         return None
     if on_cpu:
-        return CPUFlash(aligned)
+        return DenseCPU(aligned) if window is None else TiledAttention(_all_pairs(s_q, s_k, aligned, window), 1)
     if not torch_has_varlen(q):
         return None
     on_cudnn = takes_cudnn(q, k, v, aligned) if kernel == "cudnn" and window is None else None
@@ -250,22 +240,26 @@ def _settled(kernel: KernelName, mask: AttentionMask, k: Tensor) -> tuple[Kernel
     return "sdpa" if kernel in ("sdpa-fa3", "sdpa-fa4") else kernel, mask
 
 
-def _segments_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) -> tuple[Segments | None, int]:
-    """Return the segments within which attention is computed, if the mask has several, and the columns of m per sequence."""
+def _all_pairs(s_q: int, s_k: int, causal: bool, window: int | None = None) -> Stage:
+    return stage_of((Part(-1, 0, s_q, 0, s_k, "diagonal" if causal else "full"),), window)
+
+
+def _pieces_of(q: Tensor, k: Tensor, mask: AttentionMask, kernel: KernelName) -> tuple[tuple[Part, ...] | None, int]:
+    """Return the pieces within which attention is computed, if the mask has several, and the columns of m per sequence."""
     if mask.documents is not None:
-        return segments_of_documents(mask.documents), q.shape[1] // len(mask.documents)
+        return pieces_of_documents(mask.documents, mask.causal), q.shape[1] // len(mask.documents)
     if mask.key_lengths is None or kernel == "reference" or q.shape[0] != k.shape[0] or mask.window is not None:
         return None, 1
     lengths = mask.lengths_on_host()
     if lengths is None and q.shape[0] > 1:
         lengths = tuple(mask.key_lengths.tolist())  # the host waits: a mask [m, s, s] would cost more
-    return (None, 1) if lengths is None else (segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths))
+    return (None, 1) if lengths is None else (pieces_of_lengths(lengths, k.shape[0], mask.causal), q.shape[1] // len(lengths))
 
 
-def _are_documents(segments: Segments, each: int, q: Tensor) -> bool:
-    """Return whether segments have as many keys as queries and cover every row."""
-    cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
-    return cover and all(segment.keys == segment.queries for segment in segments)
+def _are_documents(pieces: tuple[Part, ...], each: int, q: Tensor) -> bool:
+    """Return whether pieces have as many keys as queries and cover every row."""
+    cover = each * sum(piece.q_stop - piece.q_start for piece in pieces) == q.shape[0] * q.shape[1]
+    return cover and all(piece.k_stop == piece.q_stop for piece in pieces)
 
 
 def keeps_results(kernel: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
@@ -294,25 +288,25 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
     return "" if _has_flash(device) else "torch has no flash kernel on this GPU"
 
 
-def _by_segment(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
+def _by_piece(
+    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Part, ...], each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
     dropout_rows: Tensor | None, kept: KeptTensors | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention within segments only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
+    """Compute attention within pieces only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
     causal, window = mask.causal, mask.window
-    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if _are_documents(segments, each, q) else None
+    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if _are_documents(pieces, each, q) else None
     if varlen_kernel is not None:
-        return varlen(q, k, v, segments, each, varlen_kernel)
+        return varlen(q, k, v, pieces, each, varlen_kernel)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-        columns = slice(segment.sequence * each, (segment.sequence + 1) * each)
-        rows = None if dropout_rows is None else dropout_rows[columns, :, segment.start : segment.start + segment.queries]
-        if causal and segment.keys < segment.queries:  # the kernels put the last query at the last key: these are at the first one
+    def attend(q: Tensor, k: Tensor, v: Tensor, piece: Part) -> Tensor:
+        columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
+        rows = None if dropout_rows is None else dropout_rows[columns, :, piece.q_start : piece.q_stop]
+        if causal and len(k) < len(q):  # the kernels put the last query at the last key: these are at the first one
             return _causal_from_the_start(q, k, v, kernel, dropout, kept)
         mask = AttentionMask(causal, window=window)
         return core_attention(q, k, v, mask, kernel=kernel, dropout=dropout, dropout_rows=rows, kept=kept)
 
-    return one_by_one(q, k, v, segments, each, attend)
+    return one_by_one(q, k, v, pieces, each, attend)
 
 
 def _causal_from_the_start(
@@ -333,7 +327,7 @@ def _flash_with_lse(kernel: KernelName, q: Tensor) -> FlashKernel | None:
 
 
 def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
-    """Return a kernel for all documents at once (``packed_attention.varlen``), or None if there is none for these arguments."""
+    """Return a kernel for all documents at once (``gpu_kernels.varlen``), or None if there is none for these arguments."""
     if kernel in FLASH_NAMES:
         name = kernel
 
@@ -500,12 +494,12 @@ def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: floa
     if torch_has_varlen(q):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
         return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
-    tiles = []
-    for tile in in_windows((Segment(0, 0, s_q, s_k),), window):
-        seen = slice(tile.start - tile.before, tile.start - tile.before + tile.keys)
-        allowed = window_mask(tile.queries, tile.before, q.dtype, q.device) if tile.before else None
-        tiles.append(_any_sdpa(q[tile.start : tile.start + tile.queries], k[seen], v[seen], allowed, dropout, causal=allowed is None))
-    return torch.cat(tiles)
+    found = []
+    for tile in tiles_of(_all_pairs(s_q, s_k, True, window).pieces, window):
+        rows, seen = slice(tile.start, tile.start + tile.queries), slice(tile.first_key, tile.first_key + tile.keys)
+        allowed = band_mask(tile, window, q.dtype, q.device) if tile.kind == "band" else None
+        found.append(_any_sdpa(q[rows], k[seen], v[seen], allowed, dropout, causal=tile.kind == "diagonal"))
+    return torch.cat(found)
 
 
 _MASK_ELEMENTS = 2**24

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -35,7 +36,8 @@ from torch import Tensor
 from megatron_sp.ops import flash_packages
 from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
 from megatron_sp.ops.lse_kernels import Gradients, by_head, empty_gradients
-from megatron_sp.ops.packed_attention import Segments, ends_of
+from megatron_sp.ops.memory import to_device
+from megatron_sp.ops.pieces import Part
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -129,12 +131,12 @@ class Packed:
     """A flash kernel on all documents of q [s, m, r, d], k and v [s, m, 1, d] at once (an ``LseKernel``); lse is [heads, tokens].
 
     Attributes:
-        segments: documents, in order, which cover every row.
+        documents: their pieces, in order, which cover every row.
         each: columns of m per sequence.
     """
 
     kernel: FlashKernel
-    segments: Segments
+    documents: tuple[Part, ...]
     each: int
     causal: bool
     window: int | None = None
@@ -158,8 +160,36 @@ class Packed:
         return rearrange(x, "(b s) (g r) d -> s (b g) r d", s=s, g=self.each)
 
     def _pairs(self, q: Tensor) -> Pairs:
-        ends, longest = ends_of(self.segments, q.shape[0], q.device), max(segment.queries for segment in self.segments)
-        return Pairs(self.causal, self.window, Lengths(ends, ends, longest, longest))
+        return Pairs(self.causal, self.window, lengths_of(self.documents, q.shape[0], q.device))
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: int, kernel: Callable[..., Tensor]) -> Tensor:
+    """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
+
+    A single sequence with one query head per key head needs no copies; otherwise the kernel's layout, with the tokens
+    of one sequence after those of another and the groups of heads side by side, takes a copy of each operand.
+
+    Args:
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        documents: their pieces, in order, which cover every row.
+        each: columns of m per sequence.
+        kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest
+            length).
+    """
+    by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
+    lengths = lengths_of(documents, q.shape[0], q.device)
+    out = kernel(*by_token, lengths.ends_q, lengths.longest_q)
+    return rearrange(out, "(b s) (g r) d -> s (b g) r d", s=q.shape[0], g=each)
+
+
+@lru_cache(maxsize=4)
+def lengths_of(documents: tuple[Part, ...], s: int, device: torch.device) -> Lengths:
+    """Return the lengths of documents as a kernel takes them, the same tensor for all layers; the host does not wait."""
+    ends = torch.tensor([0, *(piece.sequence * s + piece.q_stop for piece in documents)], dtype=torch.int32)
+    longest = max(piece.q_stop - piece.q_start for piece in documents)
+    ends = to_device(ends, device)
+    return Lengths(ends, ends, longest, longest)
 
 
 @dataclass(frozen=True)

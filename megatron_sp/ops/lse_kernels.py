@@ -158,9 +158,10 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 @dataclass(frozen=True)
-class CPUFlash:
-    """torch's fused CPU kernel, called directly instead of through scaled_dot_product_attention to save its output only once.
+class DenseCPU:
+    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are pieces (``tile_pieces.py``).
 
+    It is called directly instead of through scaled_dot_product_attention to save its output only once.
     SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here
     both use the copy.
     """

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,10 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.lse_kernels import empty_gradients
 from megatron_sp.ops.memory import empty
 
 Kind = Literal["full", "diagonal", "band"]
 Run = tuple[int, int]
+Attend = Callable[[Tensor, Tensor, Tensor, "Part"], Tensor]
 
 
 class Piece(Protocol):
@@ -176,6 +180,119 @@ class Columns:
                     x = x.squeeze(2).unflatten(1, (heads.stop - heads.start, self.counts[heads.start]))
                 found.append(replace(rows, x=x))
         return found
+
+
+# the pieces of a mask in one process, in which no two share a query
+
+
+@lru_cache(maxsize=16)
+def pieces_of_documents(documents: tuple[tuple[int, ...], ...], causal: bool) -> tuple[Part, ...]:
+    """Return the pieces of packed documents, given the ends of the documents of each sequence."""
+    kind: Kind = "diagonal" if causal else "full"
+    return tuple(
+        Part(sequence, start, end, start, end, kind)
+        for sequence, ends in enumerate(documents) for start, end in zip((0, *ends), ends, strict=False)
+    )  # fmt: skip
+
+
+def pieces_of_lengths(lengths: Sequence[int], s: int, causal: bool) -> tuple[Part, ...]:
+    """Return pieces in which the ``s`` queries of a sequence see its first ``length`` keys; none for a sequence of length 0.
+
+    A diagonal may so have more queries than keys.
+    """
+    kind: Kind = "diagonal" if causal else "full"
+    return tuple(Part(sequence, 0, s, 0, min(length, s), kind) for sequence, length in enumerate(lengths) if length > 0)
+
+
+@lru_cache(maxsize=16)
+def stage_of(pieces: tuple[Part, ...], window: int | None) -> Stage:
+    """Return the stage of these pieces, the same object for the same ones; with a window of diagonals as long as wide.
+
+    A diagonal longer than the window is one of its first ``window`` queries, which see all before them, and a band.
+    """
+    found = list[Part]()
+    for piece in pieces:
+        start = piece.q_start
+        first = piece.q_stop if window is None else min(piece.q_stop, start + window)
+        found.append(piece if first == piece.q_stop else piece._replace(q_stop=first, k_stop=piece.k_start + first - start))
+        if window is not None and first < piece.q_stop:
+            found.append(piece._replace(q_start=first, k_start=piece.k_start + 1, kind="band", offset=window - 1))
+    return Stage(tuple(found), window)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: int, attend: Attend) -> Tensor:
+    """Compute attention with any kernel that autograd differentiates, one call per piece.
+
+    Gradients are written straight to their places: slices under autograd would need a zero tensor of the full size for
+    each of them, and a concatenation a copy.
+
+    Args:
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        pieces: which share neither queries nor keys.
+        each: columns of m per sequence.
+        attend: differentiable function of the piece's q [queries, each, r, d], k and v [keys, each, 1, d], and the piece.
+    Returns:
+        [s, m, r, d]; zero for queries outside all pieces.
+    """
+    return _OneByOne.apply(q, k, v, pieces, each, attend, torch.is_grad_enabled())
+
+
+class _OneByOne(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Part], each: int, attend: Attend, train: bool
+    ) -> Tensor:  # fmt: skip
+        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        zero_outside(out, pieces, each, keys=False)
+        ctx.pieces, ctx.each, ctx.parts = pieces, each, []
+        for piece in pieces:
+            rows, seen, columns = _place_of(piece, each)
+            leaves = [t[at, columns].detach().requires_grad_(train) for t, at in ((q, rows), (k, seen), (v, seen))]
+            with torch.set_grad_enabled(train):
+                part = attend(leaves[0], leaves[1], leaves[2], piece)
+            out[rows, columns] = part.detach()
+            if train:
+                ctx.parts.append((leaves, part))
+        ctx.save_for_backward(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grads = empty_gradients(*ctx.saved_tensors)
+        for x, keys in zip(grads, (False, True, True), strict=True):
+            zero_outside(x, ctx.pieces, ctx.each, keys)
+        parts, ctx.parts = ctx.parts, []
+        if len(parts) != len(ctx.pieces):
+            raise RuntimeError("the packed attention's backward ran already: its tensors are gone (retain_graph is not supported)")
+        for piece in reversed(ctx.pieces):
+            (leaves, part), (rows, seen, columns) = parts.pop(), _place_of(piece, ctx.each)
+            found = gradients_of(leaves, [part], [grad[rows, columns]])
+            del part, leaves
+            for into, at, mine in zip(grads, (rows, seen, seen), found, strict=True):
+                into[at, columns] = mine
+        return *grads, None, None, None, None
+
+
+def _place_of(piece: Part, each: int) -> tuple[slice, slice, slice]:
+    """Return (query rows, key rows, columns) of a piece."""
+    columns = slice(piece.sequence * each, (piece.sequence + 1) * each)
+    return slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop), columns
+
+
+def zero_outside(x: Tensor, pieces: Sequence[Piece], each: int, keys: bool) -> None:
+    """Zero the rows of x [s, m, ...] that are in no piece; pieces begin at the first row of a sequence and leave no gaps.
+
+    Args:
+        each: columns of m per sequence.
+        keys: rows of the keys; else of the queries.
+    """
+    ends = [0] * (x.shape[1] // each)
+    for piece in pieces:
+        ends[piece.sequence] = max(ends[piece.sequence], piece.k_stop if keys else piece.q_stop)
+    for sequence, end in enumerate(ends):
+        if end < x.shape[0]:
+            x[end:, sequence * each : (sequence + 1) * each].zero_()
 
 
 def runs_of_equal(counts: Sequence[int]) -> list[slice]:

@@ -1,8 +1,11 @@
 """Kernels that compute attention in pieces tile by tile: torch's on the CPU, and the plain reference in any dtype on any device.
 
+``CPUFlash`` and ``Reference`` continue a softmax over the keys of several ranks; ``TiledAttention`` is for all keys at once.
+
 A band (a sliding window that cuts through a piece) is cut into tiles of queries with the keys that they reach, so that no
 mask is as large as a long piece; anything else is one tile. Tiles of one shape, whose calls would cost more than their
-work, are copied side by side. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0, which would
+work, are copied side by side, diagonals of about the same length right-padded to the longest: causal attention never sees
+later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0, which would
 win over real rows.
 """
 
@@ -10,18 +13,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.memory import blocks, to_device
-from megatron_sp.ops.pieces import BackwardInputs, Kind, PartialPart, Piece, Rows, Run, Stage, wide_dtype
-from megatron_sp.utils.numbers import window_tile
+from megatron_sp.ops.lse_kernels import Gradients, empty_gradients
+from megatron_sp.ops.memory import blocks, empty, to_device
+from megatron_sp.ops.pieces import BackwardInputs, Kind, PartialPart, Piece, Rows, Run, Stage, wide_dtype, zero_outside
+from megatron_sp.utils.numbers import round_up, window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies
 _FILL = 0.75  # the shortest diagonal of a batch, of the longest
@@ -70,8 +75,12 @@ def _tiles_of_band(piece: Piece, window: int) -> Iterator[Tile]:
         yield Tile(piece.sequence, piece.q_start + start, n, piece.k_start + first, stop - first, "full" if whole else "band", offset)
 
 
-def batches_of(tiles: Tiles) -> tuple[Tiles, ...]:
-    """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length."""
+def batches_of(tiles: Tiles, bands: bool = True) -> tuple[Tiles, ...]:
+    """Group tiles to compute together, longest first: those of one shape and mask; diagonals of about the same length.
+
+    Args:
+        bands: also the tiles of bands. They share keys, so that their copies side by side are larger than what is copied.
+    """
     found: list[list[Tile]] = []
     for tile in sorted(tiles, key=lambda t: (t.kind, -t.queries, -t.keys, t.offset, t.sequence, t.start)):
         longest, last = (found[-1][0], found[-1][-1]) if found else (None, None)
@@ -79,9 +88,11 @@ def batches_of(tiles: Tiles) -> tuple[Tiles, ...]:
         if longest is not None and last is not None and longest.kind == tile.kind:
             together = (longest.queries, longest.keys, longest.offset) == (tile.queries, tile.keys, tile.offset)
             if tile.kind == "diagonal":
-                together = longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries
+                is_square = longest.queries == longest.keys and tile.queries == tile.keys
+                together = together or (is_square and (longest.queries <= _SHORT or tile.queries >= _FILL * longest.queries))
             elif last.sequence == tile.sequence and tile.start < last.start + last.queries:
                 together = False  # the results of a call are for rows of their own
+            together = together and (bands or tile.kind != "band")
         if together:
             found[-1].append(tile)
         else:
@@ -89,23 +100,52 @@ def batches_of(tiles: Tiles) -> tuple[Tiles, ...]:
     return tuple(map(tuple, found))
 
 
-class _Call(NamedTuple):
-    """Tiles of one kernel call, longest first, and the columns of m: all, if there are several tiles."""
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Tiles of one kernel call, longest first, and the columns of m: all, if there are several tiles; keeps where their rows are."""
 
     tiles: Tiles
     columns: slice
+    _known: dict[Hashable, _RowNumbers] = field(default_factory=dict, repr=False)
+
+    def row_numbers(self, rows: Rows, keys: bool) -> _RowNumbers:
+        """Return where the rows of several tiles are in a tensor."""
+        name = keys, rows.starts, rows.stride
+        if name not in self._known:
+            places = [(t.sequence, t.first_key, t.keys) if keys else (t.sequence, t.start, t.queries) for t in self.tiles]
+            first, length = (np.array(x)[:, None] for x in zip(*((rows.starts[q] + i * rows.stride, n) for q, i, n in places), strict=True))
+            at = np.arange(length.max())
+            index = first + np.minimum(at, length - 1) * rows.stride  # behind its end a tile's last row is repeated
+            valid = at < length
+            self._known[name] = _RowNumbers(index, None if valid.all() else valid)
+        return self._known[name]
 
 
-def _calls(stage: Stage, q: Tensor) -> Iterator[_Call]:
-    """Yield kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a large tile has calls of its own."""
+class _RowNumbers(NamedTuple):
+    """Row numbers [n, longest] of n tiles in a tensor, and which are not behind the end of their tile; None: all.
+
+    On the host and no tensors, for they outlive what they were made under (``torch.device``, fake tensors).
+    """
+
+    rows: np.ndarray
+    valid: np.ndarray | None
+
+
+def _calls(stage: Stage, q: Tensor, bands: bool) -> tuple[_Call, ...]:
+    """Return kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a large tile has calls of its own."""
     each, row = q.shape[1], q.shape[2] * q.shape[3] * q.element_size()
-    for batch in stage.once("batches", lambda: batches_of(tiles_of(stage.pieces, stage.window))):
-        of_one = batch[0].queries * each * row
-        if of_one <= _BATCHED_BYTES:
-            yield from (_Call(batch[some], slice(0, each)) for some in blocks(len(batch), of_one, q.device))
-            continue
-        rows = max(batch[0].queries, batch[0].keys)  # results of backward are as long as the keys
-        yield from (_Call((tile,), columns) for tile in batch for columns in blocks(each, rows * row, q.device))
+
+    def make() -> Iterator[_Call]:
+        for batch in stage.once(("batches", bands), lambda: batches_of(tiles_of(stage.pieces, stage.window), bands)):
+            of_one = batch[0].queries * each * row
+            if of_one <= _BATCHED_BYTES:
+                yield from (_Call(batch[some], slice(0, each)) for some in blocks(len(batch), of_one, q.device))
+                continue
+            rows = max(batch[0].queries, batch[0].keys)  # results of backward are as long as the keys
+            yield from (_Call((tile,), columns) for tile in batch for columns in blocks(each, rows * row, q.device))
+
+    found: tuple[_Call, ...] = stage.once(("calls", bands, each, row, q.device, torch.get_num_threads()), lambda: tuple(make()))
+    return found
 
 
 class _At:
@@ -118,32 +158,35 @@ class _At:
     """
 
     def __init__(self, call: _Call, rows: Rows, keys: bool) -> None:
-        lengths = [tile.keys if keys else tile.queries for tile in call.tiles]
-        starts = [tile.first_key if keys else tile.start for tile in call.tiles]
         self.alone: tuple[slice, slice] | None = None
-        if len(lengths) == 1:
-            self.alone = rows.slice(call.tiles[0].sequence, starts[0], lengths[0]), call.columns
+        if len(call.tiles) == 1:
+            tile = call.tiles[0]
+            place = (tile.first_key, tile.keys) if keys else (tile.start, tile.queries)
+            self.alone = rows.slice(tile.sequence, *place), call.columns
             return
-        longest, device = max(lengths), rows.x.device
-        first = torch.tensor([rows.starts[t.sequence] + start * rows.stride for t, start in zip(call.tiles, starts, strict=True)])
-        length, at = torch.tensor(lengths)[:, None], torch.arange(longest)
-        index = first[:, None] + torch.minimum(at, length - 1) * rows.stride  # behind its end a tile's last row is repeated
-        self.valid = to_device(at < length, device) if min(lengths) < longest else None
-        self.index = to_device(index, device)
-        self.columns = torch.arange(call.columns.stop, device=device)
+        index, valid = call.row_numbers(rows, keys)
+        device, self.shape = rows.x.device, index.shape
+        self.index = to_device(torch.tensor(index.ravel()), device)
+        self.valid = self.real = None
+        if valid is not None:
+            self.valid = to_device(torch.tensor(valid.ravel()), device)
+            self.real = to_device(torch.tensor(np.flatnonzero(valid)), device)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:
         """Gather rows: [rows, m, r, d] -> [n * m, r, longest, d]; a view for one tile."""
         if self.alone is not None:
             return x[self.alone].permute(1, 2, 0, 3)
-        taken = x[self.index[:, None, :], self.columns[:, None]]  # [n, m, longest, r, d]
+        taken = x.index_select(0, self.index)
         if zero_behind and self.valid is not None:
-            taken = taken * self.valid[:, None, :, None, None]
-        return taken.flatten(0, 1).transpose(1, 2)
+            taken.mul_(self.valid[:, None, None, None])
+        return taken.unflatten(0, self.shape).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
     def put(self, into: Tensor, x: Tensor) -> None:
-        """Scatter rows [n * m, r, longest, d] of several tiles."""
-        into.index_copy_(0, *self._flat(x.to(into.dtype)))
+        """Write rows [n * m, r, longest, d], of which none is twice in ``into``."""
+        if self.alone is not None:
+            into[self.alone].copy_(x.permute(2, 0, 1, 3))
+        else:
+            into.index_copy_(0, *self._flat(x.to(into.dtype)))
 
     def add(self, into: Tensor, x: Tensor) -> None:
         """Add rows [n * m, r, longest, d] to those of ``into``."""
@@ -153,8 +196,8 @@ class _At:
             into.index_add_(0, *self._flat(x.to(into.dtype)))
 
     def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.unflatten(0, (len(self.index), -1)).permute(0, 3, 1, 2, 4)  # [n, longest, m, r, d]
-        return (self.index.flatten(), x.flatten(0, 1)) if self.valid is None else (self.index[self.valid], x[self.valid])
+        x = x.unflatten(0, (self.shape[0], -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [n * longest, m, r, d]
+        return (self.index, x) if self.real is None else (self.index[self.real], x.index_select(0, self.real))
 
 
 # kernels
@@ -186,33 +229,43 @@ class _TileKernel:
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
         """See ``PieceKernel``."""
-        for call in _calls(stage, q.x):
-            queries = _At(call, q, keys=False)
-            block = self._block(stage, call, queries, q, kv, row_keys)
+        for call, queries, _, block in self.calls(stage, q, *_split(kv), row_keys):
             spans = [(tile.sequence, tile.start, tile.start + tile.queries) for tile in call.tiles]
             so_far.add(spans, queries, *self.attend(block), is_last=call.columns.stop == q.x.shape[1])
 
     def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
         """See ``PieceKernel``."""
         q, out, lse, d_out = inputs
-        for call in _calls(stage, q.x):
-            queries, keys = _At(call, q, keys=False), _At(call, kv, keys=True)
-            block = self._block(stage, call, queries, q, kv, row_keys)
+        for _, queries, keys, block in self.calls(stage, q, *_split(kv), row_keys):
             # the kernel wants its lse contiguous
             final = queries.take(out.x), queries.take(lse.x)[..., 0].contiguous(), queries.take(d_out.x, zero_behind=True)
             of_q, *of_kv = self.attend_backward(block, *final)
             queries.add(d_q.x, of_q)
-            for place, of_queries in enumerate(of_kv):  # one key and value served r queries
-                summed = of_queries if of_queries.shape[1] == 1 else of_queries.sum(1, keepdim=True, dtype=wide_dtype(q.x.dtype))
-                keys.add(d_kv.x[:, :, place : place + 1], summed)
+            for into, of_queries in zip(_split(d_kv), of_kv, strict=True):
+                keys.add(into.x, summed_queries(of_queries))
 
-    def _block(self, stage: Stage, call: _Call, queries: _At, q: Rows, kv: Rows, row_keys: Rows | None) -> _Block:
-        taken, keep = _At(call, kv, keys=True).take(kv.x), None
-        if self.dropout > 0:
-            if row_keys is None:
-                raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
-            keep = _keep(stage, call, queries.take(row_keys.x)[..., 0], self.dropout)
-        return _Block(queries.take(q.x), taken[:, :1], taken[:, 1:], call.tiles[0], stage.window or 0, keep)
+    def calls(
+        self, stage: Stage, q: Rows, k: Rows, v: Rows, row_keys: Rows | None, *, bands: bool = True
+    ) -> Iterator[tuple[_Call, _At, _At, _Block]]:
+        """Yield each kernel call with the places of its queries and of its keys, and its operands; ``bands``: of ``batches_of``."""
+        for call in _calls(stage, q.x, bands):
+            queries, keys, keep = _At(call, q, keys=False), _At(call, k, keys=True), None
+            if self.dropout > 0:
+                if row_keys is None:
+                    raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
+                keep = _keep(stage, call, queries.take(row_keys.x)[..., 0], self.dropout)
+            operands = queries.take(q.x), keys.take(k.x), keys.take(v.x)
+            yield call, queries, keys, _Block(*operands, call.tiles[0], stage.window or 0, keep)
+
+
+def _split(kv: Rows) -> tuple[Rows, Rows]:
+    """Return keys and values [rows, m, 1, d] of [rows, m, 2, d]."""
+    return replace(kv, x=kv.x[:, :, :1]), replace(kv, x=kv.x[:, :, 1:])
+
+
+def summed_queries(x: Tensor) -> Tensor:
+    """Sum gradients [n, r, keys, d] over the r queries that one key and value served."""
+    return x if x.shape[1] == 1 else x.sum(1, keepdim=True, dtype=wide_dtype(x.dtype))
 
 
 class CPUFlash(_TileKernel):
@@ -235,6 +288,57 @@ class CPUFlash(_TileKernel):
     def _operands(self, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
         r = block.q.shape[1]
         return block.q, block.k.expand(-1, r, -1, -1), block.v.expand(-1, r, -1, -1)
+
+
+@dataclass(frozen=True)
+class TiledAttention:
+    """Attention over all keys of a mask at once, by torch's CPU kernel (an ``LseKernel``); its lse are those of the calls.
+
+    Every query is in one piece, so nothing is merged: results are written straight to their places, in the dtype of q.
+    They are zero for queries outside of all pieces.
+
+    Attributes:
+        stage: pieces that share no query; only the tiles of a band share keys.
+        sequences: number of sequences with pieces of their own; 1 if all are alike.
+    """
+
+    stage: Stage
+    sequences: int
+    kernel = CPUFlash()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, sums = empty(q.shape, dtype=q.dtype, device=q.device), list[Tensor]()
+        zero_outside(out, self.stage.pieces, q.shape[1] // self.sequences, keys=False)
+        into = self._rows(out).x
+        for _, queries, _, block in self._calls(q, k, v):
+            of_rows, lse = self.kernel.attend(block)
+            queries.put(into, of_rows)
+            sums.append(lse)
+        return out, *sums
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
+        grads = empty_gradients(q, k, v)
+        overlap = self.stage.window is not None  # the tiles of a band share keys, whose gradients are added
+        for x, of_keys in zip(grads, (False, True, True), strict=True):
+            if of_keys and overlap:
+                x.zero_()
+            else:
+                zero_outside(x, self.stage.pieces, q.shape[1] // self.sequences, of_keys)
+        of_q, of_k, of_v = (self._rows(x).x for x in grads)
+        d_out, final = self._rows(grad).x, self._rows(out).x
+        for (_, queries, keys, block), sums in zip(self._calls(q, k, v), lse, strict=True):
+            found = self.kernel.attend_backward(block, queries.take(final), sums, queries.take(d_out, zero_behind=True))
+            queries.put(of_q, found[0])
+            put = keys.add if overlap else keys.put
+            put(of_k, summed_queries(found[1]))
+            put(of_v, summed_queries(found[2]))
+        return grads
+
+    def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[_Call, _At, _At, _Block]]:
+        return self.kernel.calls(self.stage, self._rows(q), self._rows(k), self._rows(v), None, bands=False)
+
+    def _rows(self, x: Tensor) -> Rows:
+        return Rows.interleaved(x, self.sequences)
 
 
 def _causal_and_mask(block: _Block) -> tuple[bool, Tensor | None]:
@@ -291,11 +395,17 @@ def band_mask(tile: Tile, window: int, dtype: torch.dtype, device: torch.device)
 
 @lru_cache(maxsize=4)
 def _whole_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of a tile with all keys that it reaches, ``window`` - 1 before its first query on; others are parts of it."""
+    """Return the mask of a tile with all keys that it reaches, ``window`` - 1 before its first query on; others are parts of it.
+
+    On a GPU its rows are a multiple of 16 elements apart: SDPA then takes it as it is, where it would save a padded copy
+    for each tile.
+    """
     rows = window_tile(window)
-    distance = torch.arange(rows, device=device)[:, None] + window - 1 - torch.arange(window - 1 + rows, device=device)
+    keys = window - 1 + rows
+    distance = torch.arange(rows, device=device)[:, None] + window - 1 - torch.arange(keys, device=device)
     hidden = (distance < 0) | (distance >= window)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    apart = keys if device.type == "cpu" else round_up(keys, 16)
+    return torch.zeros(rows, apart, dtype=dtype, device=device)[:, :keys].masked_fill_(hidden, -torch.inf)
 
 
 def _keep(stage: Stage, call: _Call, row_keys: Tensor, rate: float) -> Tensor:

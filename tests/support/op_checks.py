@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_sp.ops import memory
+from megatron_sp.ops.pieces import Piece, stage_of
 
 Inputs = dict[str, Tensor]
 
@@ -37,11 +38,28 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 @pytest.fixture(params=["one block", "blocks"])
-def in_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def in_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Small operands go through in one block, as usual, or as large ones do: in many, with results in the arena."""
+    stage_of.cache_clear()  # stages keep their calls
     if request.param == "blocks":
         monkeypatch.setattr(memory, "_MIN_BYTES", 1)
-    return request.param == "blocks"
+    yield request.param == "blocks"
+    stage_of.cache_clear()
+
+
+def pairs_of(pieces: tuple[Piece, ...], s: int, window: int | None, sequences: int = 1) -> Tensor:
+    """int [sequences, s, s]: in how many pieces each pair is, by the definition of the kinds."""
+    found = torch.zeros(sequences, s, s, dtype=torch.int64)
+    for piece in pieces:
+        a = torch.arange(piece.q_stop - piece.q_start)[:, None]
+        distance = a + piece.offset - torch.arange(piece.k_stop - piece.k_start)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if piece.kind != "full":
+            seen = distance >= 0
+        if piece.kind == "band" and window is not None:
+            seen &= distance < window
+        found[piece.sequence, piece.q_start : piece.q_stop, piece.k_start : piece.k_stop] += seen
+    return found
 
 
 class PoisonedSink:

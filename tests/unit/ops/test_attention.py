@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from support.op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import packed_attention
+from megatron_sp.ops import tile_pieces
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, cut_qkv, head_row_keys, join_qkv, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
-from megatron_sp.ops.lse_kernels import CPUFlash
+from megatron_sp.ops.lse_kernels import DenseCPU
+from megatron_sp.ops.pieces import Part, stage_of
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
+from megatron_sp.ops.tile_pieces import tiles_of
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -101,10 +104,14 @@ def test_fewer_or_more_queries_than_keys(s_q: int, s_k: int, causal: bool, kerne
 
 
 @pytest.fixture
-def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of a window that is longer than one of them."""
-    monkeypatch.setattr(packed_attention, "window_tile", lambda window: min(window, 4))
-    packed_attention.in_windows.cache_clear()
+    monkeypatch.setattr(tile_pieces, "window_tile", lambda window: min(window, 4))
+    stage_of.cache_clear()  # stages keep their tiles
+    tile_pieces._whole_band.cache_clear()
+    yield
+    stage_of.cache_clear()
+    tile_pieces._whole_band.cache_clear()
 
 
 NO_KERNEL = "sdpa without a kernel for windows"
@@ -170,14 +177,13 @@ def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> No
 def test_a_window_costs_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "_allowed", lambda *args: pytest.fail("a mask of all pairs was made"))
     attention(randn(300, 1, 3 * D), 1, D, AttentionMask(window=100))
-    packed_attention.window_mask.cache_clear()
-    tiles = packed_attention.in_windows((packed_attention.Segment(0, 0, 300, 300),), 100)
-    assert [(t.start, t.queries, t.keys, t.before) for t in tiles] == [
-        (0, 100, 100, 0),
-        (100, 64, 163, 99),
-        (164, 64, 163, 99),
-        (228, 64, 163, 99),
-        (292, 8, 107, 99),
+    tiles = tiles_of(stage_of((Part(-1, 0, 300, 0, 300, "diagonal"),), 100).pieces, 100)
+    assert [(t.start, t.queries, t.first_key, t.keys, t.kind) for t in tiles] == [
+        (0, 100, 0, 100, "diagonal"),
+        (100, 64, 1, 163, "band"),
+        (164, 64, 65, 163, "band"),
+        (228, 64, 129, 163, "band"),
+        (292, 8, 193, 107, "band"),
     ]
 
 
@@ -268,7 +274,7 @@ def test_only_some_parts_are_used() -> None:
 @pytest.mark.parametrize("r", [1, 3])
 def test_the_cpu_kernels_gradients_need_no_packing(r: int) -> None:
     heads = cut_qkv(randn(6, 2, 2 * (r + 2) * D), r, D, None)
-    kernel = CPUFlash(True)
+    kernel = DenseCPU(True)
     results = kernel.forward(*heads)
     grads = kernel.backward(randn(*results[0].shape, seed=1), *heads, *results)
     packed = grads.q._base

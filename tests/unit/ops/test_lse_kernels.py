@@ -31,7 +31,7 @@ from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention,
 from megatron_sp.ops.flash_packages import FLASH_NAMES, FlashName, Lengths, Pairs, lse_lack
 from megatron_sp.ops.gpu_kernels import CUDNN, Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn
 from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
-from megatron_sp.ops.packed_attention import Segment
+from megatron_sp.ops.pieces import pieces_of_documents
 
 __all__ = ["install_flash"]
 ALL = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4}
@@ -360,7 +360,7 @@ def test_a_function_that_is_an_operator_of_torch() -> None:
 @pytest.mark.parametrize("r", [1, 3])
 @pytest.mark.parametrize("kernel", [
     Dense(TorchFlash(), True), Dense(TorchFlash(), True, 4),
-    Packed(TorchFlash(), (Segment(0, 0, S, S), Segment(1, 0, S, S)), M // 2, True, 4),
+    Packed(TorchFlash(), pieces_of_documents(((S,), (S,)), True), M // 2, True, 4),
     CUDNN(True, groups=True), CUDNN(False, groups=False),
 ], ids=["dense", "window", "packed", "cudnn", "cudnn, no groups"])  # fmt: skip
 def test_the_operators_of_this_torch_take_these_arguments(kernel: LseKernel, r: int) -> None:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 from support.errors import FP32, FP64, assert_law, law_error
-from support.op_checks import in_blocks, randn
+from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
 from megatron_sp.ops import availability, piece_choice, tile_pieces
@@ -45,21 +45,6 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Small tiles go in batches, or each is large enough for a call of its own."""
     if request.param == "alone":
         monkeypatch.setattr(tile_pieces, "_BATCHED_BYTES", 0)
-
-
-def pairs_of(pieces: tuple[Piece, ...], s: int, window: int | None, sequences: int = 1) -> Tensor:
-    """int [sequences, s, s]: in how many pieces each pair is, by the definition of the kinds."""
-    found = torch.zeros(sequences, s, s, dtype=torch.int64)
-    for piece in pieces:
-        a = torch.arange(piece.q_stop - piece.q_start)[:, None]
-        distance = a + piece.offset - torch.arange(piece.k_stop - piece.k_start)
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if piece.kind != "full":
-            seen = distance >= 0
-        if piece.kind == "band" and window is not None:
-            seen &= distance < window
-        found[piece.sequence, piece.q_start : piece.q_stop, piece.k_start : piece.k_stop] += seen
-    return found
 
 
 def dense(q: Tensor, kv: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,25 @@
-"""Packed documents and padding: each document as if it were alone, in batches and one by one, and what no segment covers is zero."""
+"""Packed documents, windows and padding: each document as if it were alone, in batches and one by one; what no piece covers is zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.errors import FP32, FP64, assert_law
-from support.op_checks import in_blocks, randn
+from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import flash_packages, packed_attention
-from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, split_qkv
-from megatron_sp.ops.packed_attention import Segment, batches_of, segments_of_documents, segments_of_lengths
+from megatron_sp.ops import flash_packages, gpu_kernels, tile_pieces
+from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, lse_kernel, split_qkv
+from megatron_sp.ops.pieces import Part, pieces_of_documents, pieces_of_lengths, stage_of
+from megatron_sp.ops.tile_pieces import TiledAttention, batches_of, tiles_of
+from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 from megatron_sp.parallel.forward_context import micro_batch_context
 from megatron_sp.training.step import on_device
 
@@ -27,10 +30,13 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 @pytest.fixture(params=["batches", "alone"])
-def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short segments go in batches, or each is long enough for a call of its own."""
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short pieces go in batches, or each is long enough for a call of its own."""
+    stage_of.cache_clear()  # stages keep their calls
     if request.param == "alone":
-        monkeypatch.setattr(packed_attention, "_BATCHED_BYTES", 0)
+        monkeypatch.setattr(tile_pieces, "_BATCHED_BYTES", 0)
+    yield
+    stage_of.cache_clear()
 
 
 def inputs(s: int, m: int, r: int, dtype: torch.dtype = torch.float64, apart: bool = False) -> tuple[Tensor, ...]:
@@ -76,14 +82,14 @@ def test_each_document_is_as_if_alone(kernel: KernelName, causal: bool, r: int, 
 @pytest.mark.parametrize("window", [1, 4, 6, 19, 29])
 def test_windows_within_documents(kernel: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents are longer than a tile, and their keys get gradients from several."""
-    monkeypatch.setattr(packed_attention, "window_tile", lambda window: min(window, 5))
-    packed_attention.in_windows.cache_clear()
+    monkeypatch.setattr(tile_pieces, "window_tile", lambda window: min(window, 5))
+    tile_pieces._whole_band.cache_clear()
     monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", kernel == "sdpa")
     qkv, q, k, v = inputs(30, 6, 2)
     grad, mask = randn(*q.shape, seed=1), AttentionMask(documents=DOCUMENTS, window=window)
     want = result(qkv, alone(q, k, v, DOCUMENTS, True, window), grad)
     got = core_attention(q, k, v, mask, kernel="reference" if kernel == "reference" else "sdpa")
-    packed_attention.in_windows.cache_clear()
+    tile_pieces._whole_band.cache_clear()
     assert_law(result(qkv, got, grad), want, FP64)
 
 
@@ -212,7 +218,7 @@ def test_one_sequence_with_a_query_for_each_key_reaches_the_kernel_without_a_cop
         seen.extend((q, k, v))
         return q.clone()
 
-    packed_attention.varlen(q, k, v, segments_of_documents(((4, 30),)), 4, kernel)
+    gpu_kernels.varlen(q, k, v, pieces_of_documents(((4, 30),), True), 4, kernel)
     assert {t.untyped_storage().data_ptr() for t in seen} == {q.untyped_storage().data_ptr()}
 
 
@@ -230,17 +236,38 @@ def test_short_documents_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    plain: Callable[..., Tensor] = packed_attention._operands  # type: ignore[assignment]
-    monkeypatch.setattr(packed_attention, "_operands", lambda *args: calls.append(1) or plain(*args))
+    plain: Callable[..., Any] = tile_pieces.CPUFlash.attend
+    monkeypatch.setattr(tile_pieces.CPUFlash, "attend", lambda *args: calls.append(1) or plain(*args))
     return calls
 
 
 def test_what_shares_a_batch() -> None:
-    segments = tuple(Segment(0, start, n, n) for start, n in ((0, 100), (100, 76), (176, 74), (250, 8), (258, 1), (259, 8)))
-    assert [[g.queries for g in batch] for batch in batches_of(segments, True)] == [[100, 76], [74], [8, 8, 1]]
-    assert [[g.queries for g in batch] for batch in batches_of(segments, False)] == [[100], [76], [74], [8, 8], [1]]
-    lengths = segments_of_lengths([5, 9, 0, 5], 9)
-    assert [[g.keys for g in batch] for batch in batches_of(lengths, False)] == [[9], [5, 5]]
+    ends = (100, 176, 250, 258, 259, 267)
+    for causal, want in ((True, [[100, 76], [74], [8, 8, 1]]), (False, [[100], [76], [74], [8, 8], [1]])):
+        assert [[t.queries for t in batch] for batch in batches_of(tiles_of(pieces_of_documents((ends,), causal), None))] == want
+    for causal in (True, False):
+        lengths = pieces_of_lengths([5, 9, 0, 5], 9, causal)
+        assert [[t.keys for t in batch] for batch in batches_of(tiles_of(lengths, None))] == [[9], [5, 5]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "row"),
+    [
+        (AttentionMask(), RowMask(30)), (AttentionMask(window=7), RowMask(30, window=7)), (AttentionMask(False), RowMask(30, False)),
+        *(
+            (AttentionMask(causal, documents=DOCUMENTS, window=window), RowMask(30, causal, window, DOCUMENTS))
+            for causal, window in ((True, None), (False, None), (True, 4))
+        ),
+        *((AttentionMask(causal, torch.tensor([30, 7, 0])), RowMask(30, causal, lengths=(30, 7, 0))) for causal in (True, False)),
+    ],
+)  # fmt: skip
+def test_one_process_sees_the_pairs_that_the_ranks_of_context_parallelism_do(mask: AttentionMask, row: RowMask) -> None:
+    q, k, v = inputs(30, 6, 2)[1:]
+    kernel = lse_kernel(q, k, v, mask, "sdpa")
+    found = kernel.stage.pieces if isinstance(kernel, TiledAttention) else (Part(-1, 0, 30, 0, 30, "diagonal" if mask.causal else "full"),)
+    plan = plan_context(row, cut_row(row, 1))
+    want = pairs_of(plan.pieces(0, 0), 30, row.window, row.sequences)
+    assert torch.equal(pairs_of(found, 30, row.window, row.sequences), want) and want.max() == 1
 
 
 def test_what_the_host_reads_does_not_go_to_the_device() -> None:
