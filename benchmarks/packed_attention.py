@@ -3,7 +3,7 @@
     python benchmarks/packed_attention.py [--length 4096] [--heads 8] [--head-dim 64] [--json FILE]
 
 A row of tokens is cut into documents in several ways. For each: the time of our packed attention
-(``ops/tile_pieces.py``), of one causal call over the whole row by the same kernel, and of a kernel call for each
+(``ops/tiled_attention.py``), of one causal call over the whole row by the same kernel, and of a kernel call for each
 document with slices and a concatenation under autograd, as one writes it first. The "work" column is what documents
 leave of the row's pairs, sum(s_i^2) / s^2: the share of the whole row's time that an ideal kernel would take. The three
 are timed one after another, round by round, and the least of each counts.

@@ -14,7 +14,7 @@ from megatron_sp.estimate.workload import Workload
 from megatron_sp.parallel.heads import HeadChunk, Message, OverlapMode, is_uniform, plan_heads
 from megatron_sp.utils.numbers import window_tile
 
-_BATCHED_BYTES = 1 << 15  # as in ops/tile_pieces.py: tiles of so many bytes share a call
+_BATCHED_BYTES = 1 << 15  # as in ops/tiled_attention.py: tiles of so many bytes share a call
 _MULTIPROCESSORS = 132  # of an H100; a little fewer or more elsewhere
 
 

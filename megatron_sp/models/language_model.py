@@ -16,8 +16,8 @@ from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
 from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompute_plan, unit_order
 from megatron_sp.ops.attention import keeps_results
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import RowMask, plan_context
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit

@@ -24,8 +24,8 @@ from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, cut_qkv, fold_mask, head_row_keys, join_qkv, lse_kernel, split_qkv
+from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.dropout import hash_dropout
-from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.rotary import apply_rotary, rotate_heads
@@ -273,7 +273,7 @@ class AttentionCore:
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None, kept: KeptTensors | None
     ) -> Tensor:  # fmt: skip
         """Compute attention over the keys and values of all cp ranks."""
-        from megatron_sp.ops.piece_choice import piece_kernel
+        from megatron_sp.ops.partial_attention_choice import piece_kernel
         from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 
         counts = None if is_uniform(share, self.r) else tuple(Counter(key_of_each_query(share, self.r)).values())

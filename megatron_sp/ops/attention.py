@@ -4,9 +4,9 @@
 projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
 queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
 
-Packed documents, padding and windows are pieces of the square of queries and keys (``ops/pieces.py``), and only these are
-computed. On the CPU ``tile_pieces.TiledAttention`` computes those of any mask. On a GPU documents are one call of a flash
-kernel for packed sequences, which knows windows, too; what it does not take is a call for each piece.
+Packed documents, padding and windows are pieces of the square of queries and keys (``ops/partial_attention.py``), and only
+these are computed. On the CPU ``tiled_attention.TiledAttention`` computes those of any mask. On a GPU documents are one call
+of a flash kernel for packed sequences, which knows windows, too; what it does not take is a call for each piece.
 
 Kernels (``ops/attention_choice.py`` chooses):
 
@@ -33,15 +33,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.ops import flash_packages
+from megatron_sp.ops.attention_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
 from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.lse_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.pieces import Part, Stage, one_by_one, pieces_of_documents, pieces_of_lengths, stage_of
+from megatron_sp.ops.partial_attention import Part, Stage, one_by_one, pieces_of_documents, pieces_of_lengths, stage_of
 from megatron_sp.ops.rotary import rotate_
-from megatron_sp.ops.tile_pieces import TiledAttention, band_mask, tiles_of
+from megatron_sp.ops.tiled_attention import TiledAttention, band_mask, tiles_of
 
 KernelName = Literal["flash2", "flash3", "flash4", "cudnn", "sdpa", "sdpa-fa3", "sdpa-fa4", "reference"]
 
@@ -271,7 +271,7 @@ def why_repeated(kernel: KernelName, device: torch.device, dtype: torch.dtype, h
     """Return why the results of ``core_attention`` cannot be kept for a recomputation; empty if they can.
 
     What is kept is the output and the log of the sums (lse) of kernels whose backward takes them
-    (``ops/lse_kernels.py``, ``ops/gpu_kernels.py``). Ranks may differ in it, if their packages or GPUs do.
+    (``ops/attention_kernels.py``, ``ops/gpu_kernels.py``). Ranks may differ in it, if their packages or GPUs do.
     """
     if kernel == "reference":
         return "the plain form gives no log of its sums"

@@ -30,8 +30,8 @@ from torch import Tensor
 from megatron_sp.ops import attention as attention_kernels
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, PACKAGES, lse_lack
-from megatron_sp.ops.lse_kernels import KeptTensors
 
 ALL_SCORES = "the scores of all pairs of tokens are in memory"
 _GROUPS: dict[str, tuple[KernelName, ...]] = {
@@ -42,7 +42,7 @@ _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.05, torch.float16: 0.01}  #
 _16_BIT = (torch.bfloat16, torch.float16)
 
 IN_PIECES: tuple[KernelName, ...] = ("sdpa", *FLASH_NAMES, "cudnn")
-"""Names of the GPU's fused kernels with which context parallelism computes (``ops/piece_choice.py``)."""
+"""Names of the GPU's fused kernels with which context parallelism computes (``ops/partial_attention_choice.py``)."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def example_error(name: KernelName, use: AttentionUse, keeps: bool = False) -> f
     names: tuple[KernelName, ...] = (name, "reference")
     for kernel in names:
         if use.context and kernel == name:
-            from megatron_sp.ops.piece_choice import example_in_pieces
+            from megatron_sp.ops.partial_attention_choice import example_in_pieces
 
             q, k, v = (_wave(s, m, n, d, use=use, phase=i) for i, n in enumerate((r, 1, 1)))
             results.append(example_in_pieces(name, q, k, v, grad, mask))

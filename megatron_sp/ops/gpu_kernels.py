@@ -1,4 +1,4 @@
-"""Attention kernels of a GPU that give the log of the sums (lse), as ``lse_kernels.LseKernel``.
+"""Attention kernels of a GPU that give the log of the sums (lse), as ``attention_kernels.LseKernel``.
 
     kernel          lse, fp32                                        lse of a query without keys    causal mask aligned at
     TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query and key
@@ -34,10 +34,10 @@ from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops import flash_packages
+from megatron_sp.ops.attention_kernels import Gradients, by_head, empty_gradients
 from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
-from megatron_sp.ops.lse_kernels import Gradients, by_head, empty_gradients
 from megatron_sp.ops.memory import to_device
-from megatron_sp.ops.pieces import Part
+from megatron_sp.ops.partial_attention import Part
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 

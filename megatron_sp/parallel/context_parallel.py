@@ -3,7 +3,7 @@
 Rank i has the queries, keys and values of its own positions (``context_plan.py``). In shift t = 1 .. c-1 it sends to rank
 i+t the rows of its keys and values that that rank's queries see, and receives such rows from rank i-t: each row goes
 straight to who needs it, and nowhere else; a shift in which nobody needs anything does not take place. Softmax is
-continued over what arrives (``ops/pieces.py``):
+continued over what arrives (``ops/partial_attention.py``):
 
     forward     own pieces | pieces with i-1 | pieces with i-2 | ...        the next shift's rows travel under the pieces of this one
                  kv 1 -----^  kv 2 ----------^
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.pieces import (
+from megatron_sp.ops.partial_attention import (
     Columns,
     Partial,
     PieceKernel,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
+from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.dropout import DropoutKeys, DropoutRows
-from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask
 
 if TYPE_CHECKING:

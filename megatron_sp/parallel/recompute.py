@@ -7,7 +7,7 @@ torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes 
 the attention block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice.
 Parameters used inside get their gradients through their main_grad or in ``.grad``, as from any ``backward()``.
 
-What is dear to compute and small to save may be kept: attention's output and lse (``ops/lse_kernels.py``). The
+What is dear to compute and small to save may be kept: attention's output and lse (``ops/attention_kernels.py``). The
 recomputation saves it as it saves the arguments, so it is offloaded with them.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.backward import run_backward
-from megatron_sp.ops.lse_kernels import KeptTensors
 
 
 def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None) -> Tensor:

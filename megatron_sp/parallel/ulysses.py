@@ -18,7 +18,7 @@ Without overlap each exchange is waited for as soon as it has been started. The 
 differentiated by hand. The attention itself is in a ``Core``: where that names a kernel whose backward can be called
 (``Core.kernel``), so is one chunk's attention, and else it is an ordinary autograd graph, which backward runs.
 
-Where attention's results are kept (``ops/lse_kernels.py``), q, k and v need not be: backward projects and sends them
+Where attention's results are kept (``ops/attention_kernels.py``), q, k and v need not be: backward projects and sends them
 again, chunk by chunk, and only those of two chunks exist at a time. A recomputation that finds the results of its first
 pass does no more than the output projection; --recompute-qkv does the same without one.
 
@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
+from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.lse_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.heads import HeadChunk, Message, Share
 from megatron_sp.parallel.linear import projected, projected_by
@@ -65,7 +65,7 @@ class Core(Protocol):
         """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share, kept: KeptTensors | None) -> Tensor:
-        """Compute attention [s, m, r, d], in the order of the share's queries; ``kept`` as in ``lse_kernels.attend_with``."""
+        """Compute attention [s, m, r, d], in the order of the share's queries; ``kept`` as in ``attention_kernels.attend_with``."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask
-from megatron_sp.ops.pieces import BackwardInputs, Columns, Partial, Rows, Stage, attend, attend_backward, halves, wide_dtype
-from megatron_sp.ops.tile_pieces import CPUFlash, Reference
+from megatron_sp.ops.partial_attention import BackwardInputs, Columns, Partial, Rows, Stage, attend, attend_backward, halves, wide_dtype
+from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 from megatron_sp.parallel import context_parallel, exchange_group
 from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce_async, all_to_all_async, reduce_scatter_async
 from megatron_sp.comm.groups import Group, ParallelGroups
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel import attention_block as block_module
 from megatron_sp.parallel.attention_block import attention_block

@@ -22,7 +22,7 @@ from megatron_sp.estimate.memory_plan import MemoryPlan
 from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
 from megatron_sp.estimate.workload import Workload
-from megatron_sp.ops import routing, tile_pieces
+from megatron_sp.ops import routing, tiled_attention
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 
@@ -310,7 +310,7 @@ def compare_experts(cases: list[Layout]) -> None:
 
 def differences(case: Layout) -> list[str]:
     """What a step holds that the plan does not say, the same on every rank."""
-    tile_pieces._whole_band.cache_clear()  # what another case has made is not counted
+    tiled_attention._whole_band.cache_clear()  # what another case has made is not counted
     measured = memory.measure(case, SHAPE, BATCH)
     even = rows_taken_evenly if "num_experts" in case.model else lambda workload: workload
     plans = memory.predict(case, SHAPE, BATCH, what=lambda workload: plans_of_ranks(even(workload)))
@@ -395,7 +395,7 @@ def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
 
 
 def test_small_tiles_are_batched_as_the_plan_says() -> None:
-    assert tile_pieces._BATCHED_BYTES == memory_attention._BATCHED_BYTES
+    assert tiled_attention._BATCHED_BYTES == memory_attention._BATCHED_BYTES
 
 
 def test_the_units_are_aligned_as_the_plan_says() -> None:

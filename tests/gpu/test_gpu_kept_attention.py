@@ -15,9 +15,9 @@ from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention
 from megatron_sp.ops.attention_choice import AttentionUse, activate, lack, why_repeated
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.flash_packages import FLASH_NAMES
 from megatron_sp.ops.gpu_kernels import CUDNN, Dense, PackageFlash, TorchFlash, takes_cudnn
-from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.forward_context import ForwardContext
 
 pytestmark = pytest.mark.gpu

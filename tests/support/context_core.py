@@ -18,8 +18,8 @@ from megatron_sp.comm.collectives import all_gather_async, all_reduce
 from megatron_sp.comm.groups import Group
 from megatron_sp.models.transformer import SITE_ATTENTION, AttentionCore
 from megatron_sp.ops.attention import head_row_keys
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.lse_kernels import KeptTensors
 from megatron_sp.parallel.context_plan import ContextPlan, RowMask, Runs
 from megatron_sp.parallel.heads import Share, is_uniform
 

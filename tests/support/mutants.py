@@ -61,9 +61,13 @@ SUITES = {
         ),
     ),
     "context": Suite(
-        ("ops/pieces.py", "ops/tile_pieces.py", "ops/gpu_pieces.py", "parallel/context_parallel.py", "parallel/context_plan.py"),
         (
-            "tests/unit/ops/test_pieces.py", "tests/unit/ops/test_gpu_pieces.py", "tests/unit/parallel/test_context_cut.py",
+            "ops/partial_attention.py", "ops/tiled_attention.py", "ops/gpu_partial_attention.py", "parallel/context_parallel.py",
+            "parallel/context_plan.py",
+        ),
+        (
+            "tests/unit/ops/test_partial_attention.py", "tests/unit/ops/test_gpu_partial_attention.py",
+            "tests/unit/parallel/test_context_cut.py",
             "tests/dist/test_context_parallel.py", "tests/dist/test_context_gather.py", "tests/dist/test_context_layouts.py",
         ),
     ),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import memory
-from megatron_sp.ops.pieces import Piece, stage_of
+from megatron_sp.ops.partial_attention import Piece, stage_of
 
 Inputs = dict[str, Tensor]
 

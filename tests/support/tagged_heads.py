@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
 from megatron_sp.parallel.sequence_parallel import SequenceParallel
 from megatron_sp.parallel.ulysses import AttentionPlan, GraphCore, HeadsPass

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.ops.piece_choice import piece_kernel
-from megatron_sp.ops.pieces import PieceKernel
+from megatron_sp.ops.partial_attention import PieceKernel
+from megatron_sp.ops.partial_attention_choice import piece_kernel
 from megatron_sp.parallel.context_parallel import context_attention
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 from megatron_sp.parallel.sequence_parallel import ContextParallel

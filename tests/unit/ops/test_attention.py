@@ -14,13 +14,13 @@ from support.op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import tile_pieces
+from megatron_sp.ops import tiled_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, cut_qkv, head_row_keys, join_qkv, split_qkv
+from megatron_sp.ops.attention_kernels import DenseCPU
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
-from megatron_sp.ops.lse_kernels import DenseCPU
-from megatron_sp.ops.pieces import Part, stage_of
+from megatron_sp.ops.partial_attention import Part, stage_of
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
-from megatron_sp.ops.tile_pieces import tiles_of
+from megatron_sp.ops.tiled_attention import tiles_of
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -106,12 +106,12 @@ def test_fewer_or_more_queries_than_keys(s_q: int, s_k: int, causal: bool, kerne
 @pytest.fixture
 def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of a window that is longer than one of them."""
-    monkeypatch.setattr(tile_pieces, "window_tile", lambda window: min(window, 4))
+    monkeypatch.setattr(tiled_attention, "window_tile", lambda window: min(window, 4))
     stage_of.cache_clear()  # stages keep their tiles
-    tile_pieces._whole_band.cache_clear()
+    tiled_attention._whole_band.cache_clear()
     yield
     stage_of.cache_clear()
-    tile_pieces._whole_band.cache_clear()
+    tiled_attention._whole_band.cache_clear()
 
 
 NO_KERNEL = "sdpa without a kernel for windows"

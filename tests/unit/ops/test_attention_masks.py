@@ -15,10 +15,10 @@ from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
-from megatron_sp.ops import flash_packages, gpu_kernels, tile_pieces
+from megatron_sp.ops import flash_packages, gpu_kernels, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, lse_kernel, split_qkv
-from megatron_sp.ops.pieces import Part, pieces_of_documents, pieces_of_lengths, stage_of
-from megatron_sp.ops.tile_pieces import TiledAttention, batches_of, tiles_of
+from megatron_sp.ops.partial_attention import Part, pieces_of_documents, pieces_of_lengths, stage_of
+from megatron_sp.ops.tiled_attention import TiledAttention, batches_of, tiles_of
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 from megatron_sp.parallel.forward_context import micro_batch_context
 from megatron_sp.training.step import on_device
@@ -34,7 +34,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Short pieces go in batches, or each is long enough for a call of its own."""
     stage_of.cache_clear()  # stages keep their calls
     if request.param == "alone":
-        monkeypatch.setattr(tile_pieces, "_BATCHED_BYTES", 0)
+        monkeypatch.setattr(tiled_attention, "_BATCHED_BYTES", 0)
     yield
     stage_of.cache_clear()
 
@@ -82,14 +82,14 @@ def test_each_document_is_as_if_alone(kernel: KernelName, causal: bool, r: int, 
 @pytest.mark.parametrize("window", [1, 4, 6, 19, 29])
 def test_windows_within_documents(kernel: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents are longer than a tile, and their keys get gradients from several."""
-    monkeypatch.setattr(tile_pieces, "window_tile", lambda window: min(window, 5))
-    tile_pieces._whole_band.cache_clear()
+    monkeypatch.setattr(tiled_attention, "window_tile", lambda window: min(window, 5))
+    tiled_attention._whole_band.cache_clear()
     monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", kernel == "sdpa")
     qkv, q, k, v = inputs(30, 6, 2)
     grad, mask = randn(*q.shape, seed=1), AttentionMask(documents=DOCUMENTS, window=window)
     want = result(qkv, alone(q, k, v, DOCUMENTS, True, window), grad)
     got = core_attention(q, k, v, mask, kernel="reference" if kernel == "reference" else "sdpa")
-    tile_pieces._whole_band.cache_clear()
+    tiled_attention._whole_band.cache_clear()
     assert_law(result(qkv, got, grad), want, FP64)
 
 
@@ -236,8 +236,8 @@ def test_short_documents_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    plain: Callable[..., Any] = tile_pieces.CPUFlash.attend
-    monkeypatch.setattr(tile_pieces.CPUFlash, "attend", lambda *args: calls.append(1) or plain(*args))
+    plain: Callable[..., Any] = tiled_attention.CPUFlash.attend
+    monkeypatch.setattr(tiled_attention.CPUFlash, "attend", lambda *args: calls.append(1) or plain(*args))
     return calls
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.attention import AttentionMask
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.parallel.forward_context import unit_boundary
 from megatron_sp.parallel.recompute import recompute
 

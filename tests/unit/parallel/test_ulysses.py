@@ -14,7 +14,7 @@ from support.errors import FP64, assert_law
 from support.op_checks import Inputs, PoisonedSink, gradients, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.lse_kernels import KeptTensors
+from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.attention_block import attention_block
 from megatron_sp.parallel.heads import Share, plan_heads

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_sp.ops.flash_packages import Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import CUDNN, FlashKernel
 from megatron_sp.ops.memory import to_device
-from megatron_sp.ops.pieces import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
+from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
 
 
 class _Mask(NamedTuple):
@@ -94,7 +94,7 @@ class FlashPieces:
     kernel: FlashKernel
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """See ``pieces.PieceKernel``."""
+        """See ``partial_attention.PieceKernel``."""
         heads = q.x.shape[1:3]
         for call in _calls(stage):
             queries, keys = call.where(q, keys=False), call.where(kv, keys=True)
@@ -105,7 +105,7 @@ class FlashPieces:
             so_far.add_rows(call.pieces, queries, out.unflatten(1, heads), lse.t().unflatten(1, heads))
 
     def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
-        """See ``pieces.PieceKernel``."""
+        """See ``partial_attention.PieceKernel``."""
         heads = inputs.q.x.shape[1:3]
         for call in _calls(stage):
             queries, keys = call.where(inputs.q, keys=False), call.where(kv, keys=True)
@@ -135,14 +135,14 @@ class DensePieces:
     groups: bool
 
     def forward(self, stage: Stage, q: Rows, kv: Rows, so_far: PartialPart, row_keys: Rows | None) -> None:
-        """See ``pieces.PieceKernel``."""
+        """See ``partial_attention.PieceKernel``."""
         for piece in stage.pieces:
             queries, of_keys = q.of_piece(piece, keys=False), kv.x[kv.of_piece(piece, keys=True)]
             out, lse = self._kernel(piece).forward(q.x[queries], of_keys[:, :, :1], of_keys[:, :, 1:])
             so_far.add_rows((piece,), queries, out, lse.permute(2, 0, 1))
 
     def backward(self, stage: Stage, inputs: BackwardInputs, kv: Rows, d_q: Rows, d_kv: Rows, row_keys: Rows | None) -> None:
-        """See ``pieces.PieceKernel``."""
+        """See ``partial_attention.PieceKernel``."""
         for piece in stage.pieces:
             queries, keys = inputs.q.of_piece(piece, keys=False), kv.of_piece(piece, keys=True)
             q, out, lse, d_out = (rows.x[queries] for rows in inputs)

@@ -8,7 +8,7 @@ Softmax over keys A and B is the mean of those over A and over B, weighted by th
 where backward needs the *final* out and s, and no merge: each piece adds its share. Sums are kept in fp32 (fp64 for fp64).
 
 A ``Stage`` is all pieces of some queries against the keys of one rank, and a kernel is handed it whole: those of
-``tile_pieces.py`` (torch's on the CPU, and the plain reference) and of ``gpu_pieces.py``.
+``tiled_attention.py`` (torch's on the CPU, and the plain reference) and of ``gpu_partial_attention.py``.
 
 Sources: the merge is FlashAttention's (arXiv:2205.14135) between blocks, and Ring Attention's (arXiv:2310.01889) between ranks.
 """
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.attention_kernels import empty_gradients
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.lse_kernels import empty_gradients
 from megatron_sp.ops.memory import empty
 
 Kind = Literal["full", "diagonal", "band"]

@@ -12,9 +12,9 @@ from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask, torch_has_varlen
 from megatron_sp.ops.flash_packages import FLASH_NAMES
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash, takes_cudnn
-from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces
-from megatron_sp.ops.pieces import Columns, Part, Partial, PieceKernel, Rows, Stage, attend, attend_backward
-from megatron_sp.ops.tile_pieces import CPUFlash, Reference
+from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces
+from megatron_sp.ops.partial_attention import Columns, Part, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 
 
 def piece_kernel(name: str, x: Tensor, dropout: float = 0.0) -> PieceKernel:

@@ -8,10 +8,10 @@ from support.op_checks import randn
 from torch import Tensor
 
 from megatron_sp.ops.gpu_kernels import TorchFlash
-from megatron_sp.ops.gpu_pieces import FlashPieces
-from megatron_sp.ops.piece_choice import piece_kernel
-from megatron_sp.ops.pieces import Columns, Partial, PieceKernel, Rows, Stage, attend, attend_backward
-from megatron_sp.ops.tile_pieces import CPUFlash
+from megatron_sp.ops.gpu_partial_attention import FlashPieces
+from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, Stage, attend, attend_backward
+from megatron_sp.ops.partial_attention_choice import piece_kernel
+from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
 pytestmark = pytest.mark.gpu

@@ -159,7 +159,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 @dataclass(frozen=True)
 class DenseCPU:
-    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are pieces (``tile_pieces.py``).
+    """torch's fused CPU kernel on all pairs, or on those of a causal mask; other masks are pieces (``tiled_attention.py``).
 
     It is called directly instead of through scaled_dot_product_attention to save its output only once.
     SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here

@@ -12,12 +12,11 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import in_blocks, pairs_of, randn
 from torch import Tensor
 
-from megatron_sp.ops import availability, piece_choice, tile_pieces
+from megatron_sp.ops import availability, partial_attention_choice, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.gpu_kernels import CUDNN, PackageFlash, TorchFlash
-from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces
-from megatron_sp.ops.piece_choice import piece_kernel
-from megatron_sp.ops.pieces import (
+from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces
+from megatron_sp.ops.partial_attention import (
     Columns,
     Part,
     Partial,
@@ -33,7 +32,8 @@ from megatron_sp.ops.pieces import (
     merge_,
     wide_dtype,
 )
-from megatron_sp.ops.tile_pieces import CPUFlash, Reference, batches_of, tiles_of
+from megatron_sp.ops.partial_attention_choice import piece_kernel
+from megatron_sp.ops.tiled_attention import CPUFlash, Reference, batches_of, tiles_of
 
 __all__ = ["in_blocks"]
 D = 4
@@ -44,7 +44,7 @@ KERNELS: list[PieceKernel] = [CPUFlash(), Reference()]
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles go in batches, or each is large enough for a call of its own."""
     if request.param == "alone":
-        monkeypatch.setattr(tile_pieces, "_BATCHED_BYTES", 0)
+        monkeypatch.setattr(tiled_attention, "_BATCHED_BYTES", 0)
 
 
 def dense(q: Tensor, kv: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,13 +361,13 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "GPU", "meta")
     with pytest.raises(ValueError, match="no kernel for context parallelism on meta takes float32 and heads 1 wide"):
         piece_kernel("sdpa", x.to("meta"))
-    monkeypatch.setattr(piece_choice, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(partial_attention_choice, "torch_has_varlen", lambda x: x.dtype == torch.bfloat16)
     x = x.to("meta", torch.bfloat16)
     assert piece_kernel("flash3", x) == FlashPieces(PackageFlash("flash3"))
     for takes in (CUDNN(True, True), CUDNN(True, False)):
-        monkeypatch.setattr(piece_choice, "takes_cudnn", lambda *_, takes=takes: takes)
+        monkeypatch.setattr(partial_attention_choice, "takes_cudnn", lambda *_, takes=takes: takes)
         assert piece_kernel("cudnn", x) == DensePieces(takes.groups)
-    monkeypatch.setattr(piece_choice, "takes_cudnn", lambda *_: None)
+    monkeypatch.setattr(partial_attention_choice, "takes_cudnn", lambda *_: None)
     for name in ("sdpa", "cudnn"):
         kernel = piece_kernel(name, x)
         assert isinstance(kernel, FlashPieces) and isinstance(kernel.kernel, TorchFlash)

@@ -5,8 +5,8 @@
 A band (a sliding window that cuts through a piece) is cut into tiles of queries with the keys that they reach, so that no
 mask is as large as a long piece; anything else is one tile. Tiles of one shape, whose calls would cost more than their
 work, are copied side by side, diagonals of about the same length right-padded to the longest: causal attention never sees
-later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0, which would
-win over real rows.
+later positions, and their gradient is zero. No tile has a query without keys: torch's CPU kernel gives such a row lse = 0,
+which would win over real rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.attention_kernels import Gradients, empty_gradients
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.lse_kernels import Gradients, empty_gradients
 from megatron_sp.ops.memory import blocks, empty, to_device
-from megatron_sp.ops.pieces import BackwardInputs, Kind, PartialPart, Piece, Rows, Run, Stage, wide_dtype, zero_outside
+from megatron_sp.ops.partial_attention import (
+    BackwardInputs,
+    Kind,
+    PartialPart,
+    Piece,
+    Rows,
+    Run,
+    Stage,
+    wide_dtype,
+    zero_outside,
+)
 from megatron_sp.utils.numbers import round_up, window_tile
 
 _BATCHED_BYTES = 1 << 15  # of a tile's queries: above this size a separate call costs less than the copies

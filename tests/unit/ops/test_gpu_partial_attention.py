@@ -12,16 +12,16 @@ import torch
 from support.errors import FP64, assert_law
 from support.flash_stand_in import FLASH2, FLASH3, FLASH4, Install, install_flash
 from support.op_checks import randn
-from test_lse_kernels import UNDER_FLASH2, UNDER_FLASH4, torchs
+from test_attention_kernels import UNDER_FLASH2, UNDER_FLASH4, torchs
 from torch import Tensor
 
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.flash_packages import FLASH_NAMES, Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import PackageFlash, TorchFlash
-from megatron_sp.ops.gpu_pieces import DensePieces, FlashPieces, calls_of
-from megatron_sp.ops.piece_choice import example_in_pieces
-from megatron_sp.ops.pieces import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
-from megatron_sp.ops.tile_pieces import CPUFlash
+from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, calls_of
+from megatron_sp.ops.partial_attention import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
+from megatron_sp.ops.partial_attention_choice import example_in_pieces
+from megatron_sp.ops.tiled_attention import CPUFlash
 from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
 
 __all__ = ["install_flash", "torchs"]
