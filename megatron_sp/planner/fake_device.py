@@ -355,11 +355,11 @@ def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1
 
 def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
     """Replace what a dispatch mode does not see."""
-    from megatron_sp.ops import expert_mlp, gpu_kernels, memory, tile_pieces
+    from megatron_sp.ops import expert_mlp, gpu_kernels, memory, tiled_attention
     from megatron_sp.ops.kernels import launch
 
     # what another run, or this one, has kept of its device
-    for kept in (gpu_kernels.lengths_of, tile_pieces._whole_band, expert_mlp.runs_grouped):
+    for kept in (gpu_kernels.lengths_of, tiled_attention._whole_band, expert_mlp.runs_grouped):
         kept.cache_clear()
         undo.callback(kept.cache_clear)
     put(undo, torch.Tensor, "device", property(device.where))

@@ -23,7 +23,7 @@ from memory import Layout
 
 from megatron_sp.config.schema import BatchConfig, Config, DataConfig, KernelConfig, ModelConfig, PrecisionConfig
 from megatron_sp.estimate.workload import workload_of
-from megatron_sp.ops import routing, tile_pieces
+from megatron_sp.ops import routing, tiled_attention
 from megatron_sp.planner import fake_run
 
 TOLERANCE = 0.002  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
@@ -66,7 +66,7 @@ def compare(cases: list[Layout], want: list[list[dict[str, float]]], evenly: boo
     for case, of_ranks in zip(cases, want, strict=True):
         mine, wrong = of_ranks[dist.get_rank()], {}
         for _ in range(3):
-            tile_pieces._whole_band.cache_clear()
+            tiled_attention._whole_band.cache_clear()
             got = memory.measure(case, forms.SHAPE, forms.BATCH)
             wrong = {name: (got[name], mine[name]) for name in mine if abs(got[name] / mine[name] - 1) > TOLERANCE}
             bad = torch.tensor(len(wrong))
