@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
-from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
-from megatron_sp.data.document_ends import Stretch, check_document_ends
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions, MockGPTDataset, PackedDataset
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
@@ -22,6 +20,7 @@ from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron_sp.config.split_groups import SplitGroup
+    from megatron_sp.data.blend import Blend
 
 SPLITS = ("train", "valid", "test")
 _CACHE_FOLDER = "index-cache"
@@ -104,7 +103,7 @@ def build_datasets(
     """
     options = GPTOptions(seq_length, seed, data.eod_mask_loss)
     repeated: dict[str, list[str]] = {}
-    stretches: dict[tuple[str, tuple[int, int]], Stretch] = {}
+    stretches: dict[tuple[str, tuple[int, int]], tuple[IndexedDataset, tuple[int, int], str]] = {}
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
         own = replace(options, seed=_seed_of(seed, turn))
@@ -115,14 +114,14 @@ def build_datasets(
         at_once = None if evaluation is None or num is None else -(-num * evaluation.num_samples // of_split)
         if (words := dataset.repetition(at_once, None if evaluation is None else evaluation.num_iters)) is not None:
             repeated.setdefault(name, []).append(words)
-        stretches.setdefault((indexed.prefix, bounds), Stretch(indexed, bounds, name))
+        stretches.setdefault((indexed.prefix, bounds), (indexed, bounds, name))
         return dataset
 
     def mock(name: str, num: int) -> RowDataset:
         return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     splits = _build(data, num_samples, mock, len, from_file)
-    notes, warnings = _check_ends(data, tokenizer, list(stretches.values()))
+    notes, warnings = _check_ends(data, tokenizer, stretches.values())
     splits = [[(name, _packed(dataset, data, tokenizer)) for name, dataset in sets] for sets in splits]
     for name, (first, *others) in repeated.items():
         words = first + (f" (the blend repeats {len(others) + 1} of its data sets)" if others else "")
@@ -171,7 +170,9 @@ def build_bert_datasets(
     return _gathered(splits, notes=tuple(dict.fromkeys(notes)))
 
 
-def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]) -> tuple[list[str], list[str]]:
+def _check_ends(
+    data: DataConfig, tokenizer: Tokenizer, stretches: Iterable[tuple[IndexedDataset, tuple[int, int], str]]
+) -> tuple[list[str], list[str]]:
     flags = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
     spelled = [f"--{name.replace('_', '-')}" for name in flags]
     if flags and tokenizer.eod is None:
@@ -179,7 +180,11 @@ def _check_ends(data: DataConfig, tokenizer: Tokenizer, stretches: list[Stretch]
             f"{' and '.join(spelled)}: needs a token that ends documents, and this tokenizer has none: use another tokenizer, or leave it"
             " out"
         )
-    return check_document_ends(stretches, tokenizer.eod, spelled) if flags else ([], [])
+    if not flags:
+        return [], []
+    from megatron_sp.data.document_ends import Stretch, check_document_ends
+
+    return check_document_ends([Stretch(*stretch) for stretch in stretches], tokenizer.eod, spelled)
 
 
 def _packed(dataset: RowDataset, data: DataConfig, tokenizer: Tokenizer) -> RowDataset:
@@ -246,6 +251,8 @@ class _Builder:
         if self.data.multiple_validation_sets and name != "train" and not self.data.data_path:
             wanted = self._wanted(split, num_samples)
             return [(set_name, self._single(prefix, split, wanted)) for set_name, prefix in zip(_names(paths), paths, strict=True)]
+        from megatron_sp.data.blend import normalized, parse_blend, samples_per_set
+
         blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
         if len(blend.prefixes) > 1:
             return [("", self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples))]
@@ -265,6 +272,8 @@ class _Builder:
         # a blend of parts of data sets; one alone asks for no surplus
         if len(group.prefixes) == 1:
             return self._single(group.prefixes[0], split, self._wanted(split, num_samples), share=group.ranges[0])
+        from megatron_sp.data.blend import Blend
+
         blend = Blend(group.prefixes, group.weights)
         return self._by_weight(blend, split, num_samples, group.ranges)
 
@@ -286,6 +295,8 @@ class _Builder:
     def _by_weight(
         self, blend: Blend, split: int, num_samples: int, shares: Sequence[tuple[float, float] | None] = ()
     ) -> BlendedDataset:  # fmt: skip
+        from megatron_sp.data.blend import blending_weights, normalized, samples_per_set
+
         assert blend.weights is not None
         wanted = samples_per_set(normalized(blend.weights), num_samples)
         parts = zip(blend.prefixes, wanted, shares or [None] * len(wanted), strict=True)
@@ -297,6 +308,8 @@ class _Builder:
 
         Megatron-core has only the first one and ends training there.
         """
+        from megatron_sp.data.blend import normalized
+
         passes: list[BlendedDataset] = []
         once = self._is_read_once(split)
         while not passes or (num_samples > 0 and not once):
@@ -311,6 +324,8 @@ class _Builder:
         return BlendedDataset(datasets, weights, sets, samples)
 
     def _blending_indices(self, weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+        from megatron_sp.data.blend import build_blending_indices
+
         arrays = cached_arrays(
             self.data.data_cache_path,
             f"blend-{hash_of(kind='blend-1', weights=weights.tolist(), num_samples=num_samples)[:24]}",

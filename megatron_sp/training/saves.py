@@ -14,7 +14,6 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.checkpointer import SaveReport
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import background_group
@@ -24,6 +23,7 @@ from megatron_sp.training.save_interval import SaveInterval
 from megatron_sp.utils.format import format_bytes
 
 if TYPE_CHECKING:
+    from megatron_sp.checkpoint.background import BackgroundSaves
     from megatron_sp.training.run import Run
 
 _PATIENCE_S = 2.0  # for a commit that is almost complete when a peer is lost
@@ -61,6 +61,8 @@ class Saves:
     def _reserve(self) -> BackgroundSaves | None:
         run, config, world_size = self._run, self._context.config, self._context.launch.world_size
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        from megatron_sp.checkpoint.background import BackgroundSaves
+
         background = BackgroundSaves(run.checkpointer, background_group(world_size, timeout))
         available = run.memory_estimate.spare_host_bytes(copy_bytes(config, world_size))
         problem = background.reserve(self._tensors(), available)
