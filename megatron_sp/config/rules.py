@@ -72,7 +72,8 @@ def normalize(config: Config) -> Config:
 
 
 # The rules of a feature are imported where a field with one of these words in its name has not its default.
-_PIPELINE, _CONTEXT, _EXPERTS = ("pipeline",), ("cp_", "context_parallel", "delay_wgrad"), ("moe_", "num_experts", "expert")
+_PIPELINE, _CONTEXT = ("pipeline",), ("cp_", "context_parallel", "delay_wgrad")
+_EXPERTS = ("moe_", "expert")
 _LAYOUT = ("_parallel_size", "sp_", "split_qkv", "zero")
 
 
@@ -206,7 +207,7 @@ def _range_texts(config: Config) -> list[str]:
 
 
 def out_of_range(config: Config) -> dict[tuple[str, str], list[str]]:
-    """Return what is wrong with single fields, by (group, name): too small or large values, unusable texts and paths."""
+    """Return what is wrong with single fields, by (group, name): values out of range, unusable texts and paths."""
     found: dict[tuple[str, str], list[str]] = {}
     for group, cls in GROUPS.items():
         for name, kind in field_kinds(cls).items():
@@ -250,9 +251,9 @@ def _unusable_text(flag: str, text: str, is_path: bool) -> str | None:
 
 def _checkpoint(config: Config) -> Iterator[str]:
     ckpt = config.checkpoint
-    source = ckpt.load or ckpt.auto_resume
+    source, is_auto = ckpt.load or ckpt.auto_resume, ckpt.save_interval == "auto"
     needs = (
-        ("--mean-time-between-failures-hours", ckpt.mean_time_between_failures_hours, "--save-interval auto", ckpt.save_interval == "auto"),
+        ("--mean-time-between-failures-hours", ckpt.mean_time_between_failures_hours, "--save-interval auto", is_auto),
         ("--auto-resume", ckpt.auto_resume, "--save DIR", ckpt.save),
         ("--ckpt-step", ckpt.ckpt_step is not None, "--load DIR or --auto-resume", source),
         ("--resume-fallback", ckpt.resume_fallback, "--load DIR or --auto-resume", source),
@@ -282,10 +283,11 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
             " --context-parallel-size N, --tensor-model-parallel-size N or --pipeline-model-parallel-size N, or"
             " leave it out"
         )
+    measures = "--report-overlap measures training steps"
     if log.report_overlap is not None and config.batch.skip_train:
-        yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"
+        yield f"{measures}, and --skip-train takes none: give one of them"
     if log.report_overlap is not None and parallel.verify_parallelism:
-        yield "--report-overlap measures training steps, and --verify-parallelism compares one step and ends: give one of them"
+        yield f"{measures}, and --verify-parallelism compares one step and ends: give one of them"
     if log.peak_tflops is None or log.peak_tflops in PEAK_TFLOPS:
         return
     try:

@@ -119,7 +119,8 @@ def _configure(line: CommandLine, world_size: int | None, family: str | None) ->
     config = draft.config
     if family is not None and config.model.model_family != family:
         other = config.model.model_family
-        draft.problems.append(f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py")
+        says = f"--model-family says {other}: use pretrain_{other}.py"
+        draft.problems.append(f"this program trains {family.upper()}, and {says}")
         config.model.model_family = "bert" if family == "bert" else "gpt"
     raise_all(draft.problems + (_broken_rules(draft, line, world_size) if line.has_all_settings else []))
     return normalize(config)
@@ -178,9 +179,8 @@ def scan(argv: Sequence[str]) -> CommandLine:
         del rest[: 0 if equals else len(words)]
         _note(line, Setting(name, words, spelling))
     if line.world_size is not None and line.dry_run is None:
-        line.problems.append(
-            "--world-size is for --dry-run: a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
-        )
+        started = "a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
+        line.problems.append(f"--world-size is for --dry-run: {started}")
     return line
 
 
@@ -206,7 +206,8 @@ def _note(line: CommandLine, setting: Setting) -> None:
         try:
             line.world_size = FieldKind("int").parse(setting.words)
             if line.world_size < 1:
-                line.problems.append(f"--world-size ({line.world_size}) must be at least 1: it is the number of processes")
+                rule = "must be at least 1: it is the number of processes"
+                line.problems.append(f"--world-size ({line.world_size}) {rule}")
                 line.world_size_is_open = True
         except ValueError as error:
             line.problems.append(f"--world-size: {error}")

@@ -99,7 +99,14 @@ class Reader:
         return None
 
     def claim(
-        self, target: str, place: str, value: Any, *, needs: tuple[str, Any] | None = None, means: str = "", shown: Any = None
+        self,
+        target: str,
+        place: str,
+        value: Any,
+        *,
+        needs: tuple[str, Any] | None = None,
+        means: str = "",
+        shown: Any = None,
     ) -> None:
         """Record ``value`` for our field ``target``, or a problem if its type or range is wrong."""
         group, _, name = target.partition(".")

@@ -95,7 +95,6 @@ def _one_window(text: str) -> str:
         return text
     before, behind = int(pair[1]), int(pair[2])
     if before < 0 or behind != 0:
-        raise ValueError(
-            f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': no token sees later ones; leave this out to see all earlier ones"
-        )
+        rule = "no token sees later ones; leave this out to see all earlier ones"
+        raise ValueError(f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': {rule}")
     return str(before + 1)

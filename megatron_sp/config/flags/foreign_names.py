@@ -90,7 +90,9 @@ REWRITTEN_VALUES: dict[str, dict[str, tuple[Rewrite, ...]]] = {
     },
     "cuda-graph-impl": {
         "none": (Rewrite((("cuda-graphs", "off"),), weak=True),),
-        **dict.fromkeys(("local", "transformer_engine", "full_iteration"), (Rewrite((("cuda-graphs", "auto"),), weak=True),)),
+        "local": (Rewrite((("cuda-graphs", "auto"),), weak=True),),
+        "transformer_engine": (Rewrite((("cuda-graphs", "auto"),), weak=True),),
+        "full_iteration": (Rewrite((("cuda-graphs", "auto"),), weak=True),),
     },
     "attention-head-type": {"multiquery": (Rewrite((("num-query-groups", "1"),)),)},  # BigCode's fork
     "glu-activation": {  # BigScience's fork, whose GELU is exact there; arguments.py knows its width
@@ -113,7 +115,8 @@ VALUE_SPELLINGS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Values that other projects spell differently, by flag."""
 
-GROUP_FILES = {f"{part}-weighted-split-paths-path": f"{part}-weighted-split-paths" for part in ("train", "valid", "test")}
+_PARTS = ("train", "valid", "test")
+GROUP_FILES = {f"{part}-weighted-split-paths-path": f"{part}-weighted-split-paths" for part in _PARTS}
 """Files with what another flag takes from the command line, by that flag."""
 
 
@@ -240,7 +243,7 @@ def meant_by(name: str) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Return up to three of ``names`` that ``name`` is a beginning of, then similar ones; fields of ours are preferred."""
+    """Return up to three of ``names`` that begin with ``name``, then similar ones; fields of ours are preferred."""
     names = list(names)
     begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
