@@ -293,7 +293,8 @@ def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     if tp.size == 1 and residual is None:
         return projected(a, weight, bias)
     if tp.size == 1 and residual is not None and not a.is_cuda and is_small_result(a, weight.shape[0]):
-        return F.linear(a, weight, bias) + residual  # no view, as which FSDP2 would warn of it
+        y = F.linear(a, weight, bias).add_(residual)
+        return torch.ops.aten._unsafe_view.default(y, y.shape)  # a view to no one: FSDP2 warns of results that are views
     if tp.size == 1 and residual is not None:  # nothing stands between the GEMM and what is added to it
         y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
         multiply(rows_of(a), weight, bias, rows_of(residual), out=rows_of(y))
