@@ -179,7 +179,15 @@ def mutants_of(file: str, conditions: bool = False) -> list[Mutant]:
     counts: dict[tuple[str, str], int] = {}
 
     def visit(node: ast.AST, function: str) -> None:
-        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments, ast.AnnAssign)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for statement in node.body:
+                visit(statement, f"{function}.{node.name}" if function else node.name)
+            return
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)):
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                visit(node.value, function)
             return
         if isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body):
             return  # a check of an argument
@@ -197,12 +205,7 @@ def mutants_of(file: str, conditions: bool = False) -> list[Mutant]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             node = node.value  # dropped as a statement
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                named = f"{function}.{child.name}" if function else child.name
-                for statement in child.body:
-                    visit(statement, named)
-            else:
-                visit(child, function)
+            visit(child, function)
 
     visit(ast.parse(source), "")
     return found

@@ -40,6 +40,12 @@ def test_checks_and_messages_are_left_alone() -> None:
     assert mutated == []
 
 
+def test_a_mutant_is_named_by_its_method() -> None:
+    names = [m.name for m in mutants.mutants_of("parallel/ulysses.py")]
+    assert any(name.startswith("parallel/ulysses.py::HeadsPass.") for name in names)
+    assert not any(name.startswith("parallel/ulysses.py::HeadsPass ") for name in names)
+
+
 @pytest.mark.parametrize("suite", mutants.SUITES)
 def test_suites_fit_the_repository(suite: str) -> None:
     files, tests = mutants.SUITES[suite]
