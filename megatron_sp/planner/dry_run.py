@@ -192,19 +192,17 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     settled, overlap = settle_overlap(config, machine_for(world_size)) if device == "cuda" else (config, "")
     workload = workload_of(settled, world_size, device)
     form = largest_form(workload)
-    memory, launches = _memory(settled, world_size, device)
+    memory, launches, why_not = _memory(settled, world_size, device)
     return RunPlan(
         config, world_size, device, count_parameters(config.model), count_active_parameters(config.model), form.zero.num_params,
-        form.zero.kept_params, form.shape.num_micro_batches,
-        memory, traffic_plan(workload),
+        form.zero.kept_params, form.shape.num_micro_batches, memory, traffic_plan(workload),
         find_suggestions(settled, world_size, device), copy_bytes(config, world_size),
-        tuple(filter(None, (*config.remarks, *notes, choice, _refused_here(config, world_size, device)))), overlap,
-        launches,
+        tuple(filter(None, (*config.remarks, *notes, choice, why_not, _refused_here(config, world_size, device)))), overlap, launches,
     )  # fmt: skip
 
 
-def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan, int]:
-    """Return the memory of the rank that holds most, and how many operators and kernels a step launches; 0: not known.
+def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan, int, str]:
+    """Return the memory of the rank that holds most, how many operators and kernels a step launches (0: not known), and a note.
 
     Attention in pieces (cp) is thousands of small operators, and a pipeline many passes on several unlike ranks: their runs
     take longer than one waits for a dry run, and the closed form gives the same bytes. So do absurd sizes.
@@ -212,11 +210,16 @@ def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan
     parallel, tokens = config.parallel, config.batch.micro_batch_size * (config.model.seq_length or 0)
     is_long = tokens > _MOST_TOKENS or world_size > _MOST_RANKS
     if is_long or parallel.context_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1:
-        return plan_of(config, world_size, device), 0
+        return plan_of(config, world_size, device), 0, ""
     from megatron_sp.planner.fake_run import predict  # torch takes a second
 
-    found = predict(config, world_size, device)
-    return with_saves(found.memory, config, world_size, device), found.launches
+    try:
+        found = predict(config, world_size, device)
+    except (NotImplementedError, RuntimeError) as error:  # an operator of some torch that does without contents in another way
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        why_not = f"memory is that of the closed form: a step cannot be tried on tensors without contents ({reason[:160]})"
+        return plan_of(config, world_size, device), 0, why_not
+    return with_saves(found.memory, config, world_size, device), found.launches, ""
 
 
 def _refused_here(config: Config, world_size: int, device: Device) -> str:

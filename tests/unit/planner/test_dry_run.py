@@ -115,6 +115,18 @@ def test_it_says_what_its_host_would_refuse(capsys: pytest.CaptureFixture[str], 
         assert refused not in says(capsys, "--dry-run", *more)
 
 
+def test_where_a_step_cannot_be_tried_the_form_answers_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise NotImplementedError("aten::new_operator has no kernel for Meta\nand more")
+
+    monkeypatch.setattr("megatron_sp.planner.fake_run.predict", fails)
+    text = says(capsys, "--dry-run")
+    assert "without contents (aten::new_operator has no kernel for Meta)" in text
+    assert "peak: " in text and "launches of a rank" not in text
+
+
 def test_the_page_shows_what_its_command_prints() -> None:
     page = (ROOT / "docs/how-to/dry_run.md").read_text()
     command = next(b for b in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL) if "--dry-run" in b)
