@@ -215,7 +215,7 @@ def _memory(config: Config, world_size: int, device: Device) -> tuple[MemoryPlan
 
     try:
         found = predict(config, world_size, device)
-    except (NotImplementedError, RuntimeError) as error:  # an operator of some torch that does without contents in another way
+    except (RuntimeError, TypeError) as error:  # an operator of some torch that does without contents in another way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         why_not = f"memory is that of the closed form: a step cannot be tried on tensors without contents ({reason[:160]})"
         return plan_of(config, world_size, device), 0, why_not
