@@ -210,7 +210,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
     assert torch.isfinite(decoder.step([1, 1])).all() and decoder.lengths == [2, 4]
 
 
-VIEWS = ("alias", "detach", "empty", "expand", "permute", "select", "slice", "split_with_sizes", "t", "unsqueeze", "view")
+VIEWS = ("_unsafe_view", "alias", "detach", "empty", "expand", "permute", "select", "slice", "split_with_sizes", "t", "unsqueeze", "view")
 
 
 def num_launches(layers: int, name: str) -> int:
