@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import random
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# a forked child must not collect the parent's garbage: a process group in it waits for threads that only the parent has
+os.register_at_fork(after_in_child=gc.freeze)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored in every child, which some of them are about
 torch.set_num_threads(1)
 torch.testing.assert_close(torch.ones(1), torch.ones(1))
 _leaf = torch.ones(1, requires_grad=True)
 torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is half a second of every rank
+
+
+TIMER = pytest.StashKey[threading.Timer]()
+KILLED = pytest.StashKey[list[int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +42,31 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     assert not left, f"{item.nodeid} leaves {' and '.join(left)}"
+    killed = item.stash.get(KILLED, [])
+    assert not killed, f"{item.nodeid} hung; the processes {killed} below it were killed"
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """What a hanging test has started is killed before pytest-timeout ends the worker: its pipes would hide that from pytest-xdist."""
+    item.stash[KILLED] = []
+    item.stash[TIMER] = threading.Timer(0.95 * settings.timeout, _kill_descendants, (os.getpid(), item.stash[KILLED]))
+    item.stash[TIMER].start()
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    item.stash[TIMER].cancel()
+
+
+def _kill_descendants(pid: int, killed: list[int]) -> None:
+    """Kill all processes below ``pid`` (on Linux), and enter their ids."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            killed.append(child)
+            _kill_descendants(child, killed)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 def pytest_collection_finish() -> None:
