@@ -1,9 +1,9 @@
 # style: reformat; checks: everything but the tests; test: checks and tests; test-all: with the tests that are
-# too many for every run (20 minutes); test-full: every layout with everything (hours);
+# too many for every run;
 # test-oldest: what computes, on the oldest torch; test-gpu: those that need a GPU; mutants: break a sample of the parallel code's operations and see that tests turn red (hours); docs: generated pages;
 # docs-site: the documentation as a site in build/site, which opens from the folder
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-all test-full test-oldest test-gpu mutants docs docs-site
+.PHONY: env style checks test test-all test-oldest test-gpu mutants docs docs-site
 
 env:
 	bash scripts/setup_env.sh dev
@@ -19,10 +19,7 @@ test:
 	bash scripts/test.sh
 
 test-all:
-	bash scripts/test.sh -m "not full"
-
-test-full: env
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_step_parity_grid.py
+	bash scripts/test.sh -m "long or not long"
 
 test-oldest:
 	bash scripts/test_oldest_torch.sh

@@ -1,16 +1,14 @@
-"""--delay-wgrad: the same bits, with the gradients of the MLP's weights computed while attention's last exchange is under way."""
+"""Gradients of weights that are computed later: during attention's last exchange (--delay-wgrad), or where a pipeline puts them."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
-from support.layouts import Case, Sharded, alone, by_axes, run_cases
+from support.layouts import Case, Sharded, alone
 from support.ranks import run_ranks
 from torch import nn
 
@@ -20,48 +18,8 @@ from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel.exchange_group import ExchangeGroup
 
-LLAMA = {
-    "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
-    "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
-}  # fmt: skip
-FULL, DROP = {"recompute_granularity": "full"}, {"hidden_dropout": 0.2}
-SIX, EIGHT_HEADS = {"num_layers": 6}, {"num_attention_heads": 8}
-POST, PARALLEL = {"norm_placement": "post"}, {"use_parallel_residual": True}
+FULL, EIGHT_HEADS = {"recompute_granularity": "full"}, {"num_attention_heads": 8}
 CHUNKED = {"sp": 2, "mode": "chunked", "delay": True}
-CASES = [
-    Case(sp=2, mode="split-qkv", delay=True, steps=2), Case(sp=2, delay=True, overlap=False),
-    *(Case(**CHUNKED, zero=zero, micro_batches=2, model=LLAMA, kernels=FULL, steps=2) for zero in (0, 2, 3)),
-    Case(**CHUNKED, model=PARALLEL | DROP), Case(**CHUNKED, bert=True, model=POST | DROP),
-    *(Case(**CHUNKED, kernels=kernels) for kernels in ({"mlp_chunks": 3}, {"offload_activations": True}, {"recompute_qkv": True})),
-    *(Case(tp=2, tp_seq=seq, **CHUNKED, model=EIGHT_HEADS, micro_batches=2, zero=1) for seq in (False, True)),
-    Case(cp=2, delay=True, steps=2), Case(cp=2, delay=True, model=LLAMA, packed=True, zero=3, micro_batches=2, kernels=FULL),
-    Case(cp=3, delay=True, seq=7, kernels={"mlp_chunks": 2}), Case(cp=2, tp=2, tp_seq=True, delay=True),
-    Case(cp=2, **CHUNKED, model=EIGHT_HEADS, micro_batches=2),
-    *(Case(pp=2, **CHUNKED, schedule=kind, micro_batches=3, zero=zero, model=SIX) for kind, zero in (("interleaved", 2), ("zb1p", 2))),
-    Case(pp=2, **CHUNKED, schedule="slices", slices=2, micro_batches=2, model=SIX, zero=2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("cases", by_axes(CASES))
-def test_layouts_have_the_gradients_of_one_process(cases: list[Case], tmp_path: Path) -> None:
-    run_cases(cases, tmp_path)
-
-
-def _bits(cases: list[Case]) -> None:
-    for case in cases:
-        found = []
-        for delay in (True, False):
-            sharded = Sharded(replace(case, delay=delay), alone(case).whole)
-            loss = sharded.step()
-            found.append({n: hashlib.sha256(g.numpy().tobytes()).hexdigest() for n, g in {"loss": loss, **sharded.grads()}.items()})
-        assert found[0] == found[1], f"{case}: {[name for name in found[0] if found[0][name] != found[1][name]]}"
-
-
-@pytest.mark.parametrize("cases", by_axes([case for case in CASES if case.world == 2]))
-def test_it_changes_no_bit(cases: list[Case], tmp_path: Path) -> None:
-    for case in cases:
-        alone(case)
-    run_ranks(_bits, 2, tmp_path, cases)
 
 
 class _Events:
@@ -166,3 +124,50 @@ def test_gradients_that_a_pipeline_puts_off_are_not_delayed() -> None:
     gradients.put_off(None)
     gradients.catch_up("W")
     assert written == ["W"]
+
+
+def test_units_are_complete_in_the_order_of_their_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, reduced, written = [nn.Linear(2, 2, bias=False) for _ in range(3)], list[int](), list[int]()
+    gradients = FlatGradients([FlatUnit(str(i), layer.named_parameters()) for i, layer in enumerate(layers)], SINGLE_RANK)
+    monkeypatch.setattr(gradients, "_reduce", reduced.append)
+    gradients.start_step()
+    gradients.last_micro_batch()
+    gradients.put_off("W", [0, 1, 2])
+    for index in (2, 1, 0):
+        gradients.later(layers[index].weight, lambda index=index: written.append(index))
+        gradients.unit_done(index)
+    gradients.put_off(None)
+    assert reduced == written == []
+    gradients.catch_up("W")
+    assert reduced == written == [2, 1, 0]
+
+
+def _reduced_in_time(case: Case) -> None:
+    sharded = Sharded(case, alone(case).whole)
+    reduced, late = list[str](), list[str]()
+    reduce, finish = FlatGradients._reduce, FlatGradients.finish_step
+
+    def logged_reduce(gradients: FlatGradients, index: int) -> None:
+        reduced.append(gradients.units[index].name)
+        reduce(gradients, index)
+
+    def logged_finish(gradients: FlatGradients) -> None:
+        before = len(reduced)
+        finish(gradients)
+        late.extend(reduced[before:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatGradients, "_reduce", logged_reduce)
+        patch.setattr(FlatGradients, "finish_step", logged_finish)
+        sharded.step()
+    assert [name for name in late if "layers" in name] == [], "blocks that were reduced after the step's last action"
+    blocks = [unit.name for unit in sharded.units if "layers" in unit.name]
+    assert sorted(name for name in reduced if "layers" in name) == sorted(blocks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_blocks_are_reduced_before_the_end_of_the_step(schedule: str, zero: int, tmp_path: Path) -> None:
+    case = Case(pp=2, schedule=schedule, micro_batches=3, zero=zero, model={"num_layers": 6})  # type: ignore[arg-type]
+    alone(case)
+    run_ranks(_reduced_in_time, 2, tmp_path, case)

@@ -349,3 +349,13 @@ def _mistakes() -> None:
 
 def test_the_late_network_catches_what_it_claims_to(tmp_path: Path) -> None:
     run_ranks(_mistakes, 2, tmp_path)
+
+
+@pytest.mark.parametrize("tp_seq", [False, True])
+def test_no_chunk_of_an_mlp_is_used_before_it_is_there(tp_seq: bool, tmp_path: Path) -> None:
+    run_ranks(_late_mlp, 2, tmp_path, Case(tp=2, tp_seq=tp_seq, model={"hidden_dropout": 0.2}, kernels={"mlp_chunks": 3}))
+
+
+def _late_mlp(case: Case) -> None:
+    with late_network():
+        check(case)

@@ -1,4 +1,4 @@
-"""ZeRO: every stage, over dp and sp, beside tp, gives the loss, the gradients and the weights of one process."""
+"""ZeRO: bits, messages, memory and order of its stages; test_equality_grid.py has loss, gradients and weights in every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support import tiny
 from support.errors import FP32, FP64, assert_law
 from support.late_network import late_network
-from support.layouts import Case, Sharded, alone, check_all, run_cases
+from support.layouts import Case, Sharded, alone, check_all
 from support.ranks import run_ranks
 from support.sent_bytes import Wire
 from torch import Tensor, nn
@@ -37,44 +37,12 @@ UNTIED = tiny.shape(untie_embeddings_and_output_weights=True, hidden_size=32, kv
 FULL = {"recompute_granularity": "full"}
 BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 
-GRID: dict[str, list[Case]] = {
-    "1": [Case(zero=stage, steps=2, micro_batches=2) for stage in (1, 2, 3)],
-    "dp 2": [
-        *(Case(dp=2, zero=stage, steps=3, micro_batches=m, model=DROPOUT) for stage in (1, 2, 3) for m in (1, 3)),
-        *(Case(dp=2, zero=stage, steps=2, model=LLAMA, kernels=FULL, micro_batches=2, ragged=True) for stage in (1, 2, 3)),
-        Case(dp=2, zero=3, steps=2, fetch="all_reduce", micro_batches=2),
-        Case(dp=2, zero=3, steps=2, buffers=3, micro_batches=2, kernels=BY_TWO),
-        Case(dp=2, zero=3, steps=2, buffers=4, micro_batches=2, kernels={"recompute_granularity": "selective"}),
-        Case(dp=2, zero=3, steps=2, kernels=BY_TWO, model=DROPOUT),
-        Case(dp=2, zero=3, steps=2, kernels={**FULL, "recompute_method": "block", "recompute_num_layers": 1}),
-    ],
-    "dp 3": [Case(dp=3, zero=stage, steps=2, micro_batches=2) for stage in (1, 2, 3)],
-    "dp 4": [Case(dp=4, zero=stage, steps=2, model=LLAMA) for stage in (1, 2, 3)],
-    "sp 2": [
-        *(Case(sp=2, zero=stage, steps=2, mode=mode) for stage, mode in ((1, "split-qkv"), (2, "chunked"), (3, "none"))),
-        Case(sp=2, zero=3, steps=2, mode="chunked", kernels=FULL, micro_batches=2),
-    ],
-    "tp 2": [*(Case(tp=2, zero=stage, steps=2) for stage in (1, 2, 3))],
-    "dp 2 sp 2": [Case(dp=2, sp=2, zero=stage, steps=2, ragged=True, mode="chunked") for stage in (1, 2, 3)],
-    "dp 2 tp 2": [
-        *(Case(dp=2, tp=2, zero=stage, steps=2, tp_seq=True, micro_batches=2) for stage in (1, 2, 3)),
-        Case(dp=2, tp=2, zero=3, steps=2, tp_seq=True, model={"num_query_groups": 1}),
-        Case(dp=2, tp=2, zero=3, steps=2, model={**LLAMA, "qk_layernorm": True}),
-    ],
-    "sp 2 tp 2": [Case(sp=2, tp=2, zero=stage, steps=2, tp_seq=stage != 2, mode="split-qkv") for stage in (1, 2, 3)],
-}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _load_once() -> None:
     """What torch imports at the first dispatch mode, DDP or FSDP: here, instead of in every child."""
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
-
-
-@pytest.mark.parametrize("name", GRID)
-def test_any_stage_equals_one_process(tmp_path: Path, name: str) -> None:
-    run_cases(GRID[name], tmp_path)
 
 
 def _sharded(stage: int, **case: Any) -> Sharded:

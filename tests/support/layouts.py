@@ -10,10 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -123,82 +121,6 @@ class Case:
         parts += [word for word in ("packed", "padding") if getattr(self, word)]
         parts += [f"b{self.batch}x{self.micro_batches}"] + (["ragged"] if self.ragged else []) + ([] if self.overlap else ["waits"])
         return " ".join(parts)
-
-
-AXES: dict[str, list[Any]] = {
-    "ranks": [
-        (tp, tp_seq, sp, dp)
-        for tp in (1, 2, 4) for tp_seq in (False, True) for sp in (1, 2, 3, 4) for dp in (1, 2)
-        if tp * sp * dp <= 8 and (tp > 1 or not tp_seq)
-    ],
-    "mode": ["none", "split-qkv", "chunked", "split-qkv waiting"],
-    "groups": [8, 2, 1],
-    "batch": [1, 2, 3],
-    "recompute": [None, "full", "full, attention exchange", "full, attention full", "selective", "qkv"],
-    "micro_batches": [1, 2],
-    "hidden_dropout": [0.0, 0.2],
-    "ragged": [False, True],
-    "seq": [8, 7],
-    "dtype": [torch.float64, torch.float32],
-    "positions": ["learned_absolute", "rope"],
-    "family": ["gpt", "bert", "bert, post-norm"],
-}  # fmt: skip
-"""What the grid of layouts is made of."""
-
-
-def grid_case(choice: dict[str, Any]) -> Case | None:
-    """The case of one value from each axis; None where it is another's with a mode that means nothing."""
-    (tp, tp_seq, sp, dp), mode, groups = choice["ranks"], choice["mode"], choice["groups"]
-    if sp == 1 and mode != "none":
-        return None
-    model = {
-        "num_attention_heads": 8, "kv_channels": 4, "ffn_hidden_size": 12, "hidden_dropout": choice["hidden_dropout"],
-        "norm_placement": "post" if "post" in choice["family"] else "pre", "position_embedding_type": choice["positions"],
-        "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
-    }  # fmt: skip
-    granularity, _, again = (choice["recompute"] or "").partition(", attention ")
-    kernels = {"recompute_qkv": True} if granularity == "qkv" else {"recompute_granularity": granularity} if granularity else {}
-    kernels |= {"recompute_attention": again} if again else {}
-    return Case(
-        tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
-        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=2,
-        bert="bert" in choice["family"],
-    )  # fmt: skip
-
-
-def _cost(case: Case) -> float:
-    """About how long a case takes on two cores, in any unit: collectives of eight ranks are dear."""
-    return case.world**1.6 * case.micro_batches**0.8 * (1.25 if case.kernels else 1.0)
-
-
-def pairwise_grid(seed: int = 0, tries: int = 300) -> list[Case]:
-    """Cases in which any two values of two axes that can meet do meet: of some random cases the best one for its cost, again and again."""
-    random = Random(seed)
-    names = list(AXES)
-    both = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
-    missing: dict[tuple[int, int], set[tuple[int, int]]] = {}  # pairs of values, by their numbers, of each two axes
-    for i, j in both:
-        a, b = names[i], names[j]
-        missing[i, j] = {
-            (x, y) for x, rank in enumerate(AXES[a]) for y, mode in enumerate(AXES[b])
-            if (a, b) != ("ranks", "mode") or rank[2] > 1 or mode == "none"
-        }  # fmt: skip
-    cases: list[Case] = []
-    while any(missing.values()):
-        open_ones = [(i, j, pairs) for (i, j), pairs in missing.items() if pairs]
-        best, found, most = None, [], -1.0
-        for _ in range(tries):
-            numbers = [random.randrange(len(AXES[name])) for name in names]
-            case = grid_case({name: AXES[name][number] for name, number in zip(names, numbers, strict=True)})
-            if case is not None:
-                new = [(i, j) for i, j, pairs in open_ones if (numbers[i], numbers[j]) in pairs]
-                if (worth := len(new) / _cost(case) ** 0.5) > most:
-                    best, found, most = case, [(i, j, numbers[i], numbers[j]) for i, j in new], worth
-        for i, j, x, y in found:
-            missing[i, j].discard((x, y))
-        if best is not None and found:
-            cases.append(best)
-    return cases
 
 
 def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
@@ -626,19 +548,13 @@ def check_all(cases: list[Case]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
-    """The cases as parameters of a test, those of the same axes together: one set of processes, with its groups, is enough for them.
-
-    Args:
-        long: the axes that are left out of the default run.
-    """
+def by_axes(cases: list[Case]) -> dict[str, list[Case]]:
+    """The cases of the same axes together: one set of processes, with its groups, is enough for them."""
     together: dict[str, list[Case]] = {}
     for case in cases:
-        together.setdefault(
-            f"tp{case.tp}-sp{case.sp}{f'-cp{case.cp}' if case.cp > 1 else ''}-dp{case.dp}" + (f"-pp{case.pp}" if case.pp > 1 else ""),
-            [],
-        ).append(case)
-    return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
+        context, stages = f"-cp{case.cp}" if case.cp > 1 else "", f"-pp{case.pp}" if case.pp > 1 else ""
+        together.setdefault(f"tp{case.tp}-sp{case.sp}{context}-dp{case.dp}{stages}", []).append(case)
+    return together
 
 
 def run_cases(cases: list[Case], tmp_path: Path) -> None:

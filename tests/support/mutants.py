@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
+GRID = "tests/dist/test_equality_grid.py"
 
 
 class Suite(NamedTuple):
@@ -46,17 +47,18 @@ SUITES = {
         ),
         (
             "tests/unit/parallel/test_heads.py", "tests/unit/comm/test_shard_spec.py", "tests/dist/test_collectives.py",
-            "tests/dist/test_mlp_pieces.py", "tests/dist/test_exchange.py", "tests/dist/test_step_parity.py",
+            "tests/dist/test_exchange.py",
+            *(f"{GRID}::{test}" for test in ("test_tensor_parallel", "test_ulysses", "test_mlp_in_chunks")),
         ),
     ),
     "zero": Suite(
         ("optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py", "optim/optimizer.py"),
-        ("tests/unit/optim", "tests/dist/test_zero.py", "tests/dist/test_memory_form.py"),
+        ("tests/unit/optim", "tests/dist/test_zero.py", f"{GRID}::test_zero", "tests/dist/test_memory_form.py"),
     ),
     "bert": Suite(
         ("models/bert.py", "models/language_model.py"),
         (
-            "tests/unit/models/test_bert.py", "tests/unit/models/test_step_bert.py", "tests/dist/test_step_parity_bert.py",
+            "tests/unit/models/test_bert.py", "tests/unit/models/test_step_bert.py", f"{GRID}::test_bert",
             "tests/integration/test_hugging_face.py",
         ),
     ),
@@ -68,7 +70,8 @@ SUITES = {
         (
             "tests/unit/ops/test_partial_attention.py", "tests/unit/ops/test_gpu_partial_attention.py",
             "tests/unit/parallel/test_context_cut.py",
-            "tests/dist/test_context_parallel.py", "tests/dist/test_context_gather.py", "tests/dist/test_context_layouts.py",
+            "tests/dist/test_context_parallel.py", "tests/dist/test_context_gather.py",
+            f"{GRID}::test_context_parallel",
         ),
     ),
     "pipelines": Suite(
@@ -78,7 +81,7 @@ SUITES = {
         ),
         (
             "tests/unit/training/test_step.py", "tests/unit/parallel/test_row_slices.py", "tests/unit/parallel/test_pipeline_stages.py",
-            "tests/dist/test_pipeline_layouts.py", "tests/dist/test_put_off_weights.py", "tests/dist/test_delayed_weights.py",
+            f"{GRID}::test_pipelines", f"{GRID}::test_delayed_weight_gradients", "tests/dist/test_delayed_weights.py",
             "tests/dist/test_pipeline_random_orders.py", "tests/dist/test_train_pipeline.py",
         ),
     ),
@@ -89,7 +92,7 @@ SUITES = {
         ),
         (
             "tests/unit/ops/test_routing.py", "tests/unit/parallel/test_experts.py", "tests/unit/models/test_model_experts.py",
-            "tests/unit/ops/test_expert_mlp.py", "tests/dist/test_expert_layouts.py", "tests/dist/test_train_experts.py",
+            "tests/unit/ops/test_expert_mlp.py", f"{GRID}::test_experts", "tests/dist/test_train_experts.py",
         ),
     ),
     "kernels": Suite(
