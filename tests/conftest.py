@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -28,6 +29,22 @@ torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is 
 
 TIMER = pytest.StashKey[threading.Timer]()
 KILLED = pytest.StashKey[list[int]]()
+
+
+PROVEN = {  # by the path of a test, the first that fits
+    "layouts (tp, sp, cp, dp, pp, ep, ZeRO) have the loss, every gradient and the weights of one process": "test_equality_grid",
+    "steps on a device that runs as late as it may, or captured, use nothing before it is there": "fake_gpu/|graphs|captured",
+    "Triton kernels and plain forms of operations agree": "tests/kernels/|unit/ops/",
+    "memory, traffic and time of steps are as predicted": "fake_run|memory_form|traffic|unit/planner/|unit/estimate/",
+    "models that others wrote have their own results and gradients when they are parallel": "schedule|slapo",
+    "Hugging Face, Megatron and DeepSpeed files convert with their logits, or are refused without running anything": "convert|hugging_face",
+    "runs that end, fail or are killed anywhere resume with the bits of one that did not": "checkpoint|resume|stop|faults|save|ckpt|exits",
+    "data, tokenizers and their caches give the same samples on every layout and after every restart": "unit/data/|test_data|tokenizer",
+    "settings that are wrong are refused in one message, and every flag is read": "unit/config/|flags",
+    "commands of README, pages, scripts and tutorials do what they say": "unit/project/|unit/commands/|quickstart|tutorials|scripts",
+    "parts of parallel layers, optimizers and models agree with the whole": "unit/(parallel|optim|models|comm)/|dist/",
+    "other tests": "",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +86,20 @@ def _kill_descendants(pid: int, killed: list[int]) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What a whole run has proven; several layouts of a test count each."""
+    config = terminalreporter.config
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword:
+        return
+    counts = dict.fromkeys(PROVEN, 0)
+    for report in terminalreporter.stats.get("passed", []):
+        claim = next(claim for claim, path in PROVEN.items() if re.search(path, report.nodeid))
+        counts[claim] += dict(report.user_properties).get("cases", 1)
+    terminalreporter.section("proven")
+    for claim, count in counts.items():
+        terminalreporter.write_line(f"{count:6,} {claim}")
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays: a forked rank that looks for garbage need not walk through it, which would copy every page of it."""
     gc.collect()
@@ -77,6 +108,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are deselected where there is none; the rest is put in order."""
+    for item in items:
+        if isinstance(cases := getattr(item, "callspec", None) and item.callspec.params.get("cases"), list):  # type: ignore[attr-defined]
+            item.user_properties.append(("cases", len(cases)))
     unwanted = [item for item in items if item.get_closest_marker("gpu") and not torch.cuda.is_available()]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
