@@ -16,6 +16,7 @@ import pickle  # for _Records alone, which finds nothing but inert records  # ou
 import re
 import resource
 import struct
+import threading
 import zipfile
 import zlib
 from bisect import bisect_right
@@ -35,7 +36,7 @@ MAX_PICKLE_BYTES = 1 << 23  # 40,000 tensors take 5.7 MB
 MEMORY_OF_PICKLE = 32  # bytes of memory for each byte of a pickle, about
 MAX_VALUES = 1 << 22  # of a small pickle, with shared ones counted at every place
 MAX_DEPTH = 100  # levels of nesting; checkpoints have some ten
-_HEADROOM = 1 << 29
+_HEADROOM = 1 << 30
 _MAX_REPEATED = 1 << 20  # elements by which a tensor may exceed its storage, through strides of 0
 _BLOCK_BYTES = 8 << 20
 
@@ -153,6 +154,10 @@ class _Refused(Exception):
     """Refusal of a pickle; its text is a clause for a message that begins with the file's name."""
 
 
+# The limit and torch's list of names are those of the process: two threads must not restore each other's.
+_ONE_READER = threading.RLock()
+
+
 @contextlib.contextmanager
 def _guarded(where: str, num_bytes: int) -> Iterator[None]:
     """Read a foreign pickle: bounded memory, and one clear error for whatever torch and Python say to a damaged one.
@@ -160,12 +165,32 @@ def _guarded(where: str, num_bytes: int) -> Iterator[None]:
     Raises:
         CheckpointError: anything was raised inside.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with _ONE_READER, _clear_errors(where), _limited_memory(_HEADROOM + 2 * MEMORY_OF_PICKLE * num_bytes):
+        yield
+
+
+@contextlib.contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    """Let the process take this much more writable memory.
+
+    RLIMIT_DATA counts what can be written; RLIMIT_AS would also count what is merely reserved: a library that is loaded,
+    or the 64 MiB of malloc's arena for every thread that starts.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with contextlib.suppress(OSError, ValueError):  # no /proc, or no such limit on this system
         with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        limit = used + _HEADROOM + 2 * MEMORY_OF_PICKLE * num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+            used = int(file.read().split()[5]) * resource.getpagesize()
+        limit = used + num_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextlib.contextmanager
+def _clear_errors(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -182,9 +207,6 @@ def _guarded(where: str, num_bytes: int) -> Iterator[None]:
             said = said.splitlines()[0][:200]
             problem = f"cannot be read ({said}): it is cut short or damaged"
         raise CheckpointError(f"{where}: its pickle {problem}. {_WAY_OUT}") from None
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -486,7 +508,7 @@ class TorchFile:
         room = len(data) if device == "meta" else len(data) + window.size // MEMORY_OF_PICKLE
         window.seek(0)
         file = io.BufferedReader(window)
-        with _guarded(window.where, room), _only(known):
+        with _guarded(window.where, room), _only(known):  # in this order: the first one takes the lock
             loaded = serialization.load(file, map_location=device, weights_only=True)
         if device != "meta" and file.tell() != window.size:
             raise CheckpointError(

@@ -7,13 +7,17 @@ import collections
 import datetime
 import enum
 import io
+import mmap
 import os
 import pathlib
+import resource
 import struct
+import threading
 import types
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +331,35 @@ def test_a_hostile_file_takes_little_memory(tmp_path: Path) -> None:
             TorchFile(torch_file(tmp_path / "a.pt", data))
     assert read_records(b"K\x07.", "a.pt") == 7  # the limit is gone
     assert len(bytearray(1 << 30)) == 1 << 30
+
+
+def test_reservations_and_threads_do_not_refuse_a_good_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address space is not memory: a library or an arena that appears while a file is read takes none of its limit."""
+    serialization.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    load, reserved, done, threads = serialization.load, list[mmap.mmap](), threading.Event(), list[threading.Thread]()
+
+    def busy(*args: Any, **kwargs: Any) -> Any:
+        reserved.append(mmap.mmap(-1, 8 << 30, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        threads.extend(threading.Thread(target=lambda: (bytearray(100_000), done.wait())) for _ in range(32))
+        for thread in threads:
+            thread.start()
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(serialization, "load", busy)
+    try:
+        assert TorchFile(tmp_path / "a.pt").tree["w"].shape == (2,)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert len(reserved) == 1
+
+
+def test_two_threads_leave_no_limit_behind(good: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with ThreadPoolExecutor(4) as pool:
+        assert {len(file.tree) for file in pool.map(TorchFile, [good] * 40)} == {4}
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_pickle_of_any_bytes_is_read_or_refused(tmp_path: Path) -> None:
