@@ -86,9 +86,10 @@ class Ours(Contender):
 
         from megatron_sp.comm.groups import ParallelGroups
         from megatron_sp.ops.attention import AttentionMask
-        from megatron_sp.parallel.context_plan import RowMask, plan_context
+        from megatron_sp.parallel.context_plan import plan_context
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.parallel_context import ParallelContext
+        from megatron_sp.parallel.row_mask import RowMask
 
         groups = ParallelGroups.create(torch.device("cpu"), sp_size=sp, cp_size=cp)
         mode, chunks = ("chunked", 2) if sp > 1 else ("none", 1)

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import REPOSITORY
 
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, Runs, cut_row, merge_runs, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import deal
+from megatron_sp.parallel.row_mask import RowMask, Runs, merge_runs
 from megatron_sp.planner.context_picture import context_svg
 
 CHUNKS = (1, 2, 4, 8, 16)

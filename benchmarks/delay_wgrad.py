@@ -125,10 +125,11 @@ class Blocks:
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
-        from megatron_sp.parallel.context_plan import RowMask, plan_context
+        from megatron_sp.parallel.context_plan import plan_context
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layers import attach_main_grad
         from megatron_sp.parallel.parallel_context import ParallelContext
+        from megatron_sp.parallel.row_mask import RowMask
 
         (s, b, h, heads), self.exchanges = task["shape"], exchanges
         is_cp = task["way"] == "cp"

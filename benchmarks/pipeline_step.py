@@ -396,8 +396,8 @@ class Slices:
 
     def __init__(self, task: dict[str, Any], count: int) -> None:
         from megatron_sp.estimate.flops import pairs_per_position
-        from megatron_sp.parallel.context_plan import RowMask
         from megatron_sp.parallel.parallel_context import ParallelContext
+        from megatron_sp.parallel.row_mask import RowMask
         from megatron_sp.parallel.slice_cut import cut_into_slices
 
         self.layout = ParallelContext(num_slices=count)

@@ -14,7 +14,7 @@ are torch's own and no store is used.
 
 There is no global state: a checked group is an object that counts its own calls, made by ``ParallelGroups.create``,
 with the two methods that layers use (``size``, ``rank``); the functions of this folder get the process group from it
-through ``announced``.
+through ``groups.announced``.
 
 Errors: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not call in
 time is a lost peer, exit code 7, on the ranks that wait for it: a hanging rank and one that skipped the call look the
@@ -74,37 +74,6 @@ class Call:
         return f"{self.what}{counts} at {self.place}"
 
 
-def announced(
-    group: dist.ProcessGroup, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()
-) -> dist.ProcessGroup:
-    """Return torch's process group behind ``group``; for a checked group, only after all its ranks have announced the same call.
-
-    Args:
-        group: a group of more than one rank.
-        op: the operation, with its variant.
-        x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
-        send, receive: elements to and from each rank.
-    Raises:
-        DivergenceError: the ranks are about to call different collectives.
-        PeerError: a rank has died or has not called in time.
-    """
-    maybe: object = group
-    if not isinstance(maybe, CheckedGroup):
-        return group
-    words = [op]
-    if x is not None:
-        words += [] if send or receive else [str(tuple(x.shape))]
-        words += [str(x.dtype).removeprefix("torch.")]
-    maybe.check(Call(" ".join(words), list(send), list(receive), _place()))
-    return maybe.process_group
-
-
-def unchecked(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return torch's process group behind ``group``."""
-    maybe: object = group
-    return maybe.process_group if isinstance(maybe, CheckedGroup) else group
-
-
 def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """Wrap groups in ``CheckedGroup`` (torch.distributed must be initialised); a group with several names becomes one object.
 
@@ -148,8 +117,16 @@ class CheckedGroup:
         """This rank in the group."""
         return self.process_group.rank()
 
+    def announce(self, op: str, x: Tensor | None, send: Sequence[int], receive: Sequence[int]) -> None:
+        """Announce the next call, see ``groups.announced``."""
+        words = [op]
+        if x is not None:
+            words += [] if send or receive else [str(tuple(x.shape))]
+            words += [str(x.dtype).removeprefix("torch.")]
+        self.check(Call(" ".join(words), list(send), list(receive), _place()))
+
     def check(self, call: Call) -> None:
-        """Compare the next call with those of the other ranks. Raises DivergenceError, PeerError: see ``announced``."""
+        """Compare the next call with those of the other ranks. Raises DivergenceError, PeerError: see ``groups.announced``."""
         self._number += 1
         self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
         calls = self._calls(call)

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sp.comm.check import announced
-from megatron_sp.comm.groups import Group
+from megatron_sp.comm.groups import Group, announced
 
 if TYPE_CHECKING:
     from megatron_sp.comm.recorder import CollectiveRecord

@@ -7,17 +7,17 @@ communicates most: tp and Ulysses stay within a node, context parallelism and pi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_sp.comm.check import check_groups, unchecked
 from megatron_sp.comm.devices import identity_of, require_own_gpu
 from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.utils.errors import ConfigError
@@ -38,6 +38,28 @@ class _Alone:
 
 
 SINGLE_RANK = cast(Group, _Alone())
+
+
+def announced(group: Group, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()) -> Group:
+    """Return torch's process group behind ``group``; for a checked group, only after all its ranks have announced the same call.
+
+    Args:
+        group: a group of more than one rank.
+        op: the operation, with its variant.
+        x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
+        send, receive: elements to and from each rank.
+    Raises:
+        DivergenceError: the ranks are about to call different collectives.
+        PeerError: a rank has died or has not called in time.
+    """
+    if (announce := getattr(group, "announce", None)) is not None:  # a CheckedGroup, whose module only --check-collectives imports
+        announce(op, x, send, receive)
+    return unchecked(group)
+
+
+def unchecked(group: Group) -> Group:
+    """Return torch's process group behind ``group``."""
+    return cast(Group, getattr(group, "process_group", group))
 
 
 def world_group() -> Group:
@@ -166,6 +188,8 @@ class ParallelGroups:
             "pp_tp": _over(mesh, ("pp", "tp"), device), **_ends(mesh, device, nccl),
         }  # fmt: skip
         if check:
+            from megatron_sp.comm.check import check_groups
+
             groups = check_groups(groups, timeout or _DEFAULT_TIMEOUT)
         ends = groups.pop("ends", None)
         return cls(mesh=mesh, device=device, ends=ends, **groups)
@@ -292,6 +316,8 @@ def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check:
         "tokens": _mine(lines.tolist(), groups, device),
     }
     if check:
+        from megatron_sp.comm.check import check_groups
+
         wrapped = check_groups({name: group for name, group in found.items() if group is not SINGLE_RANK}, _DEFAULT_TIMEOUT)
         found |= wrapped
     return ExpertGroups(**found)

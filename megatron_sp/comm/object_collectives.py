@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sp.comm.check import announced
-from megatron_sp.comm.groups import Group
+from megatron_sp.comm.groups import Group, announced
 from megatron_sp.utils.errors import ReportedError
 
 

@@ -12,15 +12,13 @@ import numpy as np
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.dataset import Dataset, FileDataset, RowDataset, hash_of
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions, MockGPTDataset, PackedDataset
-from megatron_sp.data.gpt_index import split_bounds
-from megatron_sp.data.index_cache import cached_arrays
-from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron_sp.config.split_groups import SplitGroup
     from megatron_sp.data.blend import Blend
+    from megatron_sp.data.indexed_dataset import IndexedDataset
 
 SPLITS = ("train", "valid", "test")
 _CACHE_FOLDER = "index-cache"
@@ -280,6 +278,9 @@ class _Builder:
     def _single(
         self, prefix: str, split: int, num_samples: int | None, turn: int = 0, share: tuple[float, float] | None = None
     ) -> FileDataset:  # fmt: skip
+        from megatron_sp.data.gpt_index import split_bounds
+        from megatron_sp.data.indexed_dataset import IndexedDataset
+
         if prefix not in self._open:
             self._open[prefix] = IndexedDataset(prefix)
         indexed = self._open[prefix]
@@ -325,6 +326,7 @@ class _Builder:
 
     def _blending_indices(self, weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
         from megatron_sp.data.blend import build_blending_indices
+        from megatron_sp.data.index_cache import cached_arrays
 
         arrays = cached_arrays(
             self.data.data_cache_path,
@@ -348,5 +350,7 @@ def _seed_of(seed: int, turn: int) -> int:
 
 def _share(split: str, k: int) -> int:
     # 0 if the k-th part of --split has weight 0, else a positive number
+    from megatron_sp.data.gpt_index import split_bounds
+
     first, last = split_bounds(split, 2**40)[k]  # with so many sequences only a weight of 0 gets none
     return last - first

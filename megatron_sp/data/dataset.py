@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_sp.data.indexed_dataset import IndexedDataset
+if TYPE_CHECKING:
+    from megatron_sp.data.indexed_dataset import IndexedDataset
 
 Sample = dict[str, np.ndarray]
 

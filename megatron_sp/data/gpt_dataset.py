@@ -19,21 +19,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_sp.data.dataset import FileDataset, RowDataset, Sample, hash_of, make_sample
-from megatron_sp.data.gpt_index import (
-    GPTIndex,
-    build_gpt_index,
-    plan_epochs,
-    sample_index_dtype,
-    shuffle_index_dtype,
-)
-from megatron_sp.data.index_cache import cached_arrays
-from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron_sp.data.indexed_dataset import IndexedDataset
 
 _RING = 512  # ids of synthetic samples, at most: large enough to look like text, small enough to learn from few samples
 _SPLITS = {"train": 0, "valid": 1, "test": 2}
@@ -72,6 +67,9 @@ class GPTDataset:
         self, indexed: IndexedDataset, bounds: tuple[int, int], options: GPTOptions, *, num_samples: int | None, tokenizer: Tokenizer,
         vocab_size: int | None = None, name: str = "train", cache_folder: str | Path | None = None,
     ) -> None:  # fmt: skip
+        from megatron_sp.data.gpt_index import GPTIndex, build_gpt_index, plan_epochs, sample_index_dtype, shuffle_index_dtype
+        from megatron_sp.data.index_cache import cached_arrays
+
         seq_length, seed = options.seq_length, options.seed
         self.indexed, self.seq_length = indexed, seq_length
         self._vocab_size = vocab_size or tokenizer.vocab_size

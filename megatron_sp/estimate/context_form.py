@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from megatron_sp.config.schema import ModelConfig, ParallelConfig
 from megatron_sp.estimate.flops import pairs_per_position
-from megatron_sp.parallel.context_plan import ContextPlan, PieceKind, RowMask, Runs, cut_row, merge_runs, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, PieceKind, cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask, Runs, merge_runs
 from megatron_sp.parallel.slice_cut import cut_into_slices
 
 

@@ -18,13 +18,13 @@ from megatron_sp.models.unit_order import ends_recomputed, expand_order, recompu
 from megatron_sp.ops.attention import keeps_results
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.parallel.context_plan import RowMask, plan_context
 from megatron_sp.parallel.forward_context import TABLE, ForwardContext, StageInput, Unit, UnitEvents, row_mask, unit_boundary
 from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.pipeline_stages import Stage, whole_model
 from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.row_mask import RowMask
 
 if TYPE_CHECKING:
     from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
@@ -382,6 +382,8 @@ class LanguageModel(nn.Module):
         if self.layout.cp.size > 1 or ctx.row_slice is not None:
             if ctx.cache is not None:
                 raise RuntimeError("a KV cache holds all positions, and a rank of context parallelism has some: generate with one cp rank")
+            from megatron_sp.parallel.context_plan import plan_context
+
             ctx = replace(ctx, plan=plan_context(row_mask(ctx.mask, cut.whole, self.config.window_size), cut.shares, cut.keys))
         if ctx.dropout is not None:
             keys = ctx.dropout.token_keys

@@ -29,9 +29,7 @@ from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.rotary import apply_rotary, rotate_heads
-from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 from megatron_sp.parallel.attention_block import attention_block
-from megatron_sp.parallel.context_plan import ContextPlan
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout, Unit
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.init import WeightInit, output_std
@@ -44,6 +42,7 @@ from megatron_sp.parallel.ulysses import ATTENTION, AttentionPlan
 
 if TYPE_CHECKING:
     from megatron_sp.models.experts import ExpertMLP
+    from megatron_sp.parallel.context_plan import ContextPlan
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3
@@ -227,6 +226,8 @@ class AttentionCore:
 
     def _norm_all_heads(self, q: Tensor, k: Tensor, share: Share) -> tuple[Tensor, Tensor]:
         """Norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token."""
+        from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
+
         layer, tp, sp = self.layer, self.layer.layout.tp, self.layer.layout.sp
         n, g = layer.q_layernorm.weight.shape[0] // self.d, layer.k_layernorm.weight.shape[0] // self.d
         key = layer.first_head // (n // g)  # of the tp rank

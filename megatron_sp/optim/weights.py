@@ -13,14 +13,16 @@ moves twice the bytes; it exists for comparison.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async
 from megatron_sp.optim.flat import FlatLayout, FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
-from megatron_sp.optim.residency import LOOK_AHEAD, Pool, Residency
+
+if TYPE_CHECKING:
+    from megatron_sp.optim.residency import Pool
 
 Fetch = Literal["all_gather", "all_reduce"]
 _USES_AHEAD = 16  # of each unit; a micro-batch has at most three, and in a pipeline's step there are those of many
@@ -45,9 +47,12 @@ class WholeWeights:
         self.units, self.overlap, self.fetch = units, overlap, fetch
         self.stage = max((unit.zero.stage for unit in units), default=0)
         self.num_fetches = 0
-        self._order, self._uses, self._at, self._ahead = list(order), list(order), 0, LOOK_AHEAD * len(order)
+        self._order, self._uses, self._at, self._ahead = list(order), list(order), 0, 0
         self._handles: dict[int, list[Handle]] = {}
         if self.stage == 3:
+            from megatron_sp.optim.residency import LOOK_AHEAD, Residency
+
+            self._look_ahead, self._ahead = LOOK_AHEAD, LOOK_AHEAD * len(order)
             self._residency = Residency(pools, together)
             self._pools = [pool for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]  # of each buffer
             self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
@@ -72,7 +77,7 @@ class WholeWeights:
             uses = [index for index in (self._order if order is None else order) if self.units[index].zero.stage == 3]
             self._uses, self._at = uses * num_micro_batches, 0
             # not all of a step's: they may be a hundred thousand
-            self._ahead = min(LOOK_AHEAD * len(uses), _USES_AHEAD * len(set(uses)))
+            self._ahead = min(self._look_ahead * len(uses), _USES_AHEAD * len(set(uses)))
 
     def need(self, index: int) -> None:
         """Gather unit ``index``, which is used next, and start prefetching the one after it."""

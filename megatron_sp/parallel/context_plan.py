@@ -23,16 +23,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
 from megatron_sp.parallel.context_dealing import deal_chunks, spread_over
 from megatron_sp.parallel.heads import deal
+from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 
-Run = tuple[int, int]  # start and stop
-Runs = tuple[Run, ...]
 PieceKind = Literal["full", "diagonal", "band"]
 
 _CHUNKS_TRIED = (1, 2, 4, 8, 16)
@@ -41,75 +39,6 @@ _MARGIN = 0.02  # more chunks are more pieces, and more rows sent: taken only if
 # What receives a row of keys and values in the time of a pair, attention forward: e F / (2 r B) with e bytes an element, F FLOP/s, r query
 # heads a group and a link of B bytes/s. 440 for bf16, 600 TFLOP/s, r = 4 over NVLink (340 GB/s), 3,600 over 400 Gbit/s: one for all between
 _PAIRS_PER_ROW = 1024
-
-
-@dataclass(frozen=True)
-class RowMask:
-    """Attention mask of a row of positions, for the b sequences of a micro-batch.
-
-    Masks that mean the same are equal objects: a window that no query reaches the end of, lengths of full sequences and
-    a single document are None, and sequences that are all alike are described once.
-
-    Attributes:
-        length: s, positions of the row.
-        causal: a query sees keys up to its own position.
-        window: a query sees itself and the ``window`` - 1 keys before it; requires ``causal``. None: all keys before it.
-        documents: for each sequence the ends of its documents, the last of which is the end of the row; a query sees
-            keys of its own document alone.
-        lengths: for each sequence its number of real keys; those behind are padding, which no query sees. Queries at
-            padding see what their position allows. Cannot be combined with ``documents``.
-    Raises:
-        ValueError: a value is out of range, or two do not go together.
-    """
-
-    length: int
-    causal: bool = True
-    window: int | None = None
-    documents: tuple[tuple[int, ...], ...] | None = None
-    lengths: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        s = self.length
-        if s < 1:
-            raise ValueError(f"a row has at least one position, not {s}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}: a query sees at least itself, so it must be 1 or more")
-        if self.window is not None and not self.causal:
-            raise ValueError(f"a window ({self.window}) is for causal attention, and this mask is bidirectional")
-        if self.documents is not None and self.lengths is not None:
-            raise ValueError("documents and lengths cannot be combined: let the padding be the last document")
-        if self.documents == () or self.lengths == ():
-            raise ValueError("documents and lengths need an entry for each sequence of the micro-batch, at least one")
-        for sequence, ends in enumerate(self.documents or ()):
-            if not ends or ends[-1] != s or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
-                raise ValueError(
-                    f"ends of documents of sequence {sequence} must rise from at least 1 to the row's length {s}: {_few(ends)}"
-                )
-        for sequence, length in enumerate(self.lengths or ()):
-            if length < 0:
-                raise ValueError(f"sequence {sequence} has {length} real keys: 0 or more are possible")
-
-        if self.window is not None and self.window >= s:
-            object.__setattr__(self, "window", None)
-        if self.lengths is not None:
-            lengths = _once_if_alike(tuple(min(length, s) for length in self.lengths))
-            object.__setattr__(self, "lengths", None if lengths == (s,) else lengths)
-        if self.documents is not None:
-            documents = _once_if_alike(self.documents)
-            object.__setattr__(self, "documents", None if documents == ((s,),) else documents)
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences that differ in their keys; 1 if all b are alike."""
-        return len(self.documents or self.lengths or (None,))
-
-
-def _few(ends: tuple[int, ...]) -> str:
-    return str(list(ends)) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ... {ends[-1]}]"
-
-
-def _once_if_alike(entries: tuple) -> tuple:  # type: ignore[type-arg]
-    return entries[:1] if all(entry == entries[0] for entry in entries) else entries
 
 
 class Piece(NamedTuple):
@@ -314,17 +243,6 @@ def _dealt(index: _Index, cp_size: int, num_chunks: int, part: Run) -> tuple[Run
     documents = [(max(a, part[0]), min(b, part[1])) for a, b, *_ in spans if max(a, part[0]) < min(b, part[1])]
     shares = deal_chunks([b - a for a, b in pairwise(before)], spread_over(documents, chunks), cp_size)
     return tuple(merge_runs(chunks[chunk] for chunk in share) for share in shares)
-
-
-def merge_runs(runs: Iterable[Run]) -> Runs:
-    """Return the union of runs, in order; empty ones vanish, and those that touch become one."""
-    found: list[Run] = []
-    for start, stop in sorted(run for run in runs if run[0] < run[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return tuple(found)
 
 
 def _num_rows(runs: Iterable[Run]) -> int:

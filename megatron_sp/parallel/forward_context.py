@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
 from megatron_sp.ops.dropout import DropoutKeys, DropoutRows
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask
+from megatron_sp.parallel.row_mask import RowMask
 
 if TYPE_CHECKING:
+    from megatron_sp.parallel.context_plan import ContextPlan
     from megatron_sp.parallel.pipeline_stages import Stage
     from megatron_sp.parallel.router_pass import RouterPass
     from megatron_sp.parallel.row_slices import RowSlice

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.parallel.context_plan import RowMask, Run, Runs, cut_row, merge_runs
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
+from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 from megatron_sp.parallel.sequence_parallel import NO_CP, NO_SP, ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
@@ -203,4 +203,6 @@ class ParallelContext:
         """Return the runs of each cp rank."""
         if self.cp.size == 1:
             return (((0, mask.length) if part is None else part,),)
+        from megatron_sp.parallel.context_plan import cut_row
+
         return cut_row(mask, self.cp.size, self.cp_chunks, part)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_sp.parallel.context_plan import RowMask, Run, areas_before
+from megatron_sp.parallel.context_plan import areas_before
+from megatron_sp.parallel.row_mask import RowMask, Run
 
 
 @lru_cache(maxsize=64)

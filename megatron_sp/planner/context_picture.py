@@ -6,7 +6,8 @@ it receives, in the colour of the rank that sends them. ``context_matrix`` says 
 
 from __future__ import annotations
 
-from megatron_sp.parallel.context_plan import ContextPlan, Runs
+from megatron_sp.parallel.context_plan import ContextPlan
+from megatron_sp.parallel.row_mask import Runs
 from megatron_sp.utils.markup import svg
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart

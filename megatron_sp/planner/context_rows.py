@@ -13,8 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_sp.config.schema import Config
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
 from megatron_sp.parallel.heads import OverlapMode, plan_heads
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.planner.context_picture import context_matrix
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes

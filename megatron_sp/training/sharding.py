@@ -15,7 +15,6 @@ from megatron_sp.models.transformer import delayed_weights
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import TABLE, Unit
 from megatron_sp.parallel.layers import attach_main_grad, shard_specs, table_names
@@ -25,6 +24,7 @@ from megatron_sp.training.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from megatron_sp.optim.offload import HostCopies
+    from megatron_sp.optim.residency import Pool
 
 
 @dataclass
@@ -121,8 +121,9 @@ def build_sharded(
     model = build_model(config, layout, take)
     model.to(device)  # buffers
     order = [] if layout.stages else model.unit_order(backward=True)  # type: ignore[operator]
+    pools = pools_of_model(model, parallel) if any(unit.zero.stage == 3 for unit in units) else ()
     weights = WholeWeights(
-        units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,
+        units, pools=pools, order=order, overlap=parallel.overlap_param_gather,
         fetch=parallel.zero3_fetch, together=units_together(model),
     )  # fmt: skip
     host: HostCopies | None = None
@@ -144,6 +145,8 @@ def build_sharded(
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
     """Return the buffer pools of a model at ZeRO stage 3: the units that share buffers."""
+    from megatron_sp.optim.residency import pools_of
+
     units: list[Unit] = model.units()  # type: ignore[operator]
     stages: tuple[Stage, ...] = getattr(model, "stages", ())
     cut = bool(stages) and stages[0].num_stages > 1

@@ -15,10 +15,10 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
-from megatron_sp.parallel.context_plan import RowMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.gather import agreed, last_position, whole_sequence
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.training.same_sequences import require_same_sequences
 from megatron_sp.utils.errors import DataError
 

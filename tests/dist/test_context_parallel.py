@@ -23,7 +23,8 @@ from megatron_sp.ops.partial_attention import BackwardInputs, Columns, Partial, 
 from megatron_sp.ops.tiled_attention import CPUFlash, Reference
 from megatron_sp.parallel import context_parallel, exchange_group
 from megatron_sp.parallel.context_parallel import ContextAttention, _Message, context_attention
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.parallel.sequence_parallel import NO_CP, ContextParallel
 
 D = 4

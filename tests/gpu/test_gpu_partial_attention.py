@@ -12,7 +12,8 @@ from megatron_sp.ops.gpu_partial_attention import FlashPieces
 from megatron_sp.ops.partial_attention import Columns, Partial, PieceKernel, Rows, Stage, attend, attend_backward
 from megatron_sp.ops.partial_attention_choice import piece_kernel
 from megatron_sp.ops.tiled_attention import CPUFlash
-from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 
 pytestmark = pytest.mark.gpu
 S, B, D = 515, 2, 64

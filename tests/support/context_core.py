@@ -20,8 +20,9 @@ from megatron_sp.models.transformer import SITE_ATTENTION, AttentionCore
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.attention_kernels import KeptTensors
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, Runs
+from megatron_sp.parallel.context_plan import ContextPlan
 from megatron_sp.parallel.heads import Share, is_uniform
+from megatron_sp.parallel.row_mask import RowMask, Runs
 
 
 def dense_mask(mask: RowMask, batch: int) -> tuple[Tensor, Tensor]:

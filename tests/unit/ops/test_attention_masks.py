@@ -19,8 +19,9 @@ from megatron_sp.ops import flash_packages, gpu_kernels, tiled_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, lse_kernel, split_qkv
 from megatron_sp.ops.partial_attention import Part, pieces_of_documents, pieces_of_lengths, stage_of
 from megatron_sp.ops.tiled_attention import TiledAttention, batches_of, tiles_of
-from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.forward_context import micro_batch_context
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.training.step import on_device
 
 __all__ = ["in_blocks"]

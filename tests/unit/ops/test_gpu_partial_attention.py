@@ -22,7 +22,8 @@ from megatron_sp.ops.gpu_partial_attention import DensePieces, FlashPieces, call
 from megatron_sp.ops.partial_attention import Columns, Part, Partial, Piece, Rows, Stage, attend, attend_backward, halves
 from megatron_sp.ops.partial_attention_choice import example_in_pieces
 from megatron_sp.ops.tiled_attention import CPUFlash
-from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 
 __all__ = ["install_flash", "torchs"]
 D = 8

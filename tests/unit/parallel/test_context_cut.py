@@ -22,11 +22,12 @@ from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import TransformerBlock
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
-from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import cut_row, plan_context
 from megatron_sp.parallel.forward_context import ForwardContext, row_mask
 from megatron_sp.parallel.layers import ParallelLMHead
 from megatron_sp.parallel.lm_head import HeadLoss
 from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.parallel.sequence_parallel import ContextParallel, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 

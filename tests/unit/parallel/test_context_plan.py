@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_sp.parallel.context_plan import ContextPlan, Piece, RowMask, Run, Runs, cut_row, merge_runs, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, Piece, cut_row, plan_context
 from megatron_sp.parallel.heads import deal
+from megatron_sp.parallel.row_mask import RowMask, Run, Runs, merge_runs
 from megatron_sp.parallel.slice_cut import cut_into_slices
 
 Pair = tuple[int, int, int]  # sequence, position of the query, position of the key

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.data.loader import deal
-from megatron_sp.parallel.context_plan import RowMask, plan_context
+from megatron_sp.parallel.context_plan import plan_context
 from megatron_sp.parallel.row_dealing import RowDealer, area_of_documents, order_by_area
+from megatron_sp.parallel.row_mask import RowMask
 
 
 def dealt(areas: list[int], micro_batch_size: int, dp_size: int) -> list[list[list[int]]]:

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import ContextPlan, cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.planner.context_picture import context_matrix, context_svg
 
 SVG = "{http://www.w3.org/2000/svg}"

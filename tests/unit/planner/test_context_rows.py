@@ -14,7 +14,8 @@ from support.paths import ROOT
 from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.ops import availability
-from megatron_sp.parallel.context_plan import RowMask, cut_row, plan_context
+from megatron_sp.parallel.context_plan import cut_row, plan_context
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.planner.context_rows import ContextRows, below, mask_of_row
 
 SVG = "{http://www.w3.org/2000/svg}"

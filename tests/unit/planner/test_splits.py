@@ -13,7 +13,8 @@ from megatron_sp.commands import cli
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.estimate.context_form import context_form, is_local
 from megatron_sp.estimate.hardware import GPUS, LINKS
-from megatron_sp.parallel.context_plan import ContextPlan, RowMask
+from megatron_sp.parallel.context_plan import ContextPlan
+from megatron_sp.parallel.row_mask import RowMask
 from megatron_sp.planner.command import read_model
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.report import text
