@@ -89,7 +89,7 @@ def _kill_descendants(pid: int, killed: list[int]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What a whole run has proven; several layouts of a test count each."""
     config = terminalreporter.config
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword:
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword or config.option.collectonly:
         return
     counts = dict.fromkeys(PROVEN, 0)
     for report in terminalreporter.stats.get("passed", []):
@@ -106,8 +106,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are deselected where there is none; the rest is put in order."""
+    unknown = {(item.location[0], often.args): set(often.args) for item in items if (often := item.get_closest_marker("often"))}
+    for item in items:
+        if often := item.get_closest_marker("often"):
+            name = item.name.partition("[")[2][:-1]
+            unknown[item.location[0], often.args].discard(name)
+            if name not in often.args:
+                item.add_marker(pytest.mark.long)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and any(unknown.values()):
+        raise pytest.UsageError(f"no parameters of the tests are called as in their marks `often`: {[w for w in unknown.items() if w[1]]}")
     for item in items:
         if isinstance(cases := getattr(item, "callspec", None) and item.callspec.params.get("cases"), list):  # type: ignore[attr-defined]
             item.user_properties.append(("cases", len(cases)))

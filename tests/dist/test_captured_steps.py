@@ -65,10 +65,10 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "stage 3": (2, ("--zero-stage", 3, "--micro-batch-size", 1, "--recompute-granularity", "full", "--attention-dropout", 0)),
     "cp": (2, ("--cp-size", 2, "--attention-dropout", 0)),
 }  # fmt: skip
-IN_EVERY_RUN = ("tp and its sequence, dp, stage 1", "stage 3")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in LAYOUTS])
+@pytest.mark.often("stage 3")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_bits_of_an_eager_run(tmp_path: Path, name: str) -> None:
     """With validations and saves in between."""
     ranks, flags = LAYOUTS[name]

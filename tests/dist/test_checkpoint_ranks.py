@@ -102,6 +102,7 @@ def read_layouts(run: Path, count: int, seed: str) -> None:
                 assert torch.equal(piece.tensor, full[slices(piece.rect)]), (name, piece.rect)
 
 
+@pytest.mark.often("2")
 @pytest.mark.parametrize("writers", [3, 2, 1])
 def test_any_layout_reads_any_other(writers: int, tmp_path: Path) -> None:
     seeds = [f"written by {writers}, {i}" for i in range(6)]

@@ -42,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run_once(tmp_path_factory, {name: (ranks, (*DOUBLE, *flags)) for name, (ranks, flags) in LAYOUTS.items()})
 
 
+@pytest.mark.often("sp2 cp2")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in LAYOUTS if "cp" in n])
 def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[str], Path]) -> None:
     got, want = trace(runs(name)), trace(runs("alone"))

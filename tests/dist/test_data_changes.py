@@ -61,6 +61,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.often("before0-after0")
 @pytest.mark.parametrize("before, after", LAYOUTS)
 def test_tokens_replaced_between_the_probes(tmp_path: Path, x: Path, before: Any, after: Any) -> None:
     data = ["--data-path", x, *SIZES]
@@ -120,6 +121,7 @@ def write_sentences(prefix: Path) -> Path:
     return prefix
 
 
+@pytest.mark.often("flags1")
 @pytest.mark.parametrize("flags", [(), ("--bert-no-binary-head", "--bert-pack-sequences")])
 def test_bert(tmp_path: Path, flags: tuple[str, ...]) -> None:
     x = write_sentences(tmp_path / "d" / "x")

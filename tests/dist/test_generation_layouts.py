@@ -117,6 +117,7 @@ def test_logits_and_text_are_those_of_one_process(world_size: int, tmp_path: Pat
     run_ranks(check_all, world_size, tmp_path, CASES[world_size])
 
 
+@pytest.mark.long
 def test_both_axes_at_once(tmp_path: Path) -> None:
     run_ranks(check_case, 4, tmp_path, *CASES[4][0])
 

@@ -36,6 +36,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.often("bf16-1-more5", "bf16-3-more1")
 @pytest.mark.parametrize(("kind", "stage", "more"), CASES)
 def test_the_bits_of_a_run_without_it(tmp_path: Path, kind: str, stage: int, more: tuple[object, ...]) -> None:
     """Two micro-batches in each step; log, weights and optimizer state."""
@@ -49,6 +50,7 @@ def test_the_bits_of_a_run_without_it(tmp_path: Path, kind: str, stage: int, mor
         assert 0 < state(tmp_path / "plain")["num_updates"] < 6, "some steps were meant to overflow"
 
 
+@pytest.mark.often("bf16-3-offload")
 @pytest.mark.parametrize(("kind", "stage", "first"), [
     ("bf16", 0, "plain"), ("fp32", 3, "plain"), ("bf16", 3, "offload"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
@@ -64,6 +66,7 @@ def test_resumed_without_it_and_with_it_to_the_last_bit(tmp_path: Path, kind: st
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.often("bf16---finetune")
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("fp32", "--no-load-optim"), ("bf16", "--finetune"),
@@ -77,6 +80,7 @@ def test_weights_that_are_loaded_alone_become_the_master_weights(tmp_path: Path,
     assert_same_tensors(tensors(tmp_path / "offload"), tensors(tmp_path / "plain"))
 
 
+@pytest.mark.often("2-grad")
 @pytest.mark.parametrize(("stage", "what"), [(0, "grad"), (1, "loss"), (2, "grad")])
 def test_a_bad_step_changes_nothing(tmp_path: Path, stage: int, what: str) -> None:
     """Neither itself, nor by gradients that are left over for the step after it."""

@@ -49,6 +49,7 @@ def keep_steps(run_dir: Path) -> Callable[[int], None]:
     return setup
 
 
+@pytest.mark.often("zbv", "slices")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])
 def test_a_pipeline_reports_its_messages_and_its_schedule(name: str, tmp_path: Path) -> None:
     ranks, flags = CASES[name]

@@ -86,6 +86,7 @@ def check_trace(found: dict[str, Any]) -> None:
     assert under, "no exchange lies under a computation"
 
 
+@pytest.mark.often("tp1-sp2-dp1-chunked2 b2x1-{'sp': (4, 4)}")
 @pytest.mark.parametrize("case, numbers", [
     pytest.param(case, numbers, marks=pytest.mark.long if i in (1, 3) else ())
     for i, (case, numbers) in enumerate(zip(CASES, NUMBERS, strict=True))

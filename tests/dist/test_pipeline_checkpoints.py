@@ -146,6 +146,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.often("uneven, bf16-megatron pp 2")
 @pytest.mark.parametrize("name, way", CASES)
 def test_other_formats_and_back(name: str, way: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
     """Weights and optimizer come back with all their bits, and the pipeline goes on from them as if nothing had been."""

@@ -69,6 +69,7 @@ def awaited(kind: str, late: Action) -> Action | None:
 LATE = ("1f1b B1:1", "1f1b W1:2", "1f1b F0:2", "1f1b B0:0", "zbv F2:0", "zbv F3:0", "zbv B0:0", "zbv F1:2")
 
 
+@pytest.mark.often("zbv F2:0")
 @pytest.mark.parametrize(
     ("kind", "rank", "late"), at([place for place in EVERYWHERE if f"{place[0]} {place[2]}" in LATE], "1f1b B1:1", "zbv F2:0")
 )
@@ -118,6 +119,7 @@ def test_who_is_late_is_named_with_its_stage(tmp_path: Path, kind: str, rank: in
     assert "died" not in ended.text and "Traceback" not in ended.text, ended.text
 
 
+@pytest.mark.often("1f1b F1:2")
 @pytest.mark.parametrize(("kind", "rank", "action"), at(EVERYWHERE, "1f1b B0:1", "1f1b F1:2", "zbv F1:2", "zbv W0:0"))
 def test_a_signal_at_any_action_stops_all_stages_after_that_step(tmp_path: Path, kind: str, rank: int, action: Action) -> None:
     """The step that is going on has announced that nobody stops: the next one does."""

@@ -190,6 +190,7 @@ def models(pp: int, count: int, seed: int) -> list[tuple[Case, PipelinePlan]]:
     return found
 
 
+@pytest.mark.often("2-9-0")
 @pytest.mark.parametrize(("pp", "count", "seed"), [
     (2, 9, 0), (3, 6, 1), *(pytest.param(pp, 40, 2, marks=pytest.mark.long) for pp in (2, 3, 4)),
 ])  # fmt: skip
@@ -207,6 +208,7 @@ def _bits(cases: list[tuple[Case, PipelinePlan]]) -> None:
         assert bits == known, f"{case}: {[name for name in bits if bits[name] != known[name]]}\n{plan.text()}"
 
 
+@pytest.mark.often("2-1f1b-1-8")
 @pytest.mark.parametrize(("pp", "schedule", "slices", "count"), [
     (2, "1f1b", 1, 8), (3, "1f1b", 1, 4), (2, "slices", 2, 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (
         (2, "slices", 3, 10), (4, "1f1b", 1, 10), (2, "interleaved", 1, 20), (2, "zbv", 1, 20),

@@ -217,6 +217,7 @@ PUBLISHED = [("Bert", "tp", True), ("GPT2", "tp", False), ("Llama", "tp", True),
              ("Qwen3Moe", "tp", False), ("Gemma2", "tp", False)]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [PUBLISHED[:2], pytest.param(PUBLISHED[2:], marks=pytest.mark.long)], ids=["two", "more"])
 def test_of_published_sizes(tmp_path: Path, cases: list[tuple[str, str, bool]]) -> None:
     pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")

@@ -63,6 +63,7 @@ def when_waited_for(step: int) -> Callable[[int], None]:
     return setup
 
 
+@pytest.mark.often("dp 2, ZeRO 1, bf16")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in LAYOUTS])
 def test_the_same_bits_in_the_memory_that_was_foreseen(tmp_path: Path, name: str) -> None:
     ranks, flags = LAYOUTS[name]
@@ -137,6 +138,7 @@ def test_what_ends_training_waits_for_the_save(
     assert 2 in saved_steps(run) and status(run)["exit_code"] == code and not list((run / "checkpoints").glob("*.part-*"))
 
 
+@pytest.mark.often("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_in_the_background(tmp_path: Path, rank: int) -> None:
     """Said at the next step, the older checkpoint stays, the next save works, and the run is a success."""

@@ -212,6 +212,7 @@ KEPT = "recomputation keeps attention's output and the log of its sums"
 REPEATED = "recomputation repeats attention: "
 
 
+@pytest.mark.often("flash2")
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4"])
 def test_a_recomputation_keeps_attention_and_says_so(install_flash: Install, tmp_path: Path, name: str) -> None:
     """And losses are those of the run that repeats it: the same kernel computes both."""
@@ -236,6 +237,7 @@ def test_without_recomputation_nothing_is_said_of_it(install_flash: Install, tmp
     assert records(tmp_path / "run", "start")[0]["attention"]["recomputation"] is None
 
 
+@pytest.mark.long
 def test_all_ranks_repeat_attention_if_one_cannot_keep_it(install_flash: Install, tmp_path: Path) -> None:
     """With Ulysses one would exchange what the other does not."""
     under = f"import os\nif os.environ['RANK'] == '1': raise ImportError('no symbol of that name')\n{UNDER_FLASH2}"

@@ -88,6 +88,7 @@ def assert_on_one_line(got: Path, want: Path, since: int = 0) -> None:
             torch.testing.assert_close(found, weights[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.often("dealt")
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "dealt" in name])
 def test_nothing_changes_but_who_computes_a_row(name: str, run_of: Callable[[str], Path]) -> None:
     got, want = run_of(name), run_of("by index")

@@ -32,6 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run_once(tmp_path_factory, layouts, program=bert)
 
 
+@pytest.mark.often("dp2 zero3", "sp2")
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_losses_and_what_is_found_lie_on_one_line(name: str, runs: Callable[[str], Path]) -> None:
     got, want = runs(name), runs("alone")

@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
 }
 
 
+@pytest.mark.long
 def test_every_layout_has_the_losses_of_one_process(tmp_path: Path) -> None:
     """With documents, whose ends are cut off, too."""
     data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "1,0,0", "--vocab-size", 60)

@@ -55,6 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run_once(tmp_path_factory, layouts, "--eval-interval", 2, "--eval-iters", 1, "--log-params-norm")
 
 
+@pytest.mark.often("ep2 tp2, tp_seq, stage 1", "ep2 pp2, zb1p")
 @pytest.mark.parametrize("name", CHECKED)
 def test_losses_norms_and_loads_are_those_of_one_process(name: str, runs: Callable[[str], Path]) -> None:
     assert losses(runs(name)) == pytest.approx(losses(runs("alone")), rel=1e-10)
@@ -77,6 +78,7 @@ def test_a_checkpoint_goes_on_over_any_other_ep(writer: str, reader: str, runs: 
     assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
 
 
+@pytest.mark.often("[1]+[0]")
 @pytest.mark.parametrize("has", ["[1]+[0]", "[0]+[1]"])
 def test_a_stage_without_experts(tmp_path: Path, has: str) -> None:
     flags = (*SHAPE, "--num-layers", 2, "--moe-layer-freq", has, "--zero-stage", 0)
@@ -91,6 +93,7 @@ def test_a_stage_without_experts(tmp_path: Path, has: str) -> None:
 EP2 = (*EXPERTS, "--ep-size", 2, "--micro-batch-size", 1)
 
 
+@pytest.mark.often("fp16")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resumed_to_the_last_bit(tmp_path: Path, precision: str) -> None:
     kinds = {"fp32": (), "fp16": ("--fp16", "--initial-loss-scale", 2.0**19, "--hysteresis", 1, "--loss-scale-window", 2)}

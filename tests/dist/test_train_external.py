@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
 }
 
 
+@pytest.mark.often("llama cp")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "bert" in n else ()) for n in LAYOUTS])
 def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None:
     program, shape = PROGRAMS[name.partition(" ")[0]]

@@ -125,6 +125,7 @@ OTHERS = [("Starcoder2", ("sp", "cp", "zero 3")), ("SeedOss", ("sp", "cp", "zero
           ("Ernie4_5_Moe", ("sp", "zero 3"))]  # fmt: skip
 
 
+@pytest.mark.often("Llama", "Mixtral", "Gemma2")
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [*(pytest.param(*case, id=case[0]) for case in CASES), *(pytest.param(*case, id=case[0], marks=pytest.mark.long) for case in OTHERS)],
@@ -193,6 +194,7 @@ def test_verify_parallelism_knows_what_they_cast(family: str, tmp_path: Path) ->
     train(tmp_path, *flags, ranks=2, data=("--mock-data",), program=by_command).expect(0, "the layout equals one process")
 
 
+@pytest.mark.long
 def test_16_bit_mixtures_with_fp32_routers_go_on_with_the_same_bits(tmp_path: Path) -> None:
     make(tmp_path / "model", "Dots1")
     flags = ("--model", tmp_path / "model", "--bf16", "--zero-stage", 3, "--train-iters", 4, "--seq-length", 32)

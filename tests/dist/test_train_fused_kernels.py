@@ -38,6 +38,7 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: float(r["loss"]) for r in records(run)}
 
 
+@pytest.mark.often("RMSNorm, ZeRO")
 @pytest.mark.parametrize("layout", [(), ("--zero-stage", 2, "--normalization", "RMSNorm")], ids=["LayerNorm", "RMSNorm, ZeRO"])
 def test_a_run_may_go_on_with_other_kernels(install_apex: Install, tmp_path: Path, layout: tuple[Any, ...]) -> None:
     """torch's, apex's, and torch's three steps long, then apex's: the same losses but for rounding, the same tensors on disk."""

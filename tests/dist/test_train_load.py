@@ -163,6 +163,7 @@ def test_another_schedule_is_refused_until_one_is_chosen(old: Path, tmp_path: Pa
     assert_same_tensors(tensors(tmp_path / "--use-checkpoint-opt-param-scheduler"), tensors(old))
 
 
+@pytest.mark.often("data", "seed")
 @pytest.mark.parametrize("change", ["seed", "data", "split", "tokenizer"])
 def test_other_data_is_refused_until_accepted(tmp_path: Path, change: str) -> None:
     prefix = write_data(tmp_path / "d" / "x")
@@ -304,6 +305,7 @@ def test_another_batch_size_goes_on_to_the_last_step(old: Path, tmp_path: Path, 
     assert (state(run)["step"], state(run)["consumed_samples"]) == (10, consumed)
 
 
+@pytest.mark.often("8-4")
 @pytest.mark.parametrize("size, steps", [(2, 16), (8, 4)])
 def test_train_samples_counts_those_of_another_batch_size(tmp_path: Path, size: int, steps: int) -> None:
     """Neither more samples than asked for, nor fewer, when the batch size changes half-way."""

@@ -24,6 +24,7 @@ def log_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in _VARIES} for r in lines if r["kind"] in ("train", "valid", "test")]
 
 
+@pytest.mark.often("valid.record:step=4", "test.record:step=6")
 @pytest.mark.parametrize(
     "point", ["valid.batch:step=2", "valid.record:step=4", pytest.param("valid.batch:step=6", marks=pytest.mark.long), "test.record:step=6"]
 )

@@ -75,6 +75,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.often("a table of angles by position", "layers of several classes")
 @pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_losses_are_those_of_one_process(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
     make(tmp_path / "model", family)

@@ -12,6 +12,7 @@ from support.training import assert_same_tensors, records, saved_steps, state, s
 EACH = ("--save-interval", 1, "--keep-every", 1)
 
 
+@pytest.mark.often("0-loss", "1-grad")
 @pytest.mark.parametrize("what", ["loss", "grad"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_bad_step_on_one_rank(tmp_path: Path, what: str, rank: int) -> None:

@@ -35,6 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run_once(tmp_path_factory, {name: (ranks, (*DOUBLE, *flags)) for name, (ranks, flags) in LAYOUTS.items()})
 
 
+@pytest.mark.often("sp3", "sp2 auto", "sp2 dp2 chunked", "tp2 seq")
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "alone"])
 def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[str], Path]) -> None:
     got, want = trace(runs(name)), trace(runs("alone"))
@@ -48,6 +49,7 @@ WRITERS, READERS = ("tp2 seq", "sp3", "tp2 sp2"), ("alone", "tp2", "sp2 dp2 chun
 OFTEN = [*zip(WRITERS, READERS, strict=True), *zip(WRITERS, READERS[1:], strict=False)]  # the rest is marked long
 
 
+@pytest.mark.often("sp3-sp2 dp2 chunked")
 @pytest.mark.parametrize(
     "writer, reader", [pytest.param(w, r, marks=() if (w, r) in OFTEN else pytest.mark.long) for w in WRITERS for r in READERS]
 )
@@ -123,6 +125,7 @@ def short_documents(rank: int) -> None:
     gpt_dataset._EOD_PROBABILITY = 0.1
 
 
+@pytest.mark.long
 def test_documents_are_kept_apart_in_every_layout(tmp_path: Path) -> None:
     plain = ("--fp64", "--attention-dropout", 0, "--train-iters", 3)
     flags = (*plain, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")

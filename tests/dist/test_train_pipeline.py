@@ -62,6 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     )  # fmt: skip
 
 
+@pytest.mark.often("pp2, slices, stage 1", "pp2, zbv, stage 3")
 @pytest.mark.parametrize("name", CHECKED)
 def test_losses_and_norms_are_those_of_one_process(name: str, runs: Callable[[str], Path]) -> None:
     assert losses(runs(name)) == pytest.approx(losses(runs("alone")), rel=1e-10)
@@ -87,6 +88,7 @@ def test_a_checkpoint_of_any_pipeline_goes_on_in_any_other(writer: str, reader: 
 PP2 = ("--pp-size", 2, "--micro-batch-size", 1)
 
 
+@pytest.mark.often("fp16-1f1b")
 @pytest.mark.parametrize("kind", ["1f1b", pytest.param("zb1p", marks=pytest.mark.long)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resumed_to_the_last_bit(tmp_path: Path, precision: str, kind: str) -> None:

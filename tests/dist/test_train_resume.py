@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.often("recompute, validation, rotary", "bf16, ramp-up, cyclic, no workers", "2 ranks, warm-up, decays")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
     ranks, flags = VARIANTS[name]
@@ -113,6 +114,7 @@ def both_ranks(points: list[str], once: list[str]) -> list[object]:
     return [pytest.param(p, rank, marks=pytest.mark.long if rank == 1 and p in once else ()) for p in points for rank in (0, 1)]
 
 
+@pytest.mark.often("optim.step-0", "step.backward-1")
 @pytest.mark.parametrize("point, rank", both_ranks(["step.forward", "step.backward", "optim.step"], once=["step.forward", "optim.step"]))
 def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) -> None:
     run = tmp_path / "run"
@@ -151,6 +153,7 @@ def test_the_machine_was_booted_meanwhile(tmp_path: Path, clean: Path, kind: str
 POINTS = ["begin", "copy", "hash", "write", "shard", "manifest", "rename", "prune"]
 
 
+@pytest.mark.often("shard-1-how9", "manifest-1-how11", "rename-0-how12")
 @pytest.mark.parametrize(
     "point, rank, how",
     [pytest.param(p, rank, IN_BACKGROUND, marks=pytest.mark.long if rank and p not in ("shard", "manifest") else ())

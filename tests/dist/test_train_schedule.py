@@ -116,6 +116,7 @@ def noted(folder: Path, rank: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_dropout_with_tp_is_the_same_in_a_run_that_goes_on_and_recomputes(tmp_path: Path, folder: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     run(tmp_path, folder, "auto", *DROPS, *TP, "--save", whole, setup=note_masks).expect(0)

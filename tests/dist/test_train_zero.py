@@ -83,6 +83,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: st
     assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
 
 
+@pytest.mark.often("bf16-3")
 @pytest.mark.parametrize(("precision", "stage"), [
     ("fp32", 1), ("bf16", 3), ("fp16", 3),
     *(pytest.param(*case, marks=pytest.mark.long) for case in
@@ -155,6 +156,7 @@ def test_validation_alone_at_stage_3(runs: Callable[[str], Path], tmp_path: Path
     assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-10)
 
 
+@pytest.mark.long
 def test_a_batch_that_grows(tmp_path: Path) -> None:
     """One, two and three micro-batches in a step; the units of stage 3 come in another order each time."""
     flags = (*DOUBLE, "--global-batch-size", 12, "--rampup-batch-size", 4, 4, 24, "--train-samples", 52)

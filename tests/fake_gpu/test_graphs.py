@@ -11,8 +11,6 @@ from fake_gpu.jobs import Job, require_agreement, require_sound, run_rank, waits
 from fake_gpu.snippets import SNIPPETS
 from fake_gpu.test_waits import is_noticed
 
-IN_EVERY_RUN = ("stage 3", "saves and validations")
-NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in CAPTURED]
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
 OF_A_TRIAL = ("synchronize at ops/cuda_graphs.py", "synchronize at training/graphs.py", "tolist at training/graphs.py")
 # first step eager, then replays of first, last, norm and update; where these differ
@@ -24,7 +22,8 @@ REPLAYS = {
 REPLAYS |= {"auto": [0, 2 * 4 + 4 * 5 + 5, 5, 5], "auto, stage 3, fp16": [0, 2 * 3 + 4 * 4 + 4, 4, 4]}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.often("saves and validations")
+@pytest.mark.parametrize("name", CAPTURED)
 def test_captured_steps(name: str) -> None:
     """The host waits once in a step, for losses and norm, as in an eager one; and for the device before each capture."""
     job = CAPTURED[name]
@@ -64,6 +63,7 @@ TOKENS = {  # replays: one to be compared for each shape, then one for each furt
 }  # fmt: skip
 
 
+@pytest.mark.often("together")
 @pytest.mark.parametrize("name", TOKENS)
 def test_captured_tokens(name: str) -> None:
     job, replays = TOKENS[name]
@@ -102,7 +102,7 @@ _NEEDED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "site"), [pytest.param(*each, marks=[] if i < 2 else pytest.mark.long) for i, each in enumerate(_NEEDED)])
+@pytest.mark.parametrize(("name", "site"), [pytest.param(*each, marks=[] if i < 1 else pytest.mark.long) for i, each in enumerate(_NEEDED)])
 def test_without_a_wait(name: str, site: str) -> None:
     assert site in run_rank(CAPTURED[name])["sites"], sorted(run_rank(CAPTURED[name])["sites"])
     assert is_noticed(CAPTURED[name], site)

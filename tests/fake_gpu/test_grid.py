@@ -13,23 +13,11 @@ import pytest
 from fake_gpu.grid import DOCUMENTS, EXPERTS, JOBS, PP, PROGRAMS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank, waits
 
-IN_EVERY_RUN = (
-    "tp_seq, sp, dp, stage 1", "stage 2, bf16 reduction", "documents, sp", "activations on the host, sp, stage 3",
-    "full recomputation, stage 3", "BERT, tp, sp", "saves", "cp, sp, chunked, stage 3", "pp, slices, sp", "experts, ep, chunks, stage 2",
-)  # fmt: skip
-GRID = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
-PROGRAMS_IN_EVERY_RUN = ("generate", "serve, sp", "evaluate, tp, dp", "verify, tp_seq")
 BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
-OTHER_PROGRAMS = [pytest.param(name, marks=[] if name in PROGRAMS_IN_EVERY_RUN else pytest.mark.long) for name in PROGRAMS]
-COMPARED_IN_EVERY_RUN = ("generate, tp, sp", "serve, sp")
-COMPARED = [
-    pytest.param(name, marks=[] if name in COMPARED_IN_EVERY_RUN else pytest.mark.long)
-    for name, job in (JOBS | PROGRAMS).items()
-    if job.world_size > 1
-]
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.often("tp_seq, sp, dp, stage 1", "activations on the host, sp, stage 3", "cp, sp, chunked, stage 3", "pp, slices, sp")
+@pytest.mark.parametrize("name", JOBS)
 def test_a_rank(name: str) -> None:
     """The host waits once, for the losses and the norm; with the optimizer on the host also for the gradients of each unit.
 
@@ -56,7 +44,8 @@ def test_a_rank(name: str) -> None:
         assert outcome["steps"][0]["allocated"] == outcome["steps"][1]["allocated"], "a step leaves nothing behind"
 
 
-@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+@pytest.mark.often("generate", "verify, tp_seq")
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_another_program(name: str) -> None:
     job = PROGRAMS[name]
     outcome = run_rank(job)
@@ -82,7 +71,8 @@ def test_a_token_makes_the_host_wait_once(name: str, passes: int, agree: dict[st
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.often("serve, sp")
+@pytest.mark.parametrize("name", [name for name, job in (JOBS | PROGRAMS).items() if job.world_size > 1])
 def test_all_ranks_call_the_same(name: str) -> None:
     job = (JOBS | PROGRAMS)[name]
     outcomes = [run_rank(job, rank) for rank in range(job.world_size)]

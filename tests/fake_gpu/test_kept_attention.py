@@ -24,8 +24,6 @@ JOBS = {
     "activations on the host, sp, stage 3": Job(f"{PLAIN} --offload-activations {SP} {CHUNKED} --zero-stage 3", 2),
     "stage 3": Job(f"{PLAIN} --zero-stage 3", 4),
 }  # fmt: skip
-IN_EVERY_RUN = ("documents, window",)
-NAMES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS]
 
 
 def recomputed(name: str, more: str = "") -> Job:
@@ -46,7 +44,8 @@ def exchanges(outcome: dict[str, Any]) -> int:
     return sum("all_to_all" in call["name"] for call in outcome["calls"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.often("documents, window")
+@pytest.mark.parametrize("name", JOBS)
 def test_attention_is_computed_once(name: str) -> None:
     plain, kept = run_rank(JOBS[name]), run_rank(recomputed(name))
     for outcome in (plain, kept):
@@ -60,7 +59,8 @@ def test_attention_is_computed_once(name: str) -> None:
         assert 4 * exchanges(kept) == (7 if "uneven" in name else 5) * exchanges(plain) > 0
 
 
-@pytest.mark.parametrize("name", ["documents, window", pytest.param("sp, chunked", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["documents, window", "sp, chunked"])
 def test_attention_is_repeated_if_it_is_asked_for(name: str) -> None:
     once, again = run_rank(recomputed(name)), run_rank(recomputed(name, "--recompute-attention full"))
     require_sound(again)

@@ -16,16 +16,19 @@ def require_within_budget(name: str, *, fused: bool) -> None:
     assert found.gigabytes <= budget.gigabytes, f"{found.gigabytes:.3f} GB, {budget.gigabytes} are allowed:\n{places}"
 
 
+@pytest.mark.often("Llama 7B, 4K")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_layer_within_its_budget(name: str) -> None:
     require_within_budget(name, fused=True)
 
 
+@pytest.mark.long
 def test_dropout_costs_little() -> None:
     without, with_dropout = (layer(CASES[name], fused=True) for name in QUICK[:2])
     assert with_dropout.gigabytes <= 1.12 * without.gigabytes
 
 
+@pytest.mark.often("GPT-2 124M, dropout 0.1")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_within_its_budget(name: str) -> None:
     flags, budget = STEPS[name]

@@ -22,10 +22,8 @@ JOBS = {
 }  # fmt: skip
 
 
-IN_EVERY_RUN = ("fp32, grouped, heads of 6", "fp32, nearly no window", "bf16, grouped, heads of 264")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.long) for name in JOBS])
+@pytest.mark.often("bf16, grouped, heads of 264")
+@pytest.mark.parametrize("name", JOBS)
 def test_no_scores_in_memory(name: str) -> None:
     """Head widths that the kernels do not take are padded; masks of windows are narrow."""
     outcome = run_rank(Job(f"{SMALL} {' '.join(JOBS[name])}", micro_batches=1, square_from=LENGTH))

@@ -43,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.often("sp-chunked")
 @pytest.mark.parametrize("flags, dies_in", CASES)
 def test_a_rank_that_dies_mid_exchange(tmp_path: Path, flags: tuple[object, ...], dies_in: str) -> None:
     script, run = tmp_path / "dying.py", tmp_path / "run"

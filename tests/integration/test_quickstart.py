@@ -80,6 +80,7 @@ def test_quickstart_help() -> None:
     assert done.returncode == 0 and done.stdout.startswith("From a clean clone") and done.stdout.rstrip().endswith("(runs/quickstart)")
 
 
+@pytest.mark.long
 @pytest.mark.torchrun
 @pytest.mark.slow
 @needs_venv

@@ -298,6 +298,7 @@ def test_the_slurm_template(tmp_path: Path) -> None:
     assert preempted.returncode == 75 and (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n", preempted.stderr
 
 
+@pytest.mark.long
 def test_a_script_of_the_zoo_under_slurm(tmp_path: Path) -> None:
     """Each host gets the script, with what it must know of the others."""
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "scripts/pretrain_llama_8b_128k.sh", "--global-batch-size", "16"]

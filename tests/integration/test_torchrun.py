@@ -70,6 +70,7 @@ def test_killed_and_restarted_without_help(tmp_path: Path) -> None:
     assert_same_run(run, clean)
 
 
+@pytest.mark.long
 def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     """It is passed on; the run saves within the grace, the shell sees 75, and the same command goes on exactly."""
     run = tmp_path / "run"

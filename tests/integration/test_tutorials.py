@@ -29,6 +29,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         }  # fmt: skip
 
 
+@pytest.mark.often("add_a_model")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_does_what_it_says(tmp_path: Path, variables: dict[str, str], page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= LONGEST

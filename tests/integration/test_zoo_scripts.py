@@ -50,10 +50,8 @@ def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-IN_EVERY_RUN = ("pretrain_gpt_125m_1gpu", "pretrain_gpt_1b_64k", "pretrain_olmoe_1b_7b")  # one process, measured overlap modes, experts
-
-
-@pytest.mark.parametrize("name", [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.long) for n in SCRIPTS])
+@pytest.mark.often("pretrain_gpt_1b_64k")
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_smoke(tmp_path: Path, name: str) -> None:
     """Through the real launcher; variables of several hosts, which a job's shell may have, do not reach it."""
     code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=16 if "175b" in name else 2, NODE_RANK=1)
@@ -69,6 +67,7 @@ def test_smoke(tmp_path: Path, name: str) -> None:
     assert config["parallel"]["expert_model_parallel_size"] == (2 if config["model"]["num_experts"] else 1)
 
 
+@pytest.mark.often("pretrain_gpt_125m_1gpu", "pretrain_mixtral_8x7b")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_dry_run(name: str) -> None:
     code, out, err = run(name, DRY_RUN=1)
@@ -79,6 +78,7 @@ def test_dry_run(name: str) -> None:
     assert f"--save runs/{name.removeprefix('pretrain_')} " in command
 
 
+@pytest.mark.long
 def test_the_layout_of_several_hosts() -> None:
     code, out, err = run("pretrain_llama_8b_128k", "--global-batch-size", 16, DRY_RUN=1, NNODES=4, TP=2, ZERO=1, TRAIN_ITERS=900)
     assert code == 0, out + err
@@ -112,6 +112,7 @@ def test_a_smoke_test_of_a_pipeline(tmp_path: Path, name: str, variables: dict[s
     assert state(tmp_path / "run")["config"]["parallel"]["pipeline_model_parallel_size"] == 2
 
 
+@pytest.mark.often("pretrain_gpt_7b_16k")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_pipeline_of_two_hosts(name: str) -> None:
     variables = {"NPROC_PER_NODE": SIZES[name][0], "NNODES": 2, "PP": 2, "PP_SCHEDULE": "zb1p", "CP": 1}
@@ -130,9 +131,9 @@ def test_the_layout_and_the_batches_of_gpt_3() -> None:
     assert code == 0 and "256 GPUs of 32 hosts" in more and "pp 16 (interleaved), dp 2" in more, more + err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words, variables", [
-    pytest.param(r"a GPU holds (\d+) GiB", {}, marks=pytest.mark.long),
-    pytest.param(r"PP_SCHEDULE=1f1b takes (\d+) GiB", {"PP_SCHEDULE": "1f1b"}, marks=pytest.mark.long),
+    (r"a GPU holds (\d+) GiB", {}), (r"PP_SCHEDULE=1f1b takes (\d+) GiB", {"PP_SCHEDULE": "1f1b"}),
     (r"RECOMPUTE=full takes (\d+) GiB", {"RECOMPUTE": "full"}),
 ])  # fmt: skip
 def test_the_memory_that_gpt_3_says_it_takes(words: str, variables: dict[str, object]) -> None:

@@ -51,6 +51,7 @@ def require_good(found: list[dict[str, object]]) -> None:
         assert each["widest"] == 128 or each["case"] in NARROW, each
 
 
+@pytest.mark.long
 def test_the_kernels_of_a_layer_on_hopper() -> None:
     require_good(compiled(QUICK, (90,)))
 

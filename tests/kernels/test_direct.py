@@ -19,6 +19,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.often("what_is_launched_is_what_the_jit_launches", "launches_of_the_package")
 @pytest.mark.parametrize("check", CHECKS)
 def test_direct_launches(check: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}

@@ -384,6 +384,7 @@ def test_newer_pickles_are_refused_by_their_protocol(tmp_path: Path, legacy: boo
         TorchFile(tmp_path / "a.pt")
 
 
+@pytest.mark.long
 def test_a_larger_pickle_may_have_more_values() -> None:
     many = b"](" + b"(K\x01K\x02t" * 1_000_000 + b"e."
     assert len(read_records(many, "a.pt")) == 1_000_000

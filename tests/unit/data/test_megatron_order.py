@@ -30,6 +30,7 @@ def built(case: Case, split: int) -> Dataset | None:
     return found
 
 
+@pytest.mark.often("0")
 @pytest.mark.parametrize("block", range(4))
 def test_random_cases(block: int, tmp_path: Path) -> None:
     compared = 0

@@ -51,6 +51,7 @@ def whole(model: GPTModel, tokens: list[int]) -> Tensor:
         return model.next_logits(torch.tensor([tokens]), ForwardContext(AttentionMask()))[0]
 
 
+@pytest.mark.often("window", "grouped")
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_replays_have_the_bits_of_eager_steps_while_rows_come_and_go(name: str) -> None:
     """By chance prompts are read, samples begin, rows go and steps are taken; a decoder without graphs gives the same in fp64."""

@@ -151,6 +151,7 @@ def test_a_child_answers_fails_and_dies_audibly() -> None:
         child.Child("it", ["/nowhere/python"], {})
 
 
+@pytest.mark.long
 def test_step_benchmark_runs_without_the_peer(tmp_path: Path) -> None:
     done = run("step_vs_hf.py", "--smoke", "--no-peer", "--rounds", "2", "--dropout", "0.1", "--json", str(tmp_path / "r.json"))
     assert done.returncode == 0, done.stderr

@@ -392,6 +392,7 @@ def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     assert len(spans) >= 3 and "<svg" in (tmp_path / "out/report.html").read_text()
 
 
+@pytest.mark.long
 def test_the_script_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "scripts/first_light.sh")]
     environment = {"PYTHON": sys.executable, "PATH": "/usr/local/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
