@@ -32,7 +32,9 @@ Computed = Iterator[tuple[str, Tensor]]
 
 
 class Backend(Protocol):
-    """One side of a comparison. Both sides yield results in the same order: hidden states after the embedding and each layer, outputs."""
+    """One side of a comparison. Both sides yield results in the same order: hidden states after the embedding and each
+    layer, outputs.
+    """
 
     @property
     def label(self) -> str:
@@ -45,7 +47,9 @@ class Backend(Protocol):
         ...
 
     def compute(self, rows: Rows, cast: Cast) -> Computed:
-        """Yield results by name, [b, s, ...] or [b, ...]; each weight tensor is passed through ``cast`` when it is read."""
+        """Yield results by name, [b, s, ...] or [b, ...]; each weight tensor is passed through ``cast`` when it is
+        read.
+        """
         ...
 
 
@@ -72,7 +76,6 @@ class Ours:
         yield from _our_outputs(net, x)
 
     def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
-        """Load the weights: those of a block only while it runs, all others permanently."""
         blocks = list(net.stack.layers)
         prefixes = [unit.name for unit in net.units() if unit.alike == "block"]
         for name in stored_names(net):
@@ -106,11 +109,12 @@ def _forget(net: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
         kept = getattr(net.get_submodule(owner), leaf).to("meta")
-        setattr(net.get_submodule(owner), leaf, kept if is_expert_bias(name) else nn.Parameter(kept, requires_grad=False))
+        setattr(
+            net.get_submodule(owner), leaf, kept if is_expert_bias(name) else nn.Parameter(kept, requires_grad=False)
+        )
 
 
 def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
-    """Yield the outputs of our model. x: [s, b, h], after the last norm."""
     if isinstance(net, GPTModel):
         yield NEXT, net.logits(x).transpose(0, 1)
     elif isinstance(net, BertClassifier):
@@ -149,13 +153,17 @@ class Transformers:
 
     def compute(self, rows: Rows, cast: Cast) -> Computed:
         net = self._load(cast)
-        layers = next(m for m in net.modules() if isinstance(m, nn.ModuleList) and len(m) == net.config.num_hidden_layers)
+        layers = next(
+            m for m in net.modules() if isinstance(m, nn.ModuleList) and len(m) == net.config.num_hidden_layers
+        )
         seen: list[Tensor] = []
         layers[0].register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
         )
         for layer in layers:
-            layer.register_forward_hook(lambda module, inputs, out: seen.append(out[0] if isinstance(out, tuple) else out))
+            layer.register_forward_hook(
+                lambda module, inputs, out: seen.append(out[0] if isinstance(out, tuple) else out)
+            )
         more: dict[str, Any] = {}
         if "Bert" in self.cls:
             inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
@@ -163,7 +171,9 @@ class Transformers:
         try:
             with torch.no_grad():
                 found = net(input_ids=rows.tokens, **more)
-        except Exception as error:  # its versions raise many types: config.json asks for something that they do not compute
+        except (
+            Exception
+        ) as error:  # its versions raise many types: config.json asks for something that they do not compute
             raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
@@ -182,7 +192,8 @@ class Transformers:
                 raise CheckpointError(f"{self.label} cannot load {self.folder}: {_short(error)}") from None
         lacking = sorted(report["missing_keys"]) + sorted(str(name) for name in report.get("mismatched_keys", ()))
         if lacking:
-            raise CheckpointError(f"{self.label} does not find {', '.join(lacking[:5])} in {self.folder}: that is not a whole model")
+            raise CheckpointError(f"{self.label} does not find {', '.join(lacking[:5])} in {self.folder}: that is not a"
+                                  " whole model")  # fmt: skip
         for tensor in net.parameters():
             tensor.requires_grad_(False).copy_(cast(tensor))
         for module in net.modules():  # experts in a loop: the grouped products lack dtypes
@@ -193,8 +204,9 @@ class Transformers:
 
 
 _CAUSAL = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 
 
@@ -203,8 +215,8 @@ def class_of(document: dict[str, Any], tensors: set[str]) -> str:
     kind = document.get("model_type")
     if kind not in ("bert", "megatron-bert"):
         return _CAUSAL[str(kind)]
-    task = ("SequenceClassification" if "classifier.weight" in tensors else "PreTraining" if "cls.seq_relationship.weight" in tensors
-            else "MaskedLM")  # fmt: skip
+    pretraining = "PreTraining" if "cls.seq_relationship.weight" in tensors else "MaskedLM"
+    task = "SequenceClassification" if "classifier.weight" in tensors else pretraining
     return f"{'Bert' if kind == 'bert' else 'MegatronBert'}For{task}"
 
 
@@ -219,7 +231,6 @@ def _their_outputs(cls: str, found: Any) -> Computed:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Set the environment variables that keep transformers and its libraries offline, and limit its logging to errors."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -237,14 +248,6 @@ def _offline() -> Iterator[None]:
 
 
 def backend_of(format_name: str, path: Path, read: Model, options: Options, tell: Callable[[str], None]) -> Backend:
-    """Return the most independent backend available for a checkpoint.
-
-    Args:
-        format_name: format of the checkpoint at ``path``.
-        read: the model that the format read from it.
-        options: the options it was read with.
-        tell: called with a note if a more independent backend cannot be used.
-    """
     if format_name == "megatron_sp":
         return Ours(read)
     if format_name == "hf":
@@ -253,7 +256,11 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
             return cast("Backend", Transformers(path, read.settings["hf"], [fate.name for fate in read.fates]))
     else:
         try:
-            folder = iteration_folder(path, options.step) if format_name != "megatron-deepspeed" else find(path, options.step).path
+            folder = (
+                iteration_folder(path, options.step)
+                if format_name != "megatron-deepspeed"
+                else find(path, options.step).path
+            )
             assert folder is not None, "it was read"
             known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
             found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared
@@ -267,7 +274,6 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
 
 
 def _without_transformers(path: Path, read: Model) -> str:
-    """Return why transformers cannot compute a folder; empty if it can."""
     if not any(path.glob("*.safetensors")):
         return "transformers is asked to read safetensors alone"
     if not availability.installed("transformers").available:

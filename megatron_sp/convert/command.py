@@ -31,27 +31,21 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the conversion that the flags describe.
-
-    Returns:
-        The exit code.
-    Raises:
-        ReportedError: the conversion failed; the message gives the reason.
-    """
     try:
         return _run(args)
     except CheckpointError as error:
         message = str(error)
         if not any(str(path) in message for path in (args.input, args.output)):
             message = f"{args.input}: {message}"
-        lines = (line if line.isprintable() else _plain(line) for line in message.splitlines())  # parts of it are from files
+        lines = (
+            line if line.isprintable() else _plain(line) for line in message.splitlines()
+        )  # parts of it are from files
         raise CheckpointError("\n".join(lines)) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise CheckpointError(
-            f"{args.input} needs more memory than there is: for its largest tensor and about as much again. Use a machine with more"
-        ) from None
+        raise CheckpointError(f"{args.input} needs more memory than there is: for its largest tensor and about as much"
+                              " again. Use a machine with more") from None  # fmt: skip
     except OSError as error:  # errors of writing have been converted to ReportedError
         raise CheckpointError(f"{error.filename or args.input} cannot be read: {error.strerror or error}") from None
 
@@ -62,9 +56,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.report is not None:
         require_place(args.report, "--report")
     if not args.input.is_dir():
-        raise CheckpointError(
-            f"--input {args.input} is {'a file' if args.input.exists() else 'not there'}: give the folder of a checkpoint"
-        )
+        raise CheckpointError(f"--input {args.input} is {'a file' if args.input.exists() else 'not there'}: give the"
+                              " folder of a checkpoint")  # fmt: skip
     source = FORMATS[args.source] if args.source != "auto" else detect(args.input)
     target = FORMATS[args.target]
     _require_use(args, source.name)
@@ -82,14 +75,16 @@ def _run(args: argparse.Namespace) -> int:
     finite = FiniteTensors(allow=args.allow_non_finite)
     model.store = LookedAt(model.store, finite, options.dtype)
     report = {
-        "from": source.name, "input": str(args.input), "to": args.target, "step": model.step, "megatron_sp": __version__,
+        "from": source.name, "input": str(args.input), "to": args.target, "step": model.step,
+        "megatron_sp": __version__,
         "tensors": [{"source": fate.name, "to": fate.went, "note": fate.why} for fate in model.fates],
     }  # fmt: skip
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:
         convert(model, target, args.output, options, bar.advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
-    _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
+    _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s,"
+          f" {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")  # fmt: skip
     for note in (*model.notes[num_told:], *finite.notes()):  # the writer's notes
         _tell(f"note: {note}")
     _show_fates(model, everything=args.show_tensors)
@@ -97,7 +92,8 @@ def _run(args: argparse.Namespace) -> int:
         try:
             write_output(args.report, json.dumps(report, indent=1) + "\n")
         except OSError as error:
-            raise DiskError(f"--report {args.report} was not written, --output was: {error.strerror or error}") from None
+            raise DiskError(f"--report {args.report} was not written, --output was:"
+                            f" {error.strerror or error}") from None  # fmt: skip
     if not args.verify and args.verify_text is None:
         return EXIT_OK
     from megatron_sp.convert.verify import verify
@@ -106,12 +102,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
-    """Say that 16-bit weights do not become more exact in float32, and where more exact ones are; empty if that is not asked for."""
+    """Say that 16-bit weights do not become more exact in float32, and where more exact ones are; empty if that is not
+    asked for.
+    """
     there = model.store.tensors()
     narrow = {info.dtype for name, info in there.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2}
     if options.dtype != torch.float32 or not narrow:
         return ""
-    said = f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more bytes"
+    said = (f"the weights are in {str(narrow.pop()).removeprefix('torch.')}, and float32 has the same numbers in more"
+            " bytes")  # fmt: skip
     if any(name.startswith(f"{OPTIMIZER}master.") for name in there):
         step = "" if args.step is None else f"/checkpoints/step-{args.step:06d}"
         said += (
@@ -122,15 +121,14 @@ def _about_widening(model: Model, options: Options, args: argparse.Namespace) ->
 
 
 def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> int:
-    """Write a model of transformers, trained by ``schedule train``, as a Hugging Face folder."""
     _tell(f"{args.input}: {model.describe()}")
     if args.target != model.name:
-        raise CheckpointError(
-            f"{args.input} is of a model of transformers, under its own names: write it with --to hf, and convert that folder to"
-            f" {args.target} if its family is one that can be"
-        )
+        raise CheckpointError(f"{args.input} is of a model of transformers, under its own names: write it with --to hf,"
+                              f" and convert that folder to {args.target} if its family is one that can"
+                              " be")  # fmt: skip
     if args.verify or args.verify_text is not None:
-        raise ConfigError("--verify compares with this project's own models, and the run is of one of transformers: leave it out")
+        raise ConfigError("--verify compares with this project's own models, and the run is of one of transformers:"
+                          " leave it out")  # fmt: skip
     for note in model.notes:
         _tell(f"note: {note}")
     report = {"from": "megatron_sp", "input": str(args.input), "to": args.target, "megatron_sp": __version__}
@@ -141,7 +139,6 @@ def _export(model: ForeignModel, args: argparse.Namespace, options: Options) -> 
 
 
 def describe(model: Model) -> str:
-    """Describe a model in half a line."""
     count = sum(torch.Size(info.shape).numel() for name, info in model.weights().items() if not is_expert_bias(name))
     dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in model.dtypes))
     kind = "classifier" if model.num_classes else "BERT" if model.config.is_bert else "GPT"
@@ -151,7 +148,8 @@ def describe(model: Model) -> str:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    for flag, value in (("--vocab-size", args.vocab_size), ("--target-tensor-parallel-size", args.target_tensor_parallel_size),
+    for flag, value in (("--vocab-size", args.vocab_size),
+                        ("--target-tensor-parallel-size", args.target_tensor_parallel_size),
                         ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size),
                         ("--target-expert-parallel-size", args.target_expert_parallel_size)):  # fmt: skip
         if value is not None and value < 1:
@@ -161,16 +159,18 @@ def _options(args: argparse.Namespace) -> Options:
     if args.step is not None and args.step < 0:
         raise ConfigError(f"--step ({args.step}) must be at least 0")
     return Options(
-        step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
-        dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
-        pp=args.target_pipeline_parallel_size, ep=args.target_expert_parallel_size, max_shard_bytes=parse_size(args.max_shard_size),
-        given=Overrides.parse(args.set), megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout,
-        deepspeed_qkv_layout=args.deepspeed_qkv_layout, max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
+        step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer,
+        optimizer=not args.no_optimizer, dtype=getattr(torch, args.dtype) if args.dtype else None,
+        tp=args.target_tensor_parallel_size, pp=args.target_pipeline_parallel_size, ep=args.target_expert_parallel_size,
+        max_shard_bytes=parse_size(args.max_shard_size), given=Overrides.parse(args.set),
+        megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout,
+        deepspeed_qkv_layout=args.deepspeed_qkv_layout,
+        max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
     )  # fmt: skip
 
 
 def parse_size(text: str) -> int:
-    """Convert "5GB", "500MB", "1GiB" or a plain number to bytes. Raises ConfigError."""
+    """Convert "5GB", "500MB", "1GiB" or a plain number to bytes."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise ConfigError(f"--max-shard-size ({text[:40]}) must be a size: 5GB, 500MB, 1GiB")
@@ -178,10 +178,11 @@ def parse_size(text: str) -> int:
 
 
 def _require_use(args: argparse.Namespace, source: str) -> None:
-    """Refuse flags that have no effect for these formats: the user expects an effect and would notice too late. Raises ConfigError."""
+    """Refuse flags that have no effect for these formats: the user expects an effect and would notice too late."""
     read = {
         "--set": (args.set, _RANKS), "--vocab-size": (args.vocab_size is not None, _RANKS),
-        "--qkv-layout": (args.qkv_layout is not None, _RANKS), "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
+        "--qkv-layout": (args.qkv_layout is not None, _RANKS),
+        "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
     }  # fmt: skip
     written = {
         "--target-tensor-parallel-size": (args.target_tensor_parallel_size > 1, _RANKS),
@@ -196,9 +197,8 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
         useless = [flag for flag, (is_given, formats) in flags.items() if is_given and name not in formats]
         if useless:
             users = flags[useless[0]][1]
-            raise ConfigError(
-                f"{', '.join(useless)} would change nothing for {what} {name}: {useless[0]} is for {', '.join(users)}; leave it out"
-            )
+            raise ConfigError(f"{', '.join(useless)} would change nothing for {what} {name}: {useless[0]} is for"
+                              f" {', '.join(users)}; leave it out")  # fmt: skip
 
 
 def _show_fates(model: Model, *, everything: bool) -> None:

@@ -51,24 +51,15 @@ class TensorStore(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """A region of a tensor.
-
-    Attributes:
-        name: name of the tensor.
-        shape: shape that the tensor is viewed as; None: its own shape.
-        index: index that is applied to this view.
-        order: permutation of the dims of the result.
-        stored: the tensor's own shape, where it cannot be derived from the region.
-    """
+    """A region of a tensor."""
 
     name: str
-    shape: tuple[int, ...] | None = None
-    index: Index = ()
-    order: tuple[int, ...] | None = None
-    stored: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # shape that the tensor is viewed as; None: its own shape
+    index: Index = ()  # index that is applied to this view
+    order: tuple[int, ...] | None = None  # permutation of the dims of the result
+    stored: tuple[int, ...] | None = None  # the tensor's own shape, where it cannot be derived from the region
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the region of a tensor, sharing its memory."""
         if self.shape is not None:
             tensor = tensor.view(self.shape)
         if self.index:
@@ -91,48 +82,37 @@ class View:
 
 
 class Copy(NamedTuple):
-    """Two regions with equal shapes and contents.
-
-    Attributes:
-        ours, theirs: the regions.
-        replica: another ``Copy`` has the same region of ours already: this one is written, but only compared when
-            reading.
-    """
+    """Two regions with equal shapes and contents."""
 
     ours: View
     theirs: View
+    # another ``Copy`` has the same region of ours already: this one is written, but only compared when reading
     replica: bool = False
 
 
 @dataclass(frozen=True)
 class Correspondence:
-    """Correspondence between our tensors and those of another format.
-
-    Attributes:
-        ours: shapes of our tensors.
-        theirs: shapes of theirs.
-        copies: the pairs of equal regions.
-        filled: by name of a tensor of theirs, the number of its elements without counterpart: zero when written,
-            ignored when read.
-    """
+    """Correspondence between our tensors and those of another format."""
 
     ours: dict[str, tuple[int, ...]]
     theirs: dict[str, tuple[int, ...]]
-    copies: list[Copy]
+    copies: list[Copy]  # the pairs of equal regions
+    # by name of a tensor of theirs, the number of its elements without counterpart: zero when written, ignored when
+    # read
     filled: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ours: dict[str, tuple[int, ...]], copies: Iterable[Copy], filled: dict[str, int] | None = None) -> Correspondence:
-        """Make a checked correspondence, with the shapes of theirs derived from the copies.
-
-        Raises:
-            AssertionError: the copies do not cover a tensor exactly once; the message names it.
-        """
+    def of(
+        cls, ours: dict[str, tuple[int, ...]], copies: Iterable[Copy], filled: dict[str, int] | None = None
+    ) -> Correspondence:
+        """Make a checked correspondence, with the shapes of theirs derived from the copies."""
         copies = list(copies)
         theirs: dict[str, tuple[int, ...]] = {}
         for copy in copies:
             shape = copy.theirs.own_shape(_shape_of(copy.ours, ours))
-            assert theirs.setdefault(copy.theirs.name, shape) == shape, f"{copy.theirs.name}: {shape} and {theirs[copy.theirs.name]}"
+            assert theirs.setdefault(copy.theirs.name, shape) == shape, (
+                f"{copy.theirs.name}: {shape} and {theirs[copy.theirs.name]}"
+            )
         made = cls(ours, theirs, copies, filled or {})
         made.check()
         return made
@@ -175,7 +155,9 @@ def _shape_of(view: View, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, .
     return tuple(view.of(torch.empty(shapes[view.name], device="meta")).shape)
 
 
-def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[View, View]], read: Callable[[str], Tensor]) -> Tensor:
+def assemble(
+    shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[View, View]], read: Callable[[str], Tensor]
+) -> Tensor:
     """Make a tensor from regions of other tensors.
 
     Args:
@@ -201,12 +183,7 @@ def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[V
 
 
 class Gathered:
-    """Our tensors, gathered from a store of theirs on request (a ``TensorStore``).
-
-    Args:
-        correspondence: between the two; this store has only our tensors in it.
-        store: contains all of theirs.
-    """
+    """Our tensors, gathered from a store of theirs on request (a ``TensorStore``)."""
 
     def __init__(self, correspondence: Correspondence, store: TensorStore) -> None:
         self._store, self._parts = store, correspondence.of_ours()
@@ -220,11 +197,7 @@ class Gathered:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor into CPU memory and compare its replicas.
-
-        Raises:
-            CheckpointError: it cannot be read, or its replicas differ.
-        """
+        """Read a tensor into CPU memory and compare its replicas."""
         info, copies = self._tensors[name], self._parts[name]
         made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
         for copy in copies:
@@ -232,10 +205,9 @@ class Gathered:
                 continue
             replica = copy.theirs.of(self._store.read(copy.theirs.name))
             if not is_same(copy.ours.of(made).to(replica.dtype), replica):
-                raise CheckpointError(
-                    f"{copy.theirs.name} must be the same on every rank that holds it, and differs from that of another: the ranks of this"
-                    " checkpoint have drifted apart, or its files are of different steps"
-                )
+                raise CheckpointError(f"{copy.theirs.name} must be the same on every rank that holds it, and differs"
+                                      " from that of another: the ranks of this checkpoint have drifted apart, or its"
+                                      " files are of different steps")  # fmt: skip
         return made
 
 
@@ -261,18 +233,12 @@ class LastRead:
         return self._last[1]
 
     def forget(self) -> None:
-        """Release the cached tensor."""
         self._last = None
 
 
 class Scattered:
-    """Their tensors, made from a store of ours on request (a ``TensorStore``); caches one of ours, as q, k, v come from the same one.
-
-    Args:
-        correspondence: between the two; this store has only their tensors in it.
-        store: contains all of ours. Let several ``Scattered`` share one ``LastRead``, otherwise each caches a tensor of
-            its own.
-        dtype: dtype of all floating-point tensors of theirs, but for what stays in fp32; None: as ours.
+    """Their tensors, made from a store of ours on request (a ``TensorStore``); caches one of ours, as q, k, v come from
+    the same one.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
@@ -282,7 +248,9 @@ class Scattered:
         self._tensors = {}
         for name, shape in correspondence.theirs.items():
             names = {copy.ours.name for copy in self._parts[name]}
-            self._tensors[name] = TensorInfo(shape, widest({stored_dtype(name, stored[name].dtype, dtype) for name in names}))
+            self._tensors[name] = TensorInfo(
+                shape, widest({stored_dtype(name, stored[name].dtype, dtype) for name in names})
+            )
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors

@@ -1,4 +1,5 @@
-"""Runs of models from elsewhere (``megatron-sp schedule train``), written as the Hugging Face folder that such a model came from.
+"""Runs of models from elsewhere (``megatron-sp schedule train``), written as the Hugging Face folder that such a model
+came from.
 
 The checkpoint keeps the class and the configuration of a model of transformers, and its tensors under their own names:
 transformers makes the model, and writes it. No code comes out of the checkpoint.
@@ -24,7 +25,9 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without entries that may make transformers fetch or run something: classes, kernels and quantizers by name."""
+    """Return a configuration without entries that may make transformers fetch or run something: classes, kernels and
+    quantizers by name.
+    """
     return {
         name: without_code(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -33,15 +36,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForeignModel:
-    """A foreign model in a checkpoint; also what writes it (``convert.run``).
-
-    Args:
-        reader: the checkpoint.
-        described: what its state.json says of the model.
-        options: of the conversion.
-    Attributes:
-        notes: for the user.
-    """
+    """A foreign model in a checkpoint; also what writes it (``convert.run``)."""
 
     name, holds_optimizer = "hf", False
 
@@ -49,7 +44,8 @@ class ForeignModel:
         self._reader, self._class = reader, str(described.get("class"))
         config = described.get("config")
         if not isinstance(config, dict):
-            raise CheckpointError(f"{reader.step_dir}: state.json does not say what model it is: foreign_model has no config")
+            raise CheckpointError(f"{reader.step_dir}: state.json does not say what model it is: foreign_model has no"
+                                  " config")  # fmt: skip
         self._config: dict[str, Any] = config
         self._tensors = {name: info for name, info in reader.tensors().items() if not name.startswith(OPTIMIZER)}
         run, _ = Config.from_dict(reader.state.get("config"))
@@ -57,34 +53,30 @@ class ForeignModel:
 
     @staticmethod
     def read(path: Path, options: Options) -> ForeignModel | None:
-        """Return the model of a run; None if it is one of this project's own. Raises CheckpointError like ``Native.read``."""
+        """Return the model of a run; None if it is one of this project's own. Raises CheckpointError like
+        ``Native.read``.
+        """
         reader = NativeReader(find_step(path, options.step), verified=True)
         described = reader.state.get("foreign_model")
         return ForeignModel(reader, described, options) if isinstance(described, dict) else None
 
     def describe(self) -> str:
-        """Return what it is in a few words."""
-        step, size = self._reader.state.get("step"), sum(torch.Size(info.shape).numel() for info in self._tensors.values())
+        step = self._reader.state.get("step")
+        size = sum(torch.Size(info.shape).numel() for info in self._tensors.values())
         return f"{self._class} of transformers, {size:,} numbers, step {step}"
 
     def size(self, model: object, options: Options) -> int:
-        """Return the bytes of the tensors."""
         return sum(info.num_bytes for info in self._tensors.values())
 
     def write(self, model: object, path: Path, options: Options, progress: Progress) -> None:
-        """Write the folder.
-
-        Raises:
-            ConfigError: transformers is not installed, or has no such class.
-            CheckpointError: the tensors are not those of the model.
-        """
         made = self._made()
-        wanted = {name for name, _ in made.named_parameters()} | {name for name, _ in made.named_buffers() if name in made.state_dict()}
+        wanted = {name for name, _ in made.named_parameters()} | {
+            name for name, _ in made.named_buffers() if name in made.state_dict()
+        }
         if wanted != set(self._tensors):
             missing, extra = sorted(wanted - set(self._tensors)), sorted(set(self._tensors) - wanted)
-            raise CheckpointError(
-                f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing {missing[:3]}, left over {extra[:3]}"
-            )
+            raise CheckpointError(f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing"
+                                  f" {missing[:3]}, left over {extra[:3]}")  # fmt: skip
         state = {}
         for name, info in self._tensors.items():
             tensor = self._reader.read(name)
@@ -104,14 +96,14 @@ class ForeignModel:
         kind, known = self._config.get("model_type"), library.CONFIG_MAPPING
         cls = getattr(library, self._class, None) if self._class.isidentifier() else None
         if kind not in known or not (isinstance(cls, type) and issubclass(cls, library.PreTrainedModel)):
-            raise ConfigError(
-                f"transformers {library.__version__} has no {self._class} ({kind}), of which the run is: use the version that trained it"
-            )
+            raise ConfigError(f"transformers {library.__version__} has no {self._class} ({kind}), of which the run is:"
+                              " use the version that trained it")  # fmt: skip
         try:
             with torch.device("meta"):
                 return cls(known[kind].from_dict(without_code(self._config)))
         except Exception as error:  # transformers raises exception classes of its own for what it rejects
-            raise CheckpointError(f"{self._reader.step_dir}: state.json does not describe a {self._class}: {error}") from None
+            raise CheckpointError(f"{self._reader.step_dir}: state.json does not describe a {self._class}:"
+                                  f" {error}") from None  # fmt: skip
 
     def _kept(self, made: Any) -> set[str]:
         kinds = {info.dtype for info in self._tensors.values()}

@@ -1,4 +1,6 @@
-"""The checkpoint in our own terms that a reader passes to a writer, and the check that a source has exactly what it needs."""
+"""The checkpoint in our own terms that a reader passes to a writer, and the check that a source has exactly what it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -45,38 +47,23 @@ class Fate(NamedTuple):
 
 @dataclass
 class Model:
-    """A checkpoint in our own terms.
+    """A checkpoint in our own terms."""
 
-    Attributes:
-        config: shape of the model; ``vocab_size`` is set.
-        store: its tensors by our names: all weights, and possibly the optimizer's tensors.
-        step: number of training steps; 0: unknown.
-        consumed_samples: number of training samples; 0: unknown.
-        scheduled_samples: those that advance the learning rate schedule, without skipped steps; None: unknown.
-        num_updates: updates of the optimizer, fewer than steps where some were skipped; None: unknown.
-        loss_scale: state of fp16 loss scaling; None: no dynamic loss scaling, or unknown.
-        num_classes: number of classes of a classifier; 0: no classifier.
-        fates: one for every tensor of the source.
-        tokenizer: its files, by their original names.
-        tokenizer_type: value of the flag; None: determined by the files.
-        eod_id: id that ends documents, where it is not the tokenizer's own.
-        settings: settings of the source without a field here, as JSON values, for converting back.
-        notes: messages for the user.
-    """
-
-    config: ModelConfig
-    store: TensorStore
-    step: int = 0
-    consumed_samples: int = 0
-    num_classes: int = 0
-    fates: list[Fate] = field(default_factory=list)
-    tokenizer: dict[str, Path] = field(default_factory=dict)
-    tokenizer_type: str | None = None
-    eod_id: int | None = None
+    config: ModelConfig  # shape of the model; ``vocab_size`` is set
+    store: TensorStore  # its tensors by our names: all weights, and possibly the optimizer's tensors
+    step: int = 0  # number of training steps; 0: unknown
+    consumed_samples: int = 0  # number of training samples; 0: unknown
+    num_classes: int = 0  # number of classes of a classifier; 0: no classifier
+    fates: list[Fate] = field(default_factory=list)  # one for every tensor of the source
+    tokenizer: dict[str, Path] = field(default_factory=dict)  # its files, by their original names
+    tokenizer_type: str | None = None  # value of the flag; None: determined by the files
+    eod_id: int | None = None  # id that ends documents, where it is not the tokenizer's own
+    # settings of the source without a field here, as JSON values, for converting back
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    num_updates: int | None = None
-    loss_scale: LossScale | None = None
+    num_updates: int | None = None  # updates of the optimizer, fewer than steps where some were skipped; None: unknown
+    loss_scale: LossScale | None = None  # state of fp16 loss scaling; None: no dynamic loss scaling, or unknown
+    # those that advance the learning rate schedule, without skipped steps; None: unknown
     scheduled_samples: int | None = None
 
     @property
@@ -86,11 +73,9 @@ class Model:
 
     @property
     def updates(self) -> int:
-        """Number of updates for Adam's bias correction."""
         return self.step if self.num_updates is None else self.num_updates
 
     def weights(self) -> dict[str, TensorInfo]:
-        """Return the weights, without the optimizer's tensors."""
         return {name: info for name, info in self.store.tensors().items() if not name.startswith(OPTIMIZER)}
 
     @property
@@ -105,11 +90,7 @@ class Model:
 
 
 class LookedAt:
-    """A model's tensors, each of which is looked at when it is read (a ``TensorStore``).
-
-    Args:
-        dtype: dtype that the weights are going to have; None: their own.
-    """
+    """A model's tensors, each of which is looked at when it is read (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore, finite: FiniteTensors, dtype: torch.dtype | None) -> None:
         self._store, self._finite, self._dtype = store, finite, dtype
@@ -118,27 +99,25 @@ class LookedAt:
         return self._store.tensors()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor. Raises CheckpointError: it cannot be read, or is not finite and that is not allowed."""
         tensor = self._store.read(name)
         wanted = None if name.startswith(OPTIMIZER) else self._dtype
         return self._finite.look(name, tensor, stored_dtype(name, tensor.dtype, wanted))
 
 
 def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
-    """Refuse impossible sizes, before anything of that size is allocated.
-
-    Args:
-        num_tensors: number of tensors in the files.
-    Raises:
-        CheckpointError: the message lists all problems.
-    """
+    """Refuse impossible sizes, before anything of that size is allocated."""
     problems = model_violations(Config(model=config))
     if not problems and (config.num_layers or 0) > num_tensors:
-        problems = [f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer has several"]
+        problems = [
+            f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer"
+            " has several"
+        ]
     if not problems and (config.num_layers or 0) > _MAX_LAYERS:
         problems = [f"num_layers ({config.num_layers:,}) must not exceed {_MAX_LAYERS:,}"]
     if not problems and (width := _largest_width(config)) * (config.hidden_size or 0) >= _MAX_NUMEL:
-        problems = [f"hidden_size ({config.hidden_size}) times the widest dimension ({width}) is more than any tensor can have"]
+        problems = [
+            f"hidden_size ({config.hidden_size}) times the widest dimension ({width}) is more than any tensor can have"
+        ]
     if problems:
         raise CheckpointError(f"{where} describes a model that cannot be: " + "; ".join(problems))
 
@@ -161,12 +140,14 @@ def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.floa
 def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tuple[int, ...]]:
     """Return name and global shape of every parameter of a model, in the model's order; the vocabulary is not padded.
 
-    Biases of routers, which are no parameters but are stored as these, are among them. All blocks with experts have the same
-    shapes, and all others, so only one of each kind is built: a file may claim a very large number of them.
+    Biases of routers, which are no parameters but are stored as these, are among them. All blocks with experts have the
+    same shapes, and all others, so only one of each kind is built: a file may claim a very large number of them.
     """
     layers = config.num_layers or 0
     with_experts = set(config.expert_layers(layers))
-    of_kind = {has: _shapes_of_one(config, num_classes, has) for has in {layer in with_experts for layer in range(layers)}}
+    of_kind = {
+        has: _shapes_of_one(config, num_classes, has) for has in {layer in with_experts for layer in range(layers)}
+    }
     found: dict[str, tuple[int, ...]] = {}
     prefix, around, _ = next(iter(of_kind.values()))
     for name, shape in around.items():
@@ -181,7 +162,9 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
 def _shapes_of_one(
     config: ModelConfig, num_classes: int, has_experts: bool
 ) -> tuple[str, dict[str | None, tuple[int, ...]], dict[str, tuple[int, ...]]]:  # fmt: skip
-    """Return (prefix of the blocks' names, shapes outside of the blocks with None in the place of these, shapes of a block)."""
+    """Return (prefix of the blocks' names, shapes outside of the blocks with None in the place of these, shapes of a
+    block).
+    """
     changes: dict[str, Any] = {"moe_layer_freq": "1"} if has_experts else {"num_experts": None}
     model = build(replace(config, num_layers=1, **changes), num_classes)
     specs = shard_specs(model)
@@ -207,7 +190,9 @@ def stored_names(module: nn.Module) -> list[str]:
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """Return a clause with the names most similar to an unknown one, or ""; of very many names only the first are compared."""
+    """Return a clause with the names most similar to an unknown one, or ""; of very many names only the first are
+    compared.
+    """
     import difflib
 
     candidates = [other for other in islice(among, _MAX_COMPARED) if len(other) < 300]
@@ -227,8 +212,8 @@ class Coverage(NamedTuple):
 
 
 def match_tensors(
-    where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *, tied: Mapping[str, str],
-    shown: Mapping[str, str] | None = None,
+    where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *,
+    tied: Mapping[str, str], shown: Mapping[str, str] | None = None,
 ) -> Coverage:  # fmt: skip
     """Compare the tensors of a checkpoint with those that its model needs.
 
@@ -239,9 +224,6 @@ def match_tensors(
         ignored: regular expressions of names that are dropped, each with the reason.
         tied: further names of tensors that the model has only once; both must have the same values.
         shown: names used in the files, for messages and fates.
-    Raises:
-        CheckpointError: tensors are missing, of another shape, or unknown; the message lists each with the nearest
-            names.
     """
     shown = shown or {}
     there, needed = store.tensors(), correspondence.theirs
@@ -255,7 +237,9 @@ def match_tensors(
     ]
     fates = []
     for copy in correspondence.copies:
-        fates.append(Fate(shown.get(copy.theirs.name, copy.theirs.name), copy.ours.name, "compared only" if copy.replica else ""))
+        fates.append(
+            Fate(shown.get(copy.theirs.name, copy.theirs.name), copy.ours.name, "compared only" if copy.replica else "")
+        )
     for name in unknown:
         reason = _reason(name, store, ignored, tied)
         if reason is None:
@@ -263,7 +247,10 @@ def match_tensors(
         else:
             fates.append(Fate(shown.get(name, name), "", reason))
     if problems:
-        lines = [f"  {shown.get(n, n)[:_MAX_NAME]}{what}{nearest(n[:_MAX_NAME], among)}" for n, what, among in problems[:_SHOWN]]
+        lines = [
+            f"  {shown.get(n, n)[:_MAX_NAME]}{what}{nearest(n[:_MAX_NAME], among)}"
+            for n, what, among in problems[:_SHOWN]
+        ]
         lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise CheckpointError(f"{where} does not fit the model that it claims to be:\n" + "\n".join(lines))
     return Coverage(correspondence, fates)

@@ -21,17 +21,14 @@ class Overrides(dict[str, Any]):
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Overrides:
-        """Parse the NAME=VALUE words of the command line.
-
-        Raises:
-            ConfigError: an unknown setting, or a value of the wrong type.
-        """
+        """Parse the NAME=VALUE words of the command line."""
         found, kinds = cls(), field_kinds(ModelConfig)
         for word in words:
             name, _, text = word.partition("=")
             field = name.strip().lstrip("-").replace("-", "_")
             if field not in kinds or not text:
-                raise ConfigError(f"--set {word[:100]}: it must be NAME=VALUE with a setting of the model{nearest(field, kinds)}")
+                raise ConfigError(f"--set {word[:100]}: it must be NAME=VALUE with a setting of the"
+                                  f" model{nearest(field, kinds)}")  # fmt: skip
             try:
                 found[field] = kinds[field].parse(text.split())
             except ValueError as error:
@@ -39,53 +36,38 @@ class Overrides(dict[str, Any]):
         return found
 
     def count(self, name: str, default: int | None) -> int | None:
-        """Return a setting that must be at least 1, or the default. Raises ConfigError."""
+        """Return a setting that must be at least 1, or the default."""
         value = self.get(name, default)
         if value is not None and value < 1:
             raise ConfigError(f"--set {name.replace('_', '-')}={value} must be at least 1")
         return value
 
     def apply(self, config: ModelConfig) -> None:
-        """Set all values in a configuration."""
         for name, value in self.items():
             setattr(config, name, value)
 
 
 @dataclass
 class Options:
-    """Options of a conversion, named like the flags.
+    """Options of a conversion, named like the flags."""
 
-    Attributes:
-        step: step of the checkpoint to read; None: the newest.
-        qkv_layout: row order of the fused projections in files that do not specify it.
-        vocab_size: entries of the vocabulary, for files that only have the padded number of rows.
-        tokenizer: folder or file to take the tokenizer from, instead of the source's own.
-        optimizer: convert the optimizer's state too, if the source has it and the target supports it.
-        dtype: dtype of the written weights; None: unchanged.
-        given: settings of the model that the files do not specify.
-        megatron_names: naming scheme of the parameters in Megatron's files.
-        deepspeed_layout: layout to write for megatron-deepspeed; None: zero1 with the optimizer's state, else module.
-        deepspeed_qkv_layout: row order of the fused projections to write for megatron-deepspeed.
-        tp, pp: tensor and pipeline parallel sizes to write for, if the format has one file per rank.
-        ep: number of ranks to write shares of the experts for, likewise.
-        max_metadata_mb: largest .metadata of megatron-dist to read, in MiB.
-        max_shard_bytes: approximate maximum size of a safetensors file.
-        output: the final output folder.
-    """
-
-    step: int | None = None
+    step: int | None = None  # step of the checkpoint to read; None: the newest
+    # row order of the fused projections in files that do not specify it
     qkv_layout: Literal["interleaved", "flat", "v0", "v1"] | None = None
-    vocab_size: int | None = None
-    tokenizer: Path | None = None
-    optimizer: bool = True
-    dtype: torch.dtype | None = None
-    given: Overrides = field(default_factory=Overrides)
+    vocab_size: int | None = None  # entries of the vocabulary, for files that only have the padded number of rows
+    tokenizer: Path | None = None  # folder or file to take the tokenizer from, instead of the source's own
+    optimizer: bool = True  # convert the optimizer's state too, if the source has it and the target supports it
+    dtype: torch.dtype | None = None  # dtype of the written weights; None: unchanged
+    given: Overrides = field(default_factory=Overrides)  # settings of the model that the files do not specify
+    # naming scheme of the parameters in Megatron's files
     megatron_names: Literal["core", "core-local", "legacy"] = "core"
+    # layout to write for megatron-deepspeed; None: zero1 with the optimizer's state, else module
     deepspeed_layout: Literal["module", "zero1", "universal"] | None = None
+    # row order of the fused projections to write for megatron-deepspeed
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
-    tp: int = 1
+    tp: int = 1  # tensor and pipeline parallel sizes to write for, if the format has one file per rank
     pp: int = 1
-    ep: int = 1
-    max_metadata_mb: int = MAX_METADATA_BYTES >> 20
-    max_shard_bytes: int = 5 << 30
+    ep: int = 1  # number of ranks to write shares of the experts for, likewise
+    max_metadata_mb: int = MAX_METADATA_BYTES >> 20  # largest .metadata of megatron-dist to read, in MiB
+    max_shard_bytes: int = 5 << 30  # approximate maximum size of a safetensors file
     output: Path | None = None

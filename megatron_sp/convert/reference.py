@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +27,9 @@ from megatron_sp.utils.errors import CheckpointError
 
 Cast = Callable[[Tensor], Tensor]
 NEXT, MASKED, ORDER, CLASSES = "next-token logits", "masked-token logits", "order logits", "class logits"
-OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)
-"""[b, s, v], [b, s, v], [b, 2] and [b, classes]."""
+OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)  # [b, s, v], [b, s, v], [b, 2] and [b, classes]
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_OF_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 _NUMBERED = re.compile(r"(?:model)(\d*)")
 # Each part of a block: its names in core, and in older files.
@@ -44,34 +43,35 @@ _NAMES = {
     "query norm": ("self_attention.q_layernorm",),
     "key norm": ("self_attention.k_layernorm",),
 }
-_OF_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+")
+_STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.transformer.")
+_WORDS = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_HEAD = ("output_layer.weight", "language_model.output_layer.weight")
 _ORDERS = ("interleaved", "flat", "v0", "v1")
 _GIVEN = {  # settings of --set that this reference computes, by the names of Megatron's arguments
-    "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu", "gelu_approximate",
-    "position_embedding_type", "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
-    "rope_scaling_original_length", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "window_size",
+    "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu",
+    "gelu_approximate", "position_embedding_type", "max_position_embeddings", "rotary_base", "rotary_percent",
+    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor", "rope_scaling_original_length", "apply_layernorm_1p",
+    "untie_embeddings_and_output_weights", "window_size",
 }  # fmt: skip
 _BY_SHAPE = {  # settings that follow from the tensors, or that do not change the logits
-    "num_layers", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "disable_bias_linear", "add_qkv_bias", "add_proj_bias",
-    "add_mlp_bias", "num_tokentypes", "bert_no_binary_head", "seq_length", "make_vocab_size_divisible_by", "vocab_size", "model_family",
-    "attention_dropout", "hidden_dropout", "init_method_std",
+    "num_layers", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "disable_bias_linear", "add_qkv_bias",
+    "add_proj_bias", "add_mlp_bias", "num_tokentypes", "bert_no_binary_head", "seq_length",
+    "make_vocab_size_divisible_by", "vocab_size", "model_family", "attention_dropout", "hidden_dropout",
+    "init_method_std",
 }  # fmt: skip
-_STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.transformer.")
 
 
 class Rows(NamedTuple):
-    """Sequences on which models are compared.
+    """Sequences on which models are compared."""
 
-    Attributes:
-        tokens: int64 [b, s], right-padded.
-        lengths: length of each sequence.
-        types: int64 [b, s], segment ids, for BERT.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # int64 [b, s], right-padded
     lengths: list[int]
-    types: Tensor
+    types: Tensor  # int64 [b, s], segment ids, for BERT
+
+
+class Unsupported(Exception):
+    """Checkpoint that the reference does not compute; the message gives the reason."""
 
 
 class Pair(NamedTuple):
@@ -85,41 +85,33 @@ class Pair(NamedTuple):
         return y if self.bias is None else y + self.bias
 
 
-@dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding.
+    """Rotary position embedding, by Megatron's arguments."""
 
-    Attributes:
-        theta: the base.
-        dim: number of channels of each head that are rotated, which are the first ones.
-        divided_by: divisor of all positions (linear interpolation).
-        stretched: (factor, low, high, original length) of Llama 3.1's scaling, or None.
-        neighbours: channels 2 i and 2 i + 1 turn together, not i and i + dim/2.
-    """
+    def __init__(self, args: Mapping[str, Any], head_dim: int) -> None:
+        def number(name: str, usual: float) -> float:
+            return float(args.get(name) or usual)
 
-    theta: float
-    dim: int
-    divided_by: float = 1.0
-    stretched: tuple[float, float, float, float] | None = None
-    neighbours: bool = False
+        dim = int(head_dim * number("rotary_percent", 1.0))  # the first channels of each head turn
+        theta = float(args.get("rotary_base") or args.get("rope_theta") or 10000.0)
+        speeds = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+        if args.get("use_rope_scaling"):  # Llama 3.1: low frequencies are divided, high ones kept, others interpolated
+            low, high = number("rope_scaling_low_freq_factor", 1.0), number("rope_scaling_high_freq_factor", 4.0)
+            turns = number("rope_scaling_original_length", 8192) * speeds / (2 * math.pi)
+            share = ((turns - low) / (high - low)).clamp(0, 1)
+            speeds = share * speeds + (1 - share) * speeds / number("rope_scaling_factor", 8.0)
+        self.speeds = speeds / number("rotary_seq_len_interpolation_factor", 1.0)
+        self.neighbours = bool(args.get("rotary_interleaved"))  # channels 2 i and 2 i + 1 turn, not i and i + dim/2
 
-    def angles(self, positions: int, dtype: torch.dtype) -> Tensor:
-        """Return the rotation angles [s, dim/2]."""
-        speeds = torch.tensor([self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)], dtype=torch.float64)
-        if self.stretched is not None:  # low frequencies are divided, high ones kept, and those in between interpolated
-            factor, low, high, length = self.stretched
-            share = ((length * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by turns in the original length
-            speeds = share * speeds + (1 - share) * speeds / factor
-        return torch.outer(torch.arange(positions, dtype=torch.float64), speeds / self.divided_by).to(dtype)
-
-    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate pairs of channels of each head. x: [b, s, n, d], angles: [s, dim/2]."""
+    def __call__(self, x: Tensor) -> Tensor:  # [b, s, n, d]
+        angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), self.speeds).to(x.dtype)
         half = angles.shape[1]
         cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
         turning, rest = x[..., : 2 * half], x[..., 2 * half :]
         first, second = (turning[..., ::2], turning[..., 1::2]) if self.neighbours else turning.split(half, dim=-1)
-        turned = first * cos - second * sin, second * cos + first * sin
-        return torch.cat([torch.stack(turned, dim=-1).flatten(-2) if self.neighbours else torch.cat(turned, dim=-1), rest], dim=-1)
+        pair = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack(pair, dim=-1).flatten(-2) if self.neighbours else torch.cat(pair, dim=-1)
+        return torch.cat([turned, rest], dim=-1)
 
 
 def norm(x: Tensor, scale: Pair, eps: float, *, rms: bool) -> Tensor:
@@ -131,16 +123,15 @@ def norm(x: Tensor, scale: Pair, eps: float, *, rms: bool) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Return softmax(q k / sqrt(d)) v as [b, s, n * d]. q: [b, s, n, d], k and v: [b, s, g, d], allowed: bool [b, 1, s, s]."""
-    each = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(each, dim=2) for t in (k, v))
+    """Return softmax(q k / sqrt(d)) v. [b, s, n, d], twice [b, s, g, d], bool [b, 1, s, s] -> [b, s, n * d]"""
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
     shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     return torch.einsum("bnst,btnd->bsnd", shares, v).flatten(2)
 
 
 def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | None) -> Tensor:
-    """Return the attention mask, bool [b, 1, s, s], True = attend. Padding rows attend to the first key, so that they stay finite."""
+    """Return the attention mask, bool [b, 1, s, s], True = attend."""
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
     seen = torch.ones(s, s, dtype=torch.bool)
     if causal:
@@ -148,7 +139,7 @@ def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | Non
     if window is not None:
         seen &= key > query - window
     ends = torch.tensor(lengths)[:, None, None]
-    return ((seen & (key < ends)) | ((query >= ends) & (key == 0)))[:, None]
+    return ((seen & (key < ends)) | ((query >= ends) & (key == 0)))[:, None]  # padding attends to key 0: no NaN
 
 
 def activate(name: str, x: Tensor) -> Tensor:
@@ -162,26 +153,6 @@ def activate(name: str, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Hyperparameters that all blocks share; ``vocab_size``: rows of the embedding that represent tokens, the others are padding."""
-
-    num_layers: int
-    head_dim: int
-    vocab_size: int
-    eps: float
-    activation: str
-    causal: bool = True
-    rms: bool = False
-    gated: bool = False  # the first half of fc1 is activated and multiplied with the second
-    rotary: Rotary | None = None
-    window: int | None = None
-
-
-class Unsupported(Exception):
-    """Checkpoint that the reference does not compute; the message gives the reason."""
-
-
 class Part:
     """The tensors of one part of the model on one rank, by flattened names."""
 
@@ -190,11 +161,10 @@ class Part:
         self.cast, self.path = cast, file.path
 
     def get(self, *names: str) -> Tensor:
-        """Read the first of these tensors that exists. Raises CheckpointError: none does."""
-        found = self.get_if(*names)
-        if found is None:
+        tensor = self.get_if(*names)
+        if tensor is None:
             raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
-        return found
+        return tensor
 
     def get_if(self, *names: str) -> Tensor | None:
         """Read the first of these tensors that exists, or return None."""
@@ -202,7 +172,6 @@ class Part:
         return None if known is None else self.cast(self.names[known].read())
 
     def layers(self) -> int:
-        """Number of layers in this part."""
         return len({match[1] for name in self.names if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))})
 
 
@@ -215,10 +184,7 @@ def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, TensorRecord]]:
 
 
 class DistPart(Part):
-    """The tensors of a torch.distributed.checkpoint folder: whole tensors in chunks, with those of all layers stacked or not.
-
-    Of a stack, only the chunks that contain the requested layer are read.
-    """
+    """The whole tensors of a torch.distributed.checkpoint folder, with those of all layers stacked or not."""
 
     def __init__(self, folder: DistFolder, cast: Cast) -> None:
         self.path, self.folder, self.cast = folder.path, folder, cast
@@ -235,12 +201,13 @@ class DistPart(Part):
 
     def _row(self, name: str, row: int) -> Tensor:
         tensor = self.folder.tensors[name]
-        made = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
+        result = torch.empty(tensor.shape[1:], dtype=tensor.dtype)
         for (offsets, sizes), place in tensor.chunks:
-            if offsets[0] <= row < offsets[0] + sizes[0]:
+            if offsets[0] <= row < offsets[0] + sizes[0]:  # only the chunks with this layer are read
                 chunk = TorchFile(self.path / place.file, (place.offset, place.length)).tree.read()
-                made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = chunk[row - offsets[0]]
-        return made
+                region = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
+                result[region] = chunk[row - offsets[0]]
+        return result
 
     def layers(self) -> int:
         numbered = {match[2] for name in self.names if (match := _LAYER.fullmatch(name))}
@@ -249,132 +216,108 @@ class DistPart(Part):
 
 class Megatron:
     """A Megatron model, computed from its parts.
-
-    Args:
-        parts: ``parts[t]`` are the parts of the model on tp rank t, in the order of the layers.
-        tree: data stored beside the weights: args, checkpoint_version.
-        qkv_layout: --qkv-layout; None: as specified by the files, or else by checkpoint_version.
-        vocab_size: number of entries without padding.
-        given: fields of our configuration from --set, which override the arguments in the files.
-    Raises:
-        Unsupported: the reference does not compute such files.
+    ``parts[t]`` are those of tp rank t in the order of the layers; ``tree`` has what is stored beside the weights;
+    ``given`` are settings of --set, which override the arguments in the files.
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[Part]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any]
-    ) -> None:
-        self.parts, self.tp, self.args = parts, len(parts), {**_arguments(tree), **_as_arguments(given)}
+        self, parts: Sequence[Sequence[Part]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int,
+        given: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.parts, self.tp, self.vocab_size = parts, len(parts), vocab_size
+        self.args = {**_arguments(tree), **_as_arguments(given)}
         if self.args.get("num_attention_heads") is None:
-            raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N stands for them")
+            raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N"
+                              " stands for them")  # fmt: skip
         if self.args.get("num_experts") not in (None, 0, 1, [1]):
             raise Unsupported("it does not compute experts")
-        version = float(tree.get("checkpoint_version", 0) or 0)
-        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in self.parts[0][0].names)
-        said = tree.get("qkv_layout")
-        self.order = qkv_layout or (said if said in _ORDERS else "v0" if version < 1 else "v1" if version < 2 else "interleaved")
+        version, stated = float(tree.get("checkpoint_version", 0) or 0), tree.get("qkv_layout")
+        by_version = "v0" if version < 1 else "v1" if version < 2 else "interleaved"
+        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in parts[0][0].names)
+        self.order = qkv_layout or (stated if stated in _ORDERS else by_version)
         if self._is_core:
             self.order = "interleaved"
-        self.shape = self._shape(vocab_size)
+        self._take_arguments()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights, taken from the embedding."""
-        return self._words(0).dtype
-
-    def _shape(self, vocab_size: int) -> Shape:
+    def _take_arguments(self) -> None:
         a, first = self.args, self.parts[0][0]
+        self.dtype = self._words(0).dtype  # of the weights
         heads, hidden = int(a["num_attention_heads"]), int(a.get("hidden_size") or self._words(0).shape[1])
-        head_dim = int(a.get("kv_channels") or hidden // heads)
-        self._heads = heads // self.tp
+        self.heads, self.head_dim = heads // self.tp, int(a.get("kv_channels") or hidden // heads)
+        self.eps = float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5)
+        self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
         self._is_bert = any("lm_head.dense" in name for name in self.parts[0][-1].names)
-        qkv_bias = self._pair(first, 0, "qkv").bias is not None
-        normalization = a.get("normalization") or ("LayerNorm" if self._pair(first, 0, "first").bias is not None else "RMSNorm")
+        has_bias = self._pair(first, 0, "first").bias is not None
+        normalization = a.get("normalization") or ("LayerNorm" if has_bias else "RMSNorm")
+        self.rms = str(normalization).lower() == "rmsnorm"  # Megatron-DeepSpeed spells it in lower case
+
         up, down = self._pair(first, 0, "up").weight, self._pair(first, 0, "down").weight
-        gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
-        fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", qkv_bias))
+        self.gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
+        has_qkv_bias = self._pair(first, 0, "qkv").bias is not None
+        fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", has_qkv_bias))
         tanh = fused or (not self._is_core and bool(a.get("openai_gelu", False)))
         tanh = a.get("gelu_approximate", "tanh" if tanh else "none") == "tanh"
-        is_rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
-        window = a.get("window_size")
-        self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
-        return Shape(
-            sum(part.layers() for part in self.parts[0]), head_dim, vocab_size,
-            float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5),
-            "silu" if gated else "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu",
-            causal=not self._is_bert, rms=str(normalization).lower() == "rmsnorm",  # Megatron-DeepSpeed spells it in lower case
-            gated=gated, rotary=self._rotary(head_dim) if is_rotary else None,
-            window=window[0] + 1 if isinstance(window, (tuple, list)) and window[0] >= 0 else None,
-        )  # fmt: skip
+        unit = "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu"
+        self.activation = "silu" if self.gated else unit
 
-    def _rotary(self, head_dim: int) -> Rotary:
-        a = self.args
-        low, high = (float(a.get(f"rope_scaling_{end}_freq_factor") or usual) for end, usual in (("low", 1.0), ("high", 4.0)))
-        length = float(a.get("rope_scaling_original_length") or 8192)
-        stretched = (float(a.get("rope_scaling_factor") or 8.0), low, high, length) if a.get("use_rope_scaling") else None
-        return Rotary(
-            float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), int(head_dim * float(a.get("rotary_percent") or 1.0)),
-            float(a.get("rotary_seq_len_interpolation_factor") or 1.0), stretched, neighbours=bool(a.get("rotary_interleaved")),
-        )  # fmt: skip
+        is_rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
+        self.rotary = Rotary(a, self.head_dim) if is_rotary else None
+        window = a.get("window_size")
+        self.window = window[0] + 1 if isinstance(window, (tuple, list)) and window[0] >= 0 else None
 
     def run(self, rows: Rows) -> Iterator[tuple[str, Tensor]]:
-        """Yield the hidden states [b, s, h] after the embedding and each block, then each output, all with their names."""
-        shape = self.shape
+        """Yield hidden states [b, s, h] after the embedding and each block, then each output, all with their names."""
         x = self._embed(rows.tokens, rows.types)
         yield "embedding", x
-        allowed = allowed_pairs(rows.lengths, x.shape[1], causal=shape.causal, window=shape.window)
-        for layer in range(shape.num_layers):
+        allowed = allowed_pairs(rows.lengths, x.shape[1], causal=not self._is_bert, window=self.window)
+        for layer in range(sum(part.layers() for part in self.parts[0])):
             x = self._block(x, layer, allowed)
             yield f"layer {layer}", x
         yield from self._outputs(x)
 
     def _embed(self, tokens: Tensor, types: Tensor) -> Tensor:
-        x = sum(self._looked_up(rank, tokens) for rank in range(self.tp))
-        assert isinstance(x, Tensor)
+        shares = []
+        for rank in range(self.tp):
+            table = self._words(rank)
+            row = tokens - rank * len(table)
+            shares.append(table[row.clamp(0, len(table) - 1)] * ((row >= 0) & (row < len(table)))[..., None])
+        x = torch.stack(shares).sum(0)
         for kind, index in (("position", slice(tokens.shape[1])), ("tokentype", types)):
             name = f"embedding.{kind}_embeddings.weight"
-            table = self.parts[0][0].get_if(name, f"language_model.{name}")
-            x = x if table is None else x + table[index]
+            more = self.parts[0][0].get_if(name, f"language_model.{name}")
+            x = x if more is None else x + more[index]
         return x
 
-    def _looked_up(self, rank: int, tokens: Tensor) -> Tensor:
-        table = self._words(rank)
-        at = tokens - rank * len(table)
-        return table[at.clamp(0, len(table) - 1)] * ((at >= 0) & (at < len(table)))[..., None]
-
     def _words(self, rank: int) -> Tensor:
-        return self.parts[rank][0].get("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+        return self.parts[rank][0].get(*_WORDS)
 
     def _block(self, x: Tensor, layer: int, allowed: Tensor) -> Tensor:
-        """Compute one pre-norm block, [b, s, h] -> [b, s, h]: the sum of what its ranks compute, and row-parallel biases once."""
+        # [b, s, h] -> [b, s, h]: the sum of what the ranks compute, and the biases of row-parallel layers once
         places = [self._place(rank, layer) for rank in range(self.tp)]
         for part, norm_name, compute in (("out", "first", self._attention), ("down", "second", self._mlp)):
-            y = norm(x, self._scale(*places[0], norm_name), self.shape.eps, rms=self.shape.rms)
+            y = norm(x, self._scale(*places[0], norm_name), self.eps, rms=self.rms)
             total = sum((compute(y, *place, allowed) for place in places), torch.zeros_like(x))
             bias = self._pair(*places[0], part).bias
             x = x + (total if bias is None else total + bias)
         return x
 
     def _attention(self, x: Tensor, part: Part, layer: int, allowed: Tensor) -> Tensor:
-        fused, shape = self._pair(part, layer, "qkv"), self.shape
+        fused = self._pair(part, layer, "qkv")
         weights = self._split(fused.weight)
         biases = self._split(fused.bias) if fused.bias is not None else (None, None, None)
-        q, k, v = (rearrange(Pair(*pair)(x), "... (n d) -> ... n d", d=shape.head_dim) for pair in zip(weights, biases, strict=True))
+        rows = (Pair(*pair)(x) for pair in zip(weights, biases, strict=True))
+        q, k, v = (rearrange(row, "... (n d) -> ... n d", d=self.head_dim) for row in rows)
         if self._find(part, layer, "query norm", "weight") is not None:
-            scales = (self._scale(part, layer, f"{which} norm") for which in ("query", "key"))
-            q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), scales, strict=True))
-        if shape.rotary is not None:
-            angles = shape.rotary.angles(x.shape[1], x.dtype)
-            q, k = (shape.rotary.rotate(t, angles) for t in (q, k))
+            q = norm(q, self._scale(part, layer, "query norm"), self.eps, rms=self.rms)
+            k = norm(k, self._scale(part, layer, "key norm"), self.eps, rms=self.rms)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
         return attend(q, k, v, allowed) @ self._pair(part, layer, "out").weight.T
 
     def _mlp(self, x: Tensor, part: Part, layer: int, _allowed: Tensor) -> Tensor:
         wide = self._pair(part, layer, "up")(x)
-        if self.shape.gated:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = activate(self.shape.activation, gate) * up
-        else:
-            wide = activate(self.shape.activation, wide)
-        return wide @ self._pair(part, layer, "down").weight.T
+        gate, up = wide.chunk(2, dim=-1) if self.gated else (wide, 1)
+        return (activate(self.activation, gate) * up) @ self._pair(part, layer, "down").weight.T
 
     def _place(self, rank: int, layer: int) -> tuple[Part, int]:
         for part in self.parts[rank]:
@@ -395,14 +338,13 @@ class Megatron:
         return Pair(weight, self._find(part, layer, which, "bias"))
 
     def _scale(self, part: Part, layer: int, which: str) -> Pair:
-        return self._made(*self._pair(part, layer, which))
+        return self._scaling(*self._pair(part, layer, which))
 
-    def _made(self, weight: Tensor, bias: Tensor | None) -> Pair:
+    def _scaling(self, weight: Tensor, bias: Tensor | None) -> Pair:
         return Pair(weight + 1 if self._plus_one else weight, bias)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a rank's fused rows into queries, keys and values."""
-        n, d = self._heads, self.shape.head_dim
+        n, d = self.heads, self.head_dim
         g = (fused.shape[0] // d - n) // 2
         if self.order == "flat":
             q, k, v = fused.split([n * d, g * d, g * d])
@@ -417,99 +359,81 @@ class Megatron:
         return q, k, v
 
     def _outputs(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        last, shape = self.parts[0][-1], self.shape
-        final = (last.get_if(*(f"{stack}final_layernorm.{kind}" for stack in _STACKS)) for kind in ("weight", "bias"))
-        x = norm(x, self._made(*final), shape.eps, rms=shape.rms)  # type: ignore[arg-type]
+        last, lasts = self.parts[0][-1], [parts[-1] for parts in self.parts]
+        weight = last.get_if(*(f"{stack}final_layernorm.weight" for stack in _STACKS))
+        bias = last.get_if(*(f"{stack}final_layernorm.bias" for stack in _STACKS))
+        x = norm(x, self._scaling(weight, bias), self.eps, rms=self.rms)  # type: ignore[arg-type]
         if not self._is_bert:
-            yield NEXT, torch.cat([x @ self._head(rank).T for rank in range(self.tp)], dim=-1)[..., : shape.vocab_size]
+            is_untied = self.args.get("untie_embeddings_and_output_weights", any(name in last.names for name in _HEAD))
+            heads = [part.get(*_HEAD) if is_untied else self._words(rank) for rank, part in enumerate(lasts)]
+            yield NEXT, torch.cat([x @ head.T for head in heads], dim=-1)[..., : self.vocab_size]
             return
         y = Pair(last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))(x)
         y = activate("gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu", y)
-        scale = self._made(*(last.get(f"lm_head.layer_norm.{kind}", f"lm_head.layernorm.{kind}") for kind in ("weight", "bias")))
-        y = norm(y, scale, shape.eps, rms=shape.rms)
-        shares = [
-            y @ self._words(rank).T + self.parts[rank][-1].get("output_layer.bias", "lm_head.bias") for rank in range(self.tp)
-        ]  # fmt: skip
-        yield MASKED, torch.cat(shares, dim=-1)[..., : shape.vocab_size]
+        scales = (last.get(f"lm_head.layer_norm.{end}", f"lm_head.layernorm.{end}") for end in ("weight", "bias"))
+        y = norm(y, self._scaling(*scales), self.eps, rms=self.rms)
+        biases = [part.get("output_layer.bias", "lm_head.bias") for part in lasts]
+        shares = [y @ self._words(rank).T + bias for rank, bias in enumerate(biases)]
+        yield MASKED, torch.cat(shares, dim=-1)[..., : self.vocab_size]
         order = last.get_if("binary_head.weight")
         if order is not None:
-            pooler = Pair(*(last.get(f"pooler.dense.{kind}", f"language_model.pooler.dense.{kind}") for kind in ("weight", "bias")))
+            names = ("pooler.dense.{}", "language_model.pooler.dense.{}")
+            pooler = Pair(*(last.get(*(name.format(kind) for name in names)) for kind in ("weight", "bias")))
             yield ORDER, Pair(order, last.get_if("binary_head.bias"))(torch.tanh(pooler(x[:, 0])))
-
-    def _head(self, rank: int) -> Tensor:
-        names = ("output_layer.weight", "language_model.output_layer.weight")
-        last = self.parts[rank][-1]
-        is_untied = self.args.get("untie_embeddings_and_output_weights", any(name in last.names for name in names))
-        return last.get(*names) if is_untied else self._words(rank)
 
 
 def open_folder(
-    folder: Path,
-    cast: Cast,
-    qkv_layout: str | None,
-    vocab_size: int,
-    given: Mapping[str, Any] | None = None,
+    folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None,
     max_metadata_mb: int = MAX_METADATA_BYTES >> 20,
-) -> Megatron:
-    """Return the model of an iteration.
+) -> Megatron:  # fmt: skip
+    """Return the model of an iteration, each of whose tensors is passed through ``cast``.
 
-    Supported are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and
-    distributed checkpoints.
-
-    Args:
-        folder: folder of the iteration.
-        cast: applied to each tensor.
-        qkv_layout, vocab_size, given: as in ``Megatron``.
-        max_metadata_mb: largest .metadata of a distributed checkpoint to read, in MiB.
-    Raises:
-        Unsupported: the reference does not compute such files.
+    Read are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and distributed
+    checkpoints. Raises Unsupported for all others.
     """
     if (folder / ".metadata").is_file():
         dist = DistFolder(folder, max_metadata_bytes=max_metadata_mb << 20)
-        return Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
+        if not (folder / "common.pt").is_file():
+            raise Unsupported("the folder has no common.pt")
+        tree = TorchFile(folder / "common.pt").tree
+        common = tree if isinstance(tree, dict) else {}
+        return Megatron([[DistPart(dist, cast)]], common, qkv_layout, vocab_size, given or {})
     if any(_OF_EXPERTS.fullmatch(child.name) for child in folder.iterdir()):
         raise Unsupported("it does not compute experts")
     files = _rank_files(folder)
     tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
-    parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
+    parts = [_parts([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
     return Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
 
 
-def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
-    """Return the parts of one tp rank in the order of the layers: the first chunk of every stage, then the second, ..."""
-    found: list[tuple[int, int, Part]] = []
+def _parts(files: list[TorchFile], cast: Cast) -> list[Part]:
+    # of one tp rank, in the order of the layers: the first chunk of every stage, then the second, ...
+    parts: list[tuple[int, int, Part]] = []
     for stage, file in enumerate(files):
-        trees = {key: value for key, value in file.tree.items() if _NUMBERED.fullmatch(str(key))} or {"model": file.tree.get("module")}
-        for key, tree in trees.items():
-            match = _NUMBERED.fullmatch(key)
-            assert match is not None
-            found.append((int(match[1] or 0), stage, Part(file, tree, cast)))
-    return [part for _, _, part in sorted(found, key=lambda entry: entry[:2])]
-
-
-def _common(folder: Path) -> Mapping[str, Any]:
-    if not (folder / "common.pt").is_file():
-        raise Unsupported("the folder has no common.pt")
-    tree = TorchFile(folder / "common.pt").tree
-    return tree if isinstance(tree, dict) else {}
+        trees = {match: tree for key, tree in file.tree.items() if (match := _NUMBERED.fullmatch(str(key)))}
+        for match, tree in trees.items():
+            parts.append((int(match[1] or 0), stage, Part(file, tree, cast)))
+        if not trees:
+            parts.append((0, stage, Part(file, file.tree.get("module"), cast)))
+    return [part for _, _, part in sorted(parts, key=lambda entry: entry[:2])]
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
-    """Open the files of all ranks: (tp rank, stage) -> file."""
-    found = {}
+    paths = {}
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name.removesuffix("_model_states.pt"))
         file = path / "model_optim_rng.pt" if path.is_dir() else path
         if match is not None and file.is_file():
-            found[int(match[1]), int(match[2] or 0)] = file
-    if not found:
+            paths[int(match[1]), int(match[2] or 0)] = file
+    if not paths:
         raise Unsupported("there are no mp_rank files with whole slices of the model")
-    opened = {place: TorchFile(file) for place, file in found.items()}
-    if not all(isinstance(file.tree, dict) for file in opened.values()):
+    files = {place: TorchFile(path) for place, path in paths.items()}
+    if not all(isinstance(file.tree, dict) for file in files.values()):
         raise Unsupported("a file does not hold names")
-    if any((folder / name).exists() for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")):
+    elsewhere = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")
+    if any((folder / name).exists() for name in elsewhere):
         raise Unsupported("the weights are in other files than those of the mp ranks")
-    return opened
+    return files
 
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -521,12 +445,11 @@ def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert our settings to Megatron's arguments. Raises Unsupported: the reference does not compute one of them."""
     if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
         raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
-    found = {name: value for name, value in given.items() if name in _GIVEN}
-    if "position_embedding_type" in found:
-        found["use_rotary_position_embeddings"] = False
-    if found.get("window_size") is not None:
-        found["window_size"] = (found["window_size"] - 1, 0)
-    return found
+    args = {name: value for name, value in given.items() if name in _GIVEN}
+    if "position_embedding_type" in args:
+        args["use_rotary_position_embeddings"] = False
+    if args.get("window_size") is not None:
+        args["window_size"] = (args["window_size"] - 1, 0)
+    return args

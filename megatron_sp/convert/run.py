@@ -26,7 +26,13 @@ _SPACE_FACTOR = 1.05
 
 
 def convert(
-    model: Any, target: Writer, output: Path, options: Options, progress: Progress, report: dict[str, Any], tell: Callable[[str], None]
+    model: Any,
+    target: Writer,
+    output: Path,
+    options: Options,
+    progress: Progress,
+    report: dict[str, Any],
+    tell: Callable[[str], None],
 ) -> None:
     """Write ``output`` completely or not at all.
 
@@ -47,9 +53,11 @@ def convert(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(output.parent)) < needed:
-            raise DiskError(f"{output.parent} has {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB are needed: nothing was written")
+            raise DiskError(f"{output.parent} has {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB are needed: nothing"
+                            " was written")  # fmt: skip
         for path in sorted(output.parent.glob(f".{glob.escape(output.name)}.part-*")):
-            tell(f"note: {path} is left over from a conversion that was cut off, or another one is writing it now: if not, delete it")
+            tell(f"note: {path} is left over from a conversion that was cut off, or another one is writing it now: if"
+                 " not, delete it")  # fmt: skip
         staging = output.parent / f".{output.name}.part-{uuid.uuid4().hex[:12]}"
         with _removed_unless_done(staging):
             target.write(model, staging, options, progress)
@@ -74,18 +82,20 @@ def convert(
 
 
 def require_absent(output: Path) -> None:
-    """Check that ``output`` does not exist. Raises CheckpointError: it does; DiskError: the path cannot be used."""
     try:
         is_there = output.exists() or output.is_symlink()
     except OSError as error:
         raise DiskError(f"--output {str(output)[:300]} cannot be written: {error.strerror or error}") from None
     if is_there:
-        raise CheckpointError(f"--output {output} is there already: nothing is ever written over, name a folder that does not exist")
+        raise CheckpointError(f"--output {output} is there already: nothing is ever written over, name a folder that"
+                              " does not exist")  # fmt: skip
 
 
 @contextmanager
 def _removed_unless_done(staging: Path) -> Iterator[None]:
-    """Remove the staging folder after a failure or SIGTERM; after SIGKILL it remains, under a name that nothing reads."""
+    """Remove the staging folder after a failure or SIGTERM; after SIGKILL it remains, under a name that nothing
+    reads.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -104,11 +114,7 @@ _SECONDS = 10.0  # between two lines
 
 
 class Bar:
-    """Progress display, used in a ``with`` statement.
-
-    Args:
-        total: bytes to be written.
-    """
+    """Progress display, used in a ``with`` statement."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = max(1, total), 0
@@ -127,7 +133,6 @@ class Bar:
         return self
 
     def advance(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` more bytes as written."""
         self.done += num_bytes
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)
@@ -135,6 +140,8 @@ class Bar:
             self._last = time.monotonic()
             print(f"{100 * self.done / self.total:.0f} % of {self.total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -1,14 +1,14 @@
 """A tokenizer on its way through a conversion: its files, its special ids, and what transformers must be told of it.
 
-Ids of the bos, eos and pad tokens go into config.json, and into generation_config.json for models that generate. Without
-them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama, whatever
-the tokenizer's are, and ``generate()`` may never stop. One that the tokenizer lacks is null. Checkpoints that came from
-Hugging Face keep their own.
+Ids of the bos, eos and pad tokens go into config.json, and into generation_config.json for models that generate.
+Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama,
+whatever the tokenizer's are, and ``generate()`` may never stop. One that the tokenizer lacks is null. Checkpoints that
+came from Hugging Face keep their own.
 
-A tokenizer that was given by the flags of a training needs a ``tokenizer_config.json``. Without it transformers uses the
-architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and interpret a SentencePiece model
-like Llama's first one. For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If none does
-(a unigram model, NFKC), transformers is configured to compute ids with the sentencepiece library itself.
+A tokenizer that was given by the flags of a training needs a ``tokenizer_config.json``. Without it transformers uses
+the architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and interpret a SentencePiece
+model like Llama's first one. For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If
+none does (a unigram model, NFKC), transformers is configured to compute ids with the sentencepiece library itself.
 """
 
 from __future__ import annotations
@@ -38,37 +38,43 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list[str]]:
-    """Return the entries, and notes for the user.
-
-    Args:
-        folder: contains the files of the model's tokenizer already.
-    """
     tokenizer, why = _tokenizer(model, folder)
     if tokenizer is None:
-        notes = [] if model.config.is_bert else [f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"]
+        notes = (
+            []
+            if model.config.is_bert
+            else [f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"]
+        )
         return dict.fromkeys(_IDS), notes
     is_bert, vocab_size = model.config.is_bert, model.config.vocab_size or 0
-    ids = dict(zip(_IDS, (None, None, tokenizer.pad) if is_bert else (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
+    ids = dict(
+        zip(
+            _IDS, (None, None, tokenizer.pad) if is_bert else (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True
+        )
+    )
     beyond = [name for name, token in ids.items() if token is not None and token >= vocab_size]
-    notes = [f"{name} is null: the tokenizer's is {ids[name]}, and the model's vocabulary has {vocab_size} entries" for name in beyond]
+    notes = [
+        f"{name} is null: the tokenizer's is {ids[name]}, and the model's vocabulary has {vocab_size} entries"
+        for name in beyond
+    ]
     return {name: None if name in beyond else token for name, token in ids.items()}, notes
 
 
 def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size: int) -> list[str]:
-    """Write generation_config.json unless the tokenizer came with one that fits the vocabulary; return user notes. Raises OSError."""
+    """Write generation_config.json unless the tokenizer came with one that fits the vocabulary; return user notes."""
     path = folder / GENERATION
     notes = []
     if path.exists():
         if (beyond := _beyond(path, vocab_size)) is None:
             return []
-        notes.append(f"{GENERATION} beside the tokenizer has {beyond}, and the model's vocabulary has {vocab_size} entries: made anew")
+        notes.append(f"{GENERATION} beside the tokenizer has {beyond}, and the model's vocabulary has {vocab_size}"
+                     " entries: made anew")  # fmt: skip
         path.unlink()
     write_synced(path, (json.dumps(ids, indent=2) + "\n").encode("utf-8"))
     return notes
 
 
 def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the model's tokenizer, or None and the reason."""
     data = DataConfig(eod_id=model.eod_id)
     try:
         if name_files(data, model.tokenizer, folder):
@@ -85,7 +91,6 @@ def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
 
 
 def _beyond(path: Path, vocab_size: int) -> str | None:
-    """Describe an entry of the file that is not an id of the vocabulary; None if there is none."""
     try:
         document: Any = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError, OSError):
@@ -99,32 +104,35 @@ def _beyond(path: Path, vocab_size: int) -> str | None:
 
 
 NAMES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 MAX_BYTES = 64 << 20
-_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # they complete a file that is given alone
+_SAYS_MORE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)  # they complete a file that is given alone
 
 
 def find_files(path: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer in a folder, or a single file, by the names that they must have.
-
-    Raises:
-        CheckpointError: ``path`` is missing or not a tokenizer, or a file is a link or far too large.
-    """
+    """Return the files of a tokenizer in a folder, or a single file, by the names that they must have."""
     if path.is_dir():
         found = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
     elif path.suffix in (".model", ".json", ".txt"):
         found = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
         found |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
     else:
-        raise CheckpointError(f"{path} is not a tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model or a vocab.txt")
+        raise CheckpointError(f"{path} is not a tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model"
+                              " or a vocab.txt")  # fmt: skip
     _check(found)
     return found
 
 
 def find_named(paths: list[Path]) -> dict[str, Path]:
-    """Return the files of a tokenizer for the paths given to a training: a file, a folder, or GPT-2's two files with any names."""
+    """Return the files of a tokenizer for the paths given to a training: a file, a folder, or GPT-2's two files with
+    any names.
+    """
     if len(paths) < 2:
         return find_files(paths[0]) if paths else {}
     found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
@@ -136,11 +144,12 @@ def _check(found: dict[str, Path]) -> None:
     for file in found.values():
         with open(open_regular(file), "rb"):
             if file.stat().st_size > MAX_BYTES:
-                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: more than the {MAX_BYTES:,} that such a file can have")
+                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: more than the {MAX_BYTES:,} that such"
+                                      " a file can have")  # fmt: skip
 
 
 def copy_files(files: dict[str, Path], folder: Path) -> None:
-    """Copy the files of a tokenizer into a folder. Raises OSError."""
+    """Copy the files of a tokenizer into a folder."""
     for name, path in files.items():
         with open(open_regular(path), "rb") as source, open(folder / name, "xb") as target:
             shutil.copyfileobj(source, target)
@@ -150,7 +159,7 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
 
 
 def enter_tokenizer(data: DataConfig, files: dict[str, Path], folder: Path) -> None:
-    """Enter the tokenizer whose files will be in ``folder`` in a configuration. Raises DataError: the tokenizer is not supported."""
+    """Enter the tokenizer whose files will be in ``folder`` in a configuration."""
     name_files(data, files, folder, files.get(CONFIG))
 
 
@@ -158,20 +167,12 @@ _BY_SENTENCEPIECE = "SentencePieceBackend"
 """The class of transformers that reads a .model file with the library that made it; of version 5."""
 _NOT_BY_SENTENCEPIECE = ("mistral", "qwen2")
 """Models whose tokenizer transformers takes for one of the tokenizers library, whatever tokenizer_config.json says."""
+_USE_PACKAGE = f"use the sentencepiece package on {TOKENIZER_MODEL}"
 _NO_JSON = f"this SentencePiece model is not BPE on unchanged text, of which alone a {FILE} gives the same ids"
 
 
 def write_tokenizer_config(model: Model, folder: Path, model_type: str) -> list[str]:
-    """Add ``tokenizer_config.json`` to a folder that contains the tokenizer's files already.
-
-    Args:
-        model_type: ``model_type`` of config.json.
-    Returns:
-        Notes for the user: if transformers may interpret the files differently, or needs the sentencepiece package for
-        them.
-    Raises:
-        OSError.
-    """
+    """Add ``tokenizer_config.json`` to a folder that contains the tokenizer's files already."""
     if CONFIG in model.tokenizer or "hf" in model.settings or not model.tokenizer:
         return []
     data = DataConfig(eod_id=model.eod_id)
@@ -189,14 +190,22 @@ def write_tokenizer_config(model: Model, folder: Path, model_type: str) -> list[
     write_synced(folder / CONFIG, (json.dumps(words, indent=2) + "\n").encode("utf-8"))
     if words["tokenizer_class"] != _BY_SENTENCEPIECE:
         return []
-    bos = f"; it puts no {words['bos_token']} before a text, as this training did" if data.tokenizer_type == "Llama2Tokenizer" else ""
-    return [f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions from 5 on){bos}"]
+    bos = (
+        f"; it puts no {words['bos_token']} before a text, as this training did"
+        if data.tokenizer_type == "Llama2Tokenizer"
+        else ""
+    )
+    return [
+        f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions"
+        f" from 5 on){bos}"
+    ]
 
 
 def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
-    """Return the entries, or why there are none; for a SentencePiece model also write an equivalent ``tokenizer.json``, if one exists."""
     tokenizer = build_tokenizer(data)
-    assert isinstance(tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer))
+    assert isinstance(
+        tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)
+    )
     ids = {role: getattr(tokenizer, role) for role in ("cls", "sep", "mask", "pad")}
     roles = {f"{role}_token": tokenizer.piece(token) for role, token in ids.items() if token is not None}
     end = tokenizer.piece(tokenizer.eod)
@@ -216,13 +225,15 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
             from tokenizers import processors
 
             pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]  # before a text
-            template = processors.TemplateProcessing(single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces)
+            template = processors.TemplateProcessing(
+                single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces
+            )
             made.post_processor = template
         write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
         return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text
     if model_type in _NOT_BY_SENTENCEPIECE:
-        return f"{_NO_JSON}, and of a {model_type} it reads nothing else: use the sentencepiece package on {TOKENIZER_MODEL}"
+        return f"{_NO_JSON}, and of a {model_type} it reads nothing else: {_USE_PACKAGE}"
     if not pieces_have_their_ids(tokenizer):
-        return f"{_NO_JSON}, and letters it has no piece for spell a special one: use the sentencepiece package on {TOKENIZER_MODEL}"
+        return f"{_NO_JSON}, and letters it has no piece for spell a special one: {_USE_PACKAGE}"
     unknown = tokenizer.piece(tokenizer.unknown)
     return {**words, "tokenizer_class": _BY_SENTENCEPIECE, "unk_token": unknown, "split_special_tokens": True}

@@ -1,4 +1,5 @@
-"""``--verify``: compare the logits of both sides of a conversion on the same tokens, and locate the first difference, if any.
+"""``--verify``: compare the logits of both sides of a conversion on the same tokens, and locate the first difference,
+if any.
 
 The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the
 weights, those of the source are rounded too before computing, so that rounding cannot explain a difference.
@@ -35,7 +36,9 @@ _CHOICE = {NEXT: "next token", MASKED: "masked token", ORDER: "order", CLASSES: 
 Tell = Callable[[str], None]
 
 
-def verify(source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell) -> int:
+def verify(
+    source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell
+) -> int:
     """Compare the input of a conversion with its output.
 
     Args:
@@ -52,15 +55,25 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
         ConfigError: text is given, but there is no tokenizer.
     """
     before = source.read(input, options)
-    of_output = replace(options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size)
+    of_output = replace(
+        options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size
+    )
     after = target.read(output, of_output)
     dtypes = _dtype_of(before), _dtype_of(after)
-    sides = backend_of(source.name, input, before, options, tell), backend_of(target.name, output, after, of_output, tell)
-    is_narrow = before.config.position_embedding_type == "rope" and any(isinstance(side, Transformers) for side in sides)
-    compute = torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32  # their rotary positions are
+    sides = (
+        backend_of(source.name, input, before, options, tell),
+        backend_of(target.name, output, after, of_output, tell),
+    )
+    is_narrow = before.config.position_embedding_type == "rope" and any(
+        isinstance(side, Transformers) for side in sides
+    )
+    compute = (
+        torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32
+    )  # their rotary positions are
     dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
     casts = _casts(dtypes, compute)
-    tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{_rounded(dtypes)}")
+    tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in"
+         f" {_name(compute)}{_rounded(dtypes)}")  # fmt: skip
     same = True
     for what, rows in _samples(before, after, text, tell):
         same &= _tell_all(what, compare(sides, casts, rows), LIMITS[compute], tell)
@@ -69,29 +82,23 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
 
 
 class Result(NamedTuple):
-    """Comparison of one result tensor.
-
-    Attributes:
-        difference: max|a - b|; NaN if one has a NaN where the other has none.
-        scale: max|a|.
-        agreement: fraction of positions with the same argmax; meaningless for hidden states.
-        blank: fraction of numbers that are NaN, or the same infinity, on both sides, and so are not compared.
-    """
+    """Comparison of one result tensor."""
 
     name: str
-    difference: float
+    difference: float  # max|a - b|; NaN if one has a NaN where the other has none
     scale: float
-    agreement: float
-    blank: float = 0.0
+    agreement: float  # fraction of positions with the same argmax; meaningless for hidden states
+    blank: float = 0.0  # fraction of numbers that are NaN, or the same infinity, on both sides, and so are not compared
 
     @property
     def error(self) -> float:
-        """Largest difference relative to the largest value."""
         return self.difference / self.scale if self.scale else self.difference
 
 
 def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list[Result]:
-    """Compare all results of both sides on the same tokens, in the order of computation; both must yield the same names."""
+    """Compare all results of both sides on the same tokens, in the order of computation; both must yield the same
+    names.
+    """
     ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
     inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
     found = []
@@ -114,18 +121,17 @@ def _compare(name: str, a: Tensor, b: Tensor) -> Result:
 
 
 def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
-    """Report the outputs and, if one exceeds the limit, the first result that does; return whether all are within the limit."""
     same = True
     for r in results:
         if r.name in OUTPUTS:
             good = r.error <= limit and r.blank < 1  # false for NaN
             same &= good
             if r.blank:
-                tell(f"  {what}: {r.name}: {100 * r.blank:.2f} % of the numbers are not finite on either side, and are not compared")
-            tell(
-                f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest ({r.scale:.3g}); the same"
-                f" {_CHOICE[r.name]} at {100 * r.agreement:.2f} %: {'ok' if good else f'ABOVE the limit of {limit:g}'}"
-            )
+                tell(f"  {what}: {r.name}: {100 * r.blank:.2f} % of the numbers are not finite on either side, and are"
+                     " not compared")  # fmt: skip
+            tell(f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest"
+                 f" ({r.scale:.3g}); the same {_CHOICE[r.name]} at {100 * r.agreement:.2f} %:"
+                 f" {'ok' if good else f'ABOVE the limit of {limit:g}'}")  # fmt: skip
     if not same:
         first = next((r for r in results if not r.error <= limit), None)
         if first is not None:
@@ -145,7 +151,11 @@ def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | Non
 
 def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:
     def through(own: torch.dtype | None, other: torch.dtype | None, or_same: bool) -> Cast:
-        rounds = own is not None and other is not None and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
+        rounds = (
+            own is not None
+            and other is not None
+            and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
+        )
         return (lambda t: t.to(other).to(compute)) if rounds else (lambda t: t.to(compute))
 
     return through(dtypes[0], dtypes[1], True), through(dtypes[1], dtypes[0], False)
@@ -164,8 +174,6 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class _Limits:
-    """Limits of the inputs that both models accept."""
-
     vocab_size: int
     positions: int
     longest: int
@@ -177,7 +185,8 @@ def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[
     windows = [c.window_size for c in configs]
     beyond = max((window + 9 for window in windows if window), default=0)
     if beyond > min(_LONGEST, positions):
-        tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies after the window of {beyond - 9} is not compared")
+        tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies after the window of {beyond - 9} is not"
+             " compared")  # fmt: skip
         beyond = 0
     longest = min(positions, max(_LENGTHS[0], beyond))
     limits = _Limits(min(c.vocab_size or 1 for c in configs), positions, longest)
@@ -211,10 +220,14 @@ def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, te
             raise ConfigError("--verify-text needs a tokenizer, and neither side has one: give --tokenizer PATH")
         return None
     if tokenizer.vocab_size > limits.vocab_size:
-        tell(f"note: the tokenizer has {tokenizer.vocab_size} tokens, the model {limits.vocab_size}: no text is compared")
+        tell(f"note: the tokenizer has {tokenizer.vocab_size} tokens, the model {limits.vocab_size}: no text is"
+             " compared")  # fmt: skip
         return None
     most = min(_MAX_TEXT, limits.positions)
-    found = [_special(tokenizer, tokenizer.encode(one), most, before.config.is_bert) for one in ([text] if text else _documentation())]
+    found = [
+        _special(tokenizer, tokenizer.encode(one), most, before.config.is_bert)
+        for one in ([text] if text else _documentation())
+    ]
     if found and not any(found):
         tell("note: the tokenizer has no token for the text: none is compared")
     return [ids for ids in found if ids] or None
@@ -238,7 +251,6 @@ def _documentation() -> list[str]:
 
 
 def _tokenizer(model: Model) -> Tokenizer | None:
-    """Build the tokenizer from a model's files; None if it has none."""
     data = DataConfig()
     if not name_files(data, model.tokenizer, Path(), model.tokenizer.get(CONFIG)):
         return None

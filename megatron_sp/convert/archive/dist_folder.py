@@ -1,4 +1,5 @@
-"""Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist: read without running code from them, and written.
+"""Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist: read without running code from
+them, and written.
 
 ``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
 torch file embedded in a ``.distcp`` file, given by its byte range. A tensor is assembled chunk by chunk, after checking
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile, read_records, require_dtype
+from megatron_sp.convert.archive.torch_files import (
+    MEMORY_OF_PICKLE,
+    Object,
+    TensorRecord,
+    TorchFile,
+    read_records,
+    require_dtype,
+)
 from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
@@ -61,12 +69,6 @@ class DistFolder:
     ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of
     ``.metadata``: ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's
     ``mcore_data`` with the original shapes.
-
-    Args:
-        max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times
-            its size.
-    Raises:
-        CheckpointError: ``.metadata`` is missing, cut short, damaged, or of an unsupported kind.
     """
 
     def __init__(self, path: str | Path, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
@@ -79,11 +81,7 @@ class DistFolder:
         self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor into CPU memory; needs the memory of the tensor and of one chunk.
-
-        Raises:
-            CheckpointError: there is no such tensor, or a chunk is missing, damaged, or does not match ``.metadata``.
-        """
+        """Read a whole tensor into CPU memory; needs the memory of the tensor and of one chunk."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         tensor = self.tensors[name]
@@ -92,9 +90,8 @@ class DistFolder:
             return self._read_chunk(name, tensor, tensor.chunks[0])
         stored, needed = sum(chunk.place.length for chunk in tensor.chunks), math.prod(tensor.shape) * dtype.itemsize
         if stored < needed:
-            raise CheckpointError(
-                f"{self.path}: {name} {list(tensor.shape)} needs {needed:,} bytes, its chunks have {stored:,}: it is damaged"
-            )
+            raise CheckpointError(f"{self.path}: {name} {list(tensor.shape)} needs {needed:,} bytes, its chunks have"
+                                  f" {stored:,}: it is damaged")  # fmt: skip
         result: Tensor | None = None
         for chunk in tensor.chunks:
             part = self._read_chunk(name, tensor, chunk)
@@ -116,21 +113,20 @@ class DistFolder:
         record = self._open(chunk.place).tree
         found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
         if found != (chunk.rect.sizes, tensor.dtype):
-            raise CheckpointError(
-                f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)} should be "
-                f"{list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is damaged, or of two saves"
-            )
+            raise CheckpointError(f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)}"
+                                  f" should be {list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is"
+                                  " damaged, or of two saves")  # fmt: skip
         return record.read()
 
     def _read_metadata(self) -> dict[str, Any]:
         path = self.path / ".metadata"
         if not path.exists() and any(self.path.glob("__*.metadata")):
-            raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with collectives")
+            raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with"
+                                  " collectives")  # fmt: skip
         if path.exists() and (size := path.stat().st_size) > self._max_metadata_bytes:
-            raise CheckpointError(
-                f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are read, for that takes up to"
-                f" {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory: if there is as much, give --max-metadata-mb {-(-size // 2**20)}"
-            )
+            raise CheckpointError(f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are"
+                                  f" read, for that takes up to {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory:"
+                                  f" if there is as much, give --max-metadata-mb {-(-size // 2**20)}")  # fmt: skip
         data = read_small_file(path, self._max_metadata_bytes)
         metadata = read_records(data, str(path))
         if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
@@ -141,7 +137,6 @@ class DistFolder:
         return CheckpointError(f"{self.path / '.metadata'} cannot be used: {problem}")
 
     def _sort_out(self, described: Any, stored: Any) -> None:
-        """Fill ``tensors`` and ``objects`` from the two tables: the descriptions and the byte ranges."""
         if not (isinstance(described, dict) and isinstance(stored, dict)):
             raise self._damaged("it does not tell what is stored where")
         places = self._places(stored)
@@ -156,15 +151,16 @@ class DistFolder:
                 raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
     def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
-        """Return the byte ranges by name and offsets (None for objects that are not tensors)."""
         places: dict[tuple[str, Any], ByteRange] = {}
         for index, info in stored.items():
             if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
-                raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known here")
+                raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known"
+                                    " here")  # fmt: skip
             at, where = index.attributes, info.attributes
             file, transforms = where.get("relative_path"), where.get("transform_descriptors")
             if transforms:
-                raise self._damaged(f"its files went through {', '.join(map(str, transforms))[:200]}: save it without extensions")
+                raise self._damaged(f"its files went through {', '.join(map(str, transforms))[:200]}: save it without"
+                                    " extensions")  # fmt: skip
             plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
             if not plain or not is_count(where.get("offset")) or not is_count(where.get("length")):
                 raise self._damaged(f"{str(file)[:200]!r} is not a file of this folder with a place in it")
@@ -173,20 +169,31 @@ class DistFolder:
 
     def _found(self, places: Mapping[tuple[str, Any], ByteRange], name: str, offsets: Any) -> ByteRange:
         if (name, offsets) not in places:
-            raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is stored")
+            raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is"
+                                " stored")  # fmt: skip
         return places[name, offsets]
 
-    def _tensor(self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], ByteRange]) -> StoredTensor:
+    def _tensor(
+        self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], ByteRange]
+    ) -> StoredTensor:
         shape, chunks = described.get("size"), described.get("chunks")
         properties = described.get("properties")
-        dtype = properties.state[0] if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state else None
+        dtype = (
+            properties.state[0]
+            if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state
+            else None
+        )
         if isinstance(properties, Object) and dtype is None:
             dtype = properties.attributes.get("dtype")
         if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, torch.dtype)):
             raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
         found = []
         for chunk in chunks:
-            offsets, sizes = (chunk.attributes.get(key) for key in ("offsets", "sizes")) if isinstance(chunk, Object) else (None, None)
+            offsets, sizes = (
+                (chunk.attributes.get(key) for key in ("offsets", "sizes"))
+                if isinstance(chunk, Object)
+                else (None, None)
+            )
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
             if math.prod(sizes):  # an empty chunk has nothing to read, and may start where another one starts
@@ -213,14 +220,10 @@ class NewChunk(NamedTuple):
 
 
 class DistFolderWriter:
-    """Writer of a folder: add tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which closes it.
+    """Writer of a folder: add tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which
+    closes it.
 
     Without ``finish`` there is no ``.metadata``, so the folder is not recognized as a checkpoint.
-
-    Args:
-        path: a folder without ``.metadata``; created if it does not exist.
-    Raises:
-        FileExistsError: it already contains a checkpoint, or a file that would be overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -235,7 +238,9 @@ class DistFolderWriter:
     def __enter__(self) -> DistFolderWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -267,9 +272,14 @@ class DistFolderWriter:
         memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
         self._described[name] = _record(
             "TensorStorageMetadata",
-            properties=Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False)),  # grad, pinned: False
+            properties=Object(
+                f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False)
+            ),  # grad, pinned: False
             size=torch.Size(shape),
-            chunks=[_record("ChunkStorageMetadata", offsets=torch.Size(rect.offsets), sizes=torch.Size(rect.sizes)) for rect in rects],
+            chunks=[
+                _record("ChunkStorageMetadata", offsets=torch.Size(rect.offsets), sizes=torch.Size(rect.sizes))
+                for rect in rects
+            ],
         )
 
     def add_object(self, name: str, tree: Any, rank: int = 0) -> None:
@@ -278,13 +288,10 @@ class DistFolderWriter:
         self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(rank, tree)
         self._described[name] = Object(f"{METADATA}BytesStorageMetadata", state={})
 
-    def finish(self, paths: Mapping[str, Sequence[str | int]] | None = None, extra: Mapping[str, Any] | None = None) -> None:
-        """Sync the files to disk, then write ``.metadata``.
-
-        Args:
-            paths: path of each name in the nested state; the name itself by default.
-            extra: further attributes of the metadata, such as Megatron's ``mcore_data``.
-        """
+    def finish(
+        self, paths: Mapping[str, Sequence[str | int]] | None = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Sync the files to disk, then write ``.metadata``."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

@@ -1,5 +1,5 @@
-"""Streaming writer of ``torch.save`` files and of pickles that other programs load: torch (also with ``weights_only=True``),
-Megatron-LM, DeepSpeed.
+"""Streaming writer of ``torch.save`` files and of pickles that other programs load: torch (also with
+``weights_only=True``), Megatron-LM, DeepSpeed.
 
 Lazy tensors of the tree are in memory one at a time, so a file may be larger than memory. A class name is written as
 text, so a pickle of another program's object (``Object``) can be made without installing that program; it is never
@@ -29,9 +29,10 @@ from megatron_sp.utils.files import fsync_dir
 
 ALIGNMENT = 64  # of the contents of every entry, as torch has it, so that they can be memory-mapped
 _STORAGES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage", torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage", torch.int32: "IntStorage", torch.int16: "ShortStorage", torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage", torch.bool: "BoolStorage", torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
+    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
 }  # fmt: skip
 
 
@@ -64,8 +65,6 @@ class LazyFlat:
 
 
 class _Storage:
-    """A storage to be written after the pickle: ``parts`` yields its elements."""
-
     def __init__(self, num_bytes: int, dtype: torch.dtype, parts: Callable[[], Iterable[Tensor]]) -> None:
         self.num_bytes, self.dtype, self.parts = num_bytes, dtype, parts
 
@@ -79,11 +78,9 @@ class TreeWriter:
         self.storages: list[_Storage] = []
 
     def dumps(self, tree: Any) -> bytes:
-        """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, namespaces, ``Tensor``, ``LazyTensor``,
-        ``LazyFlat``, dtypes and ``Object``. Two references to one list become two lists; tensors that share a storage still share it.
-
-        Raises:
-            TypeError: the tree contains something else.
+        """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, namespaces, ``Tensor``,
+        ``LazyTensor``, ``LazyFlat``, dtypes and ``Object``. Two references to one list become two lists; tensors that
+        share a storage still share it.
         """
         self._parts = [b"\x80\x02"]
         self._value(tree)
@@ -133,7 +130,8 @@ class TreeWriter:
             stride = torch.empty(shape, device="meta").stride()
             self._rebuild(object(), value.dtype, torch.Size(shape).numel(), value.parts, 0, tuple(shape), stride)
         else:
-            raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written into a torch file")
+            raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written into a torch"
+                            " file")  # fmt: skip
 
     def _items(self, items: Iterable[Any]) -> None:
         self._out(b"(")
@@ -172,7 +170,15 @@ class TreeWriter:
         numel = value.untyped_storage().nbytes() // value.element_size()
         flat = value.as_strided((numel,), (1,), 0)
         identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
-        self._rebuild(identity, value.dtype, numel, lambda: [flat], int(value.storage_offset()), tuple(value.shape), value.stride())
+        self._rebuild(
+            identity,
+            value.dtype,
+            numel,
+            lambda: [flat],
+            int(value.storage_offset()),
+            tuple(value.shape),
+            value.stride(),
+        )
 
     def _rebuild(
         self, identity: Any, dtype: torch.dtype, numel: int, parts: Callable[[], Iterable[Tensor]], offset: int,
@@ -183,7 +189,9 @@ class TreeWriter:
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
             self.storages.append(_Storage(num_bytes, dtype, parts))
-        typed = _STORAGES.get(dtype)  # newer dtypes have no class of storages: their bytes have, and the tensor its dtype
+        typed = _STORAGES.get(
+            dtype
+        )  # newer dtypes have no class of storages: their bytes have, and the tensor its dtype
         self._global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}")
         self._out(b"((")
         self._value("storage")
@@ -203,11 +211,6 @@ def write_torch_file(path: str | Path, tree: Any) -> int:
         tree: as in ``TreeWriter.dumps``; a ``LazyTensor`` is made when its turn comes.
     Returns:
         Size of the file in bytes.
-    Raises:
-        FileExistsError: the file exists already.
-        OSError: e.g. no space; nothing is left behind.
-        TypeError, ValueError: the tree contains something that cannot be written, or a lazy tensor makes another one
-            than announced.
     """
     path = Path(path)
     if path.exists():

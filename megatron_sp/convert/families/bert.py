@@ -31,15 +31,19 @@ _OLD_NORM = re.compile(r"(.*LayerNorm)\.(gamma|beta)")
 # by norm placement: the names that differ, inside a block and outside of the blocks
 _LAYER = {
     "post": {
-        "self_attention.linear_proj": "attention.output.dense", "post_attention_layernorm": "attention.output.LayerNorm",
-        "mlp.linear_fc1": "intermediate.dense", "mlp.linear_fc2": "output.dense", "post_mlp_layernorm": "output.LayerNorm",
+        "self_attention.linear_proj": "attention.output.dense",
+        "post_attention_layernorm": "attention.output.LayerNorm", "mlp.linear_fc1": "intermediate.dense",
+        "mlp.linear_fc2": "output.dense", "post_mlp_layernorm": "output.LayerNorm",
     },
     "pre": {
-        "input_layernorm": "attention.ln", "self_attention.linear_proj": "attention.output.dense", "pre_mlp_layernorm": "ln",
-        "mlp.linear_fc1": "intermediate.dense", "mlp.linear_fc2": "output.dense",
+        "input_layernorm": "attention.ln", "self_attention.linear_proj": "attention.output.dense",
+        "pre_mlp_layernorm": "ln", "mlp.linear_fc1": "intermediate.dense", "mlp.linear_fc2": "output.dense",
     },
 }  # fmt: skip
-_NORM = {"post": ("embedding.layernorm", "bert.embeddings.LayerNorm"), "pre": ("encoder.final_layernorm", "bert.encoder.ln")}
+_NORM = {
+    "post": ("embedding.layernorm", "bert.embeddings.LayerNorm"),
+    "pre": ("encoder.final_layernorm", "bert.encoder.ln"),
+}
 
 
 class Bert:
@@ -53,17 +57,21 @@ class Bert:
         settings.require("add_cross_attention", False, "attends to another model")
         settings.require("tie_word_embeddings", True, "gives the output layer a table of its own")
         self._require_head(settings, tensors)
+        positions = settings.count("max_position_embeddings")
+        # with one segment there is no order
+        has_no_order = not self.num_classes(tensors) or settings.count("type_vocab_size", 2) == 1
         config = ModelConfig(
             model_family="bert", norm_placement="post" if self.placement == "post" else "pre",
             num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
-            num_attention_heads=settings.count("num_attention_heads"), ffn_hidden_size=settings.count("intermediate_size"),
-            seq_length=settings.count("max_position_embeddings"), max_position_embeddings=settings.count("max_position_embeddings"),
-            vocab_size=settings.count("vocab_size"), num_tokentypes=settings.count("type_vocab_size", 2),
+            num_attention_heads=settings.count("num_attention_heads"),
+            ffn_hidden_size=settings.count("intermediate_size"), seq_length=positions,
+            max_position_embeddings=positions, vocab_size=settings.count("vocab_size"),
+            num_tokentypes=settings.count("type_vocab_size", 2),
             norm_epsilon=settings.get("layer_norm_eps", float, 1e-12),
-            bert_no_binary_head="cls.seq_relationship.weight" not in tensors
-            and (not self.num_classes(tensors) or settings.count("type_vocab_size", 2) == 1),  # with one segment there is no order
+            bert_no_binary_head="cls.seq_relationship.weight" not in tensors and has_no_order,
             attention_dropout=settings.get("attention_probs_dropout_prob", float, 0.1),
-            hidden_dropout=settings.get("hidden_dropout_prob", float, 0.1), init_method_std=settings.get("initializer_range", float, 0.02),
+            hidden_dropout=settings.get("hidden_dropout_prob", float, 0.1),
+            init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
         set_activation(config, settings.choice("hidden_act", ACTIVATIONS, "gelu"))
         if config.relu:
@@ -71,23 +79,20 @@ class Bert:
         return config
 
     def _require_head(self, settings: Settings, tensors: Tensors) -> None:
-        """Check the heads in the files. Raises CheckpointError: a bare model, another task, or an order head with one segment type."""
         if "bert.embeddings.word_embeddings.weight" not in tensors:  # some files of the model are missing
             return
         classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors
         if not classifies and not any(name.startswith("cls.predictions.") for name in tensors):
             tasks = ", ".join(f"{self.name}For{task}" for task in ("PreTraining", "MaskedLM", "SequenceClassification"))
             said = str(settings.document.get("architectures"))[:100]
-            raise CheckpointError(
-                f"{settings.where}: architectures is {said}, and the files have neither the head for masked tokens (cls.predictions) nor a"
-                f" classifier after the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the"
-                " missing head, and save that"
-            )
+            raise CheckpointError(f"{settings.where}: architectures is {said}, and the files have neither the head for"
+                                  f" masked tokens (cls.predictions) nor a classifier after the pooler: only {tasks}"
+                                  " can be converted. Load it as one of these in transformers, which draws the missing"
+                                  " head, and save that")  # fmt: skip
         if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
-            raise CheckpointError(
-                f"{settings.where}: type_vocab_size is 1, and the files have a head for the order of two segments (cls.seq_relationship):"
-                f" save the model as {self.name}ForMaskedLM, without that head"
-            )
+            raise CheckpointError(f"{settings.where}: type_vocab_size is 1, and the files have a head for the order of"
+                                  f" two segments (cls.seq_relationship): save the model as {self.name}ForMaskedLM,"
+                                  " without that head")  # fmt: skip
 
     def renamed(self, name: str) -> str:
         old = _OLD_NORM.fullmatch(name)
@@ -140,9 +145,9 @@ class Bert:
         assert config.num_attention_heads
         found = misfit(
             config, model_family="bert", norm_placement=self.placement, position_embedding_type="learned_absolute",
-            normalization="LayerNorm", swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
-            apply_layernorm_1p=False, num_groups=config.num_attention_heads, head_activation=config.activation,
-            head_dim=(config.hidden_size or 0) // config.num_attention_heads,
+            normalization="LayerNorm", swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False,
+            qk_layernorm=False, apply_layernorm_1p=False, num_groups=config.num_attention_heads,
+            head_activation=config.activation, head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
         if found is None or config.head_activation == config.activation:
             return found
@@ -150,8 +155,9 @@ class Bert:
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
-            "intermediate_size": config.ffn_size, "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+            "num_attention_heads": config.num_attention_heads, "intermediate_size": config.ffn_size,
+            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
             "type_vocab_size": config.token_types or 1, "hidden_act": word_of(config.activation),
             "layer_norm_eps": config.norm_epsilon, "attention_probs_dropout_prob": config.attention_dropout,
             "hidden_dropout_prob": config.hidden_dropout, "initializer_range": config.init_method_std,

@@ -1,7 +1,7 @@
 """Families of decoders: GPT-2, GPT-NeoX, Llama, Mistral and Qwen2.
 
-GPT-2's projections are Conv1D, stored [in, out], with q, k and v concatenated. GPT-NeoX's fused projection has the query,
-key and value of each head in turn, as ours. Llama and its relatives have separate projections.
+GPT-2's projections are Conv1D, stored [in, out], with q, k and v concatenated. GPT-NeoX's fused projection has the
+query, key and value of each head in turn, as ours. Llama and its relatives have separate projections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ from megatron_sp.convert.families.family import (
 )
 from megatron_sp.utils.errors import CheckpointError
 
-_TURNED = (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj"))
+_TURNED = (
+    ("self_attention.linear_proj", "attn.c_proj"),
+    ("mlp.linear_fc1", "mlp.c_fc"),
+    ("mlp.linear_fc2", "mlp.c_proj"),
+)
 
 
 class GPT2:
@@ -44,7 +48,9 @@ class GPT2:
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         settings.require("scale_attn_weights", True, "leaves attention scores as they are")
-        settings.require("scale_attn_by_inverse_layer_idx", False, "divides attention scores by the number of the layer")
+        settings.require(
+            "scale_attn_by_inverse_layer_idx", False, "divides attention scores by the number of the layer"
+        )
         settings.require("add_cross_attention", False, "attends to another model")
         hidden = settings.count("n_embd")
         config = ModelConfig(
@@ -53,7 +59,8 @@ class GPT2:
             ffn_hidden_size=settings.count("n_inner", None) or 4 * hidden, vocab_size=settings.count("vocab_size"),
             norm_epsilon=settings.get("layer_norm_epsilon", float, 1e-5),
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, True),
-            attention_dropout=settings.get("attn_pdrop", float, 0.1), hidden_dropout=settings.get("resid_pdrop", float, 0.1),
+            attention_dropout=settings.get("attn_pdrop", float, 0.1),
+            hidden_dropout=settings.get("resid_pdrop", float, 0.1),
             init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
         set_activation(config, settings.choice("activation_function", ACTIVATIONS, "gelu_new"))
@@ -77,7 +84,9 @@ class GPT2:
                 wide = (s.g, s.r, s.d) if part == 0 else (s.n, s.d)
                 bias = View(f"{theirs}attn.c_attn.bias", (3, *wide), (part,), stored=(3 * s.h,))
                 turned = (*range(1, len(wide) + 1), 0)
-                weight = View(f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored=(s.h, 3 * s.h))
+                weight = View(
+                    f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored=(s.h, 3 * s.h)
+                )
                 yield Copy(rows(f"{ours}self_attention.linear_qkv", s, BIAS), bias)
                 yield Copy(rows(f"{ours}self_attention.linear_qkv", s, WEIGHT), weight)
             for a, b in _TURNED:
@@ -99,25 +108,28 @@ class GPT2:
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
         return misfit(
-            config, model_family="gpt", position_embedding_type="learned_absolute", normalization="LayerNorm", swiglu=False,
-            relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False, apply_layernorm_1p=False,
-            num_groups=config.num_attention_heads, head_dim=(config.hidden_size or 0) // config.num_attention_heads,
+            config, model_family="gpt", position_embedding_type="learned_absolute", normalization="LayerNorm",
+            swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
+            apply_layernorm_1p=False, num_groups=config.num_attention_heads,
+            head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {
             "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads,
             "n_positions": config.max_positions, "n_inner": config.ffn_size, "vocab_size": config.vocab_size,
-            "activation_function": word_of(config.activation),
-            "layer_norm_epsilon": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            "attn_pdrop": config.attention_dropout, "resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout,
-            "initializer_range": config.init_method_std, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+            "activation_function": word_of(config.activation), "layer_norm_epsilon": config.norm_epsilon,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "attn_pdrop": config.attention_dropout, "resid_pdrop": config.hidden_dropout,
+            "embd_pdrop": config.hidden_dropout, "initializer_range": config.init_method_std,
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
         }  # fmt: skip
 
 
 _LINEAR = (
-    ("self_attention.linear_qkv", "attention.query_key_value", "qkv_bias"), ("self_attention.linear_proj", "attention.dense", "proj_bias"),
-    ("mlp.linear_fc1", "mlp.dense_h_to_4h", "mlp_bias"), ("mlp.linear_fc2", "mlp.dense_4h_to_h", "mlp_bias"),
+    ("self_attention.linear_qkv", "attention.query_key_value", "qkv_bias"),
+    ("self_attention.linear_proj", "attention.dense", "proj_bias"), ("mlp.linear_fc1", "mlp.dense_h_to_4h", "mlp_bias"),
+    ("mlp.linear_fc2", "mlp.dense_4h_to_h", "mlp_bias"),
 )  # fmt: skip
 
 
@@ -130,12 +142,14 @@ class GPTNeoX:
         positions = settings.count("max_position_embeddings", 2048)
         config = ModelConfig(
             num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
-            num_attention_heads=settings.count("num_attention_heads"), ffn_hidden_size=settings.count("intermediate_size"),
-            seq_length=positions, vocab_size=settings.count("vocab_size"), position_embedding_type="rope",
+            num_attention_heads=settings.count("num_attention_heads"),
+            ffn_hidden_size=settings.count("intermediate_size"), seq_length=positions,
+            vocab_size=settings.count("vocab_size"), position_embedding_type="rope",
             norm_epsilon=settings.get("layer_norm_eps", float, 1e-5),
             use_parallel_residual=settings.get("use_parallel_residual", bool, True),
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
-            attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=settings.get("hidden_dropout", float, 0.0),
+            attention_dropout=settings.get("attention_dropout", float, 0.0),
+            hidden_dropout=settings.get("hidden_dropout", float, 0.0),
             init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
         set_activation(config, settings.choice("hidden_act", ACTIVATIONS, "gelu"))
@@ -177,8 +191,9 @@ class GPTNeoX:
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
         return misfit(
-            config, model_family="gpt", position_embedding_type="rope", normalization="LayerNorm", is_gated=False, squared_relu=False,
-            relu=config.relu, qk_layernorm=False, apply_layernorm_1p=False, num_groups=config.num_attention_heads, mlp_bias=True,
+            config, model_family="gpt", position_embedding_type="rope", normalization="LayerNorm", is_gated=False,
+            squared_relu=False, relu=config.relu, qk_layernorm=False, apply_layernorm_1p=False,
+            num_groups=config.num_attention_heads, mlp_bias=True,
             head_dim=(config.hidden_size or 0) // config.num_attention_heads, proj_bias=config.qkv_bias,
             use_parallel_residual=config.use_parallel_residual, rope_scaling=config.rope_scaling,
             rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
@@ -186,12 +201,14 @@ class GPTNeoX:
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
-            "intermediate_size": config.ffn_size, "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+            "num_attention_heads": config.num_attention_heads, "intermediate_size": config.ffn_size,
+            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
             "hidden_act": word_of(config.activation), "layer_norm_eps": config.norm_epsilon,
             "use_parallel_residual": config.use_parallel_residual, "attention_bias": config.qkv_bias,
-            "tie_word_embeddings": not config.untie_embeddings_and_output_weights, "attention_dropout": config.attention_dropout,
-            "hidden_dropout": config.hidden_dropout, "initializer_range": config.init_method_std,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout,
+            "initializer_range": config.init_method_std,
             **Settings.rotary(config, base="rotary_emb_base", percent="rotary_pct"),
         }  # fmt: skip
 
@@ -213,8 +230,9 @@ class Llama:
         config = ModelConfig(
             num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
             num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),
-            seq_length=settings.count("max_position_embeddings", 2048), ffn_hidden_size=settings.count("intermediate_size"),
-            vocab_size=settings.count("vocab_size"), position_embedding_type="rope", normalization="RMSNorm",
+            seq_length=settings.count("max_position_embeddings", 2048),
+            ffn_hidden_size=settings.count("intermediate_size"), vocab_size=settings.count("vocab_size"),
+            position_embedding_type="rope", normalization="RMSNorm",
             norm_epsilon=settings.get("rms_norm_eps", float, self.eps_if_absent), swiglu=True, disable_bias_linear=True,
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
             attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=0.0,
@@ -275,8 +293,8 @@ class Llama:
 
     def fits(self, config: ModelConfig) -> str | None:
         wanted = {
-            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm", "swiglu": True,
-            "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
+            "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
+            "swiglu": True, "qk_layernorm": False, "apply_layernorm_1p": False, "rope_scaling": config.rope_scaling,
             "rotary_seq_len_interpolation_factor": config.rotary_seq_len_interpolation_factor,
         }  # fmt: skip
         return misfit(config, **{**wanted, **self.own(config)})
@@ -287,12 +305,13 @@ class Llama:
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+            "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_groups,
+            "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
             "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size, "hidden_act": "silu",
             "rms_norm_eps": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            "attention_dropout": config.attention_dropout, "initializer_range": config.init_method_std, **Settings.rotary(config),
-            **self.own_entries(config),
+            "attention_dropout": config.attention_dropout, "initializer_range": config.init_method_std,
+            **Settings.rotary(config), **self.own_entries(config),
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
@@ -325,31 +344,32 @@ class Qwen2(Llama):
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         absent = "sliding_window" not in settings.document  # null means no window
-        window = settings.count("sliding_window", 4096 if absent else None) if settings.get("use_sliding_window", bool, False) else None
+        window = (
+            settings.count("sliding_window", 4096 if absent else None)
+            if settings.get("use_sliding_window", bool, False)
+            else None
+        )
         config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
         set_biases(config, qkv=True, proj=False, mlp=False)
 
     def _window(self, settings: Settings, window: int | None, layers: int) -> int | None:
-        """Return the window of all layers. Raises CheckpointError: the layers differ or are unsupported, or the window size is missing."""
         first, where = settings.get("max_window_layers", int, 28), settings.where
         usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
         kinds = [str(kind) for kind in settings.get("layer_types", list, usual)]
         if others := set(kinds) - {_FULL, _SLIDING}:
-            raise CheckpointError(
-                f"{where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another attention: only {_FULL!r} and {_SLIDING!r}"
-                " can be converted"
-            )
+            raise CheckpointError(f"{where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another"
+                                  f" attention: only {_FULL!r} and {_SLIDING!r} can be converted")  # fmt: skip
         if len(kinds) != layers:
             raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries, and there are {layers} layers")
         if len(set(kinds)) > 1:
-            raise CheckpointError(
-                f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window (max_window_layers {first}, layer_types), and a model"
-                " here has one in all of its layers or in none: it cannot be converted"
-            )
+            raise CheckpointError(f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window"
+                                  f" (max_window_layers {first}, layer_types), and a model here has one in all of its"
+                                  " layers or in none: it cannot be converted")  # fmt: skip
         if kinds[0] == _FULL:
             return None
         if window is None:
-            raise CheckpointError(f"{where}: layer_types gives every layer a window, and use_sliding_window and sliding_window give none")
+            raise CheckpointError(f"{where}: layer_types gives every layer a window, and use_sliding_window and"
+                                  " sliding_window give none")  # fmt: skip
         return window
 
     def own(self, config: ModelConfig) -> dict[str, Any]:

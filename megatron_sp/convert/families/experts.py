@@ -22,22 +22,21 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\
 
 
 class _Experts(Llama):
-    """Base class of the families: experts by the names ``inside``, ``gate``, ``up`` and ``down``."""
-
     inside, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
     num_experts, expert_width, aux_coeff = "num_experts", "intermediate_size", 0.001
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        """Set the experts and how tokens choose them."""
         other = next(name for name in ("num_experts", "num_local_experts") if name != self.num_experts)
         config.num_experts = settings.count(self.num_experts if self.num_experts in settings.document else other)
         if config.num_experts < 2:
-            raise CheckpointError(f"{settings.where}: {self.num_experts} is {config.num_experts}: a mixture has at least 2 experts")
+            raise CheckpointError(f"{settings.where}: {self.num_experts} is {config.num_experts}: a mixture has at"
+                                  " least 2 experts")  # fmt: skip
         config.moe_router_topk = settings.count("num_experts_per_tok")
         config.moe_ffn_hidden_size = settings.count(self.expert_width)
         config.moe_aux_loss_coeff = settings.get("router_aux_loss_coef", float, self.aux_coeff)
         if config.moe_aux_loss_coeff < 0:
-            raise CheckpointError(f"{settings.where}: router_aux_loss_coef must be at least 0, found {config.moe_aux_loss_coeff:g}")
+            raise CheckpointError(f"{settings.where}: router_aux_loss_coef must be at least 0, found"
+                                  f" {config.moe_aux_loss_coeff:g}")  # fmt: skip
         config.moe_router_load_balancing_type = "global_aux_loss" if config.moe_aux_loss_coeff else None
 
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
@@ -68,19 +67,25 @@ class _Experts(Llama):
         yield from same(f"{ours}router", f"{inside}gate")
         for expert in range(config.num_experts or 0):
             name = f"{inside}experts.{expert}."
-            yield from gate_up(f"{ours}experts.linear_fc1", f"{name}{self.gate}", f"{name}{self.up}", config.expert_ffn_size, expert=expert)
+            yield from gate_up(
+                f"{ours}experts.linear_fc1",
+                f"{name}{self.gate}",
+                f"{name}{self.up}",
+                config.expert_ffn_size,
+                expert=expert,
+            )
             yield Copy(View(f"{ours}experts.linear_fc2.weight", None, (expert,)), View(f"{name}{self.down}.weight"))
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
-            "moe_router_num_groups": None, "mlp_bias": False,
+            "has_experts": True, "shared_expert_size": 0, "moe_router_score_function": "softmax",
+            "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "mlp_bias": False,
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            self.num_experts: config.num_experts, "num_experts_per_tok": config.moe_router_topk, self.expert_width: config.expert_ffn_size,
-            "router_aux_loss_coef": config.moe_aux_loss_coeff,
+            self.num_experts: config.num_experts, "num_experts_per_tok": config.moe_router_topk,
+            self.expert_width: config.expert_ffn_size, "router_aux_loss_coef": config.moe_aux_loss_coeff,
         }  # fmt: skip
 
 
@@ -109,7 +114,9 @@ class Mixtral(_Experts):
 
 
 class Qwen3Moe(_Experts):
-    """Qwen3 with experts in some or all layers: norms on query and key heads, and a sliding window in all layers or in none."""
+    """Qwen3 with experts in some or all layers: norms on query and key heads, and a sliding window in all layers or in
+    none.
+    """
 
     model_type, name = "qwen3_moe", "Qwen3Moe"
     groups_if_absent = 4
@@ -122,28 +129,31 @@ class Qwen3Moe(_Experts):
         config.qk_layernorm = True
         config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
         if settings.get("use_sliding_window", bool, False):
-            config.window_size = settings.count("sliding_window", None if "sliding_window" in settings.document else 4096)
+            config.window_size = settings.count(
+                "sliding_window", None if "sliding_window" in settings.document else 4096
+            )
         step, dense = settings.count("decoder_sparse_step", 1), settings.get("mlp_only_layers", list, [])
         assert config.num_layers
         if config.num_layers <= MOST_LAYERS:  # else it is refused elsewhere
             config.moe_layer_freq = _pattern([i not in dense and (i + 1) % step == 0 for i in range(config.num_layers)])
         if config.moe_layer_freq == _pattern([False] * config.num_layers):
-            raise CheckpointError(
-                f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with experts: it is not a mixture"
-            )
+            raise CheckpointError(f"{settings.where}: decoder_sparse_step and mlp_only_layers leave no layer with"
+                                  " experts: it is not a mixture")  # fmt: skip
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            **super().own(config), "window_size": config.window_size, "proj_bias": config.qkv_bias, "qk_layernorm": True,
+            **super().own(config), "window_size": config.window_size, "proj_bias": config.qkv_bias,
+            "qk_layernorm": True,
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
         layers = range(config.num_layers or 0)
         window = {} if config.window_size is None else {"sliding_window": config.window_size}
         return {
-            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax, "decoder_sparse_step": 1,
-            "mlp_only_layers": sorted(set(layers) - set(config.expert_layers(len(layers)))), "intermediate_size": config.ffn_size,
-            "attention_bias": config.qkv_bias, "use_sliding_window": config.window_size is not None, **window,
+            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
+            "decoder_sparse_step": 1, "mlp_only_layers": sorted(set(layers) - set(config.expert_layers(len(layers)))),
+            "intermediate_size": config.ffn_size, "attention_bias": config.qkv_bias,
+            "use_sliding_window": config.window_size is not None, **window,
         }  # fmt: skip
 
 
@@ -181,6 +191,6 @@ class Olmoe(_Experts):
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
-            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax, "attention_bias": config.qkv_bias,
-            "clip_qkv": None,
+            **super().own_entries(config), "norm_topk_prob": not config.moe_router_pre_softmax,
+            "attention_bias": config.qkv_bias, "clip_qkv": None,
         }  # fmt: skip

@@ -25,22 +25,13 @@ ACTIVATIONS = {
 
 
 class Settings:
-    """The entries of a config.json.
-
-    Args:
-        document: the parsed file.
-        where: its path, for error messages.
-    """
+    """The entries of a config.json."""
 
     def __init__(self, document: dict[str, Any], where: str) -> None:
         self.document, self.where = document, where
 
     def get(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """Return an entry of this type (an int is accepted as a float), or the default if it is missing or null.
-
-        Raises:
-            CheckpointError: it has another type, is not finite, or is missing without a default.
-        """
+        """Return an entry of this type (an int is accepted as a float), or the default if it is missing or null."""
         value = self.document.get(name)
         if value is None:
             if default is _MISSING:
@@ -58,37 +49,31 @@ class Settings:
         return float(value)
 
     def count(self, name: str, default: Any = _MISSING) -> Any:
-        """Return an integer from 1 to 2**31 - 1. Raises CheckpointError."""
         value = self.get(name, int, default)
         if value is not default and not 1 <= value < 1 << 31:
             raise CheckpointError(f"{self.where}: {name} must be at least 1 and below 2**31, found {value}")
         return value
 
     def require(self, name: str, allowed: Any, why: str) -> None:
-        """Refuse any value of an entry but ``allowed``, which is also the meaning of a missing entry.
-
-        Raises:
-            CheckpointError: another value; ``why`` completes the message "NAME is VALUE, which ...".
-        """
+        """Refuse any value of an entry but ``allowed``, which is also the meaning of a missing entry."""
         value = self.document.get(name)
         if value is not None and value != allowed:
-            raise CheckpointError(f"{self.where}: {name} is {str(value)[:100]!r}, which {why}: only {allowed!r} can be converted")
+            raise CheckpointError(f"{self.where}: {name} is {str(value)[:100]!r}, which {why}: only {allowed!r} can be"
+                                  " converted")  # fmt: skip
 
     def choice(self, name: str, options: dict[str, Any], default: str) -> Any:
-        """Return the value that ``options`` assigns to the word in an entry.
-
-        Raises:
-            CheckpointError: an unknown word; the message lists the known ones.
-        """
+        """Return the value that ``options`` assigns to the word in an entry."""
         word = self.get(name, str, default)
         if word not in options:
             raise CheckpointError(f"{self.where}: {name} is {word[:100]!r}: only {', '.join(options)} can be converted")
         return options[word]
 
     def take_rotary(
-        self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None, theta: float = 10000.0
+        self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None,
+        theta: float = 10000.0
     ) -> None:  # fmt: skip
-        """Set the rotary positions of a model from rope_parameters or, in older files, from rope_theta and rope_scaling.
+        """Set the rotary positions of a model from rope_parameters or, in older files, from rope_theta and
+        rope_scaling.
 
         Where both rope_parameters and rope_scaling are present, only rope_scaling is used, as in transformers.
 
@@ -97,14 +82,14 @@ class Settings:
             base, percent: older names of the entries for the base and the fraction; without ``percent`` all of a head
                 must be rotated.
             theta: the base, if the file does not specify it.
-        Raises:
-            CheckpointError: an unsupported kind of scaling.
         """
         rope = Settings(self._rope(), self.where)
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
         config.rotary_base = rope.get("rope_theta", float, self.get(base, float, theta))
         if percent is None:
-            Settings({**self.document, **rope.document}, self.where).require("partial_rotary_factor", 1.0, "turns a part of each head")
+            Settings({**self.document, **rope.document}, self.where).require(
+                "partial_rotary_factor", 1.0, "turns a part of each head"
+            )
         else:
             config.rotary_percent = rope.get("partial_rotary_factor", float, self.get(percent, float, share))
         if kind == "linear":
@@ -116,8 +101,13 @@ class Settings:
             config.rope_scaling_high_freq_factor = rope.get("high_freq_factor", float)
             config.rope_scaling_original_length = rope.count("original_max_position_embeddings")
         elif kind != "default":
-            same = "; without that entry the model is the same up to max_position_embeddings tokens" if kind == "dynamic" else ""
-            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be converted{same}")
+            same = (
+                "; without that entry the model is the same up to max_position_embeddings tokens"
+                if kind == "dynamic"
+                else ""
+            )
+            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be"
+                                  f" converted{same}")  # fmt: skip
 
     @staticmethod
     def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
@@ -128,8 +118,8 @@ class Settings:
         if config.use_rope_scaling:
             low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
             found["rope_scaling"] = {
-                "rope_type": "llama3", "factor": config.rope_scaling_factor, "low_freq_factor": low, "high_freq_factor": high,
-                "original_max_position_embeddings": config.rope_scaling_original_length,
+                "rope_type": "llama3", "factor": config.rope_scaling_factor, "low_freq_factor": low,
+                "high_freq_factor": high, "original_max_position_embeddings": config.rope_scaling_original_length,
             }  # fmt: skip
         elif config.rotary_seq_len_interpolation_factor != 1.0:
             found["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
@@ -139,9 +129,8 @@ class Settings:
         name = "rope_scaling" if self.get("rope_scaling", dict, {}) else "rope_parameters"
         found: dict[str, Any] = self.get(name, dict, {})
         if nested := next((key for key, value in found.items() if isinstance(value, dict)), None):
-            raise CheckpointError(
-                f"{self.where}: {name} has entries of its own for {nested[:100]!r}: layers of one kind alone can be converted"
-            )
+            raise CheckpointError(f"{self.where}: {name} has entries of its own for {nested[:100]!r}: layers of one"
+                                  " kind alone can be converted")  # fmt: skip
         return found
 
 
@@ -153,12 +142,10 @@ def set_activation(config: ModelConfig, name: str) -> None:
 
 
 def word_of(activation: str) -> str:
-    """Return Hugging Face's name of one of our activations."""
     return {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu": "relu"}[activation]
 
 
 def set_biases(config: ModelConfig, *, qkv: bool, proj: bool, mlp: bool) -> None:
-    """Set which linear layers have biases."""
     config.disable_bias_linear = not (qkv and proj and mlp)
     if config.disable_bias_linear:
         config.add_qkv_bias, config.add_proj_bias, config.add_mlp_bias = qkv, proj, mlp
@@ -171,9 +158,7 @@ class Family(Protocol):
     """A family of architectures; instances are stateless."""
 
     @property
-    def model_type(self) -> str:
-        """``model_type`` of config.json."""
-        ...
+    def model_type(self) -> str: ...
 
     @property
     def prefix(self) -> str:
@@ -184,16 +169,7 @@ class Family(Protocol):
         """Return the family's current name of a tensor; older files may use another."""
         ...
 
-    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
-        """Return the configuration of the model.
-
-        Args:
-            settings: config.json.
-            tensors: shapes of the tensors in the files, by the family's own names.
-        Raises:
-            CheckpointError: the model has a feature that ours lacks; the message names it.
-        """
-        ...
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig: ...
 
     def num_classes(self, tensors: Tensors) -> int:
         """Return the number of classes of a classifier; 0 for other models."""
@@ -208,12 +184,7 @@ class Family(Protocol):
         ...
 
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """Return the tensors that a stacked one contains, and their regions of it; empty if it is none.
-
-        Args:
-            name: the family's current name.
-            shape: that of the tensor.
-        """
+        """Return the tensors that a stacked one contains, and their regions of it; empty if it is none."""
         ...
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
@@ -230,8 +201,8 @@ class Family(Protocol):
 
 
 _PLAIN = {
-    "use_parallel_residual": False, "window_size": None, "rope_scaling": (), "rotary_seq_len_interpolation_factor": 1.0, "relu": False,
-    "geglu": False, "has_experts": False, "qk_layernorm_scope": "head",
+    "use_parallel_residual": False, "window_size": None, "rope_scaling": (), "rotary_seq_len_interpolation_factor": 1.0,
+    "relu": False, "geglu": False, "has_experts": False, "qk_layernorm_scope": "head",
 }  # fmt: skip
 """What a family that does not speak of them does not have."""
 
@@ -239,7 +210,11 @@ _PLAIN = {
 def misfit(config: ModelConfig, **wanted: Any) -> str | None:
     """Describe the fields of a model that differ from what a family requires, or return None."""
     wanted = {**_PLAIN, **wanted}
-    wrong = [f"{name} is {getattr(config, name)}, not {value}" for name, value in wanted.items() if getattr(config, name) != value]
+    wrong = [
+        f"{name} is {getattr(config, name)}, not {value}"
+        for name, value in wanted.items()
+        if getattr(config, name) != value
+    ]
     return "; ".join(wrong) or None
 
 
@@ -262,11 +237,17 @@ class Sizes:
     def of(cls, config: ModelConfig) -> Sizes:
         """Sizes of a configuration that has all of them."""
         assert config.hidden_size and config.num_attention_heads and config.vocab_size
-        return cls(config.hidden_size, config.num_attention_heads, config.num_groups, config.head_dim, config.ffn_size, config.vocab_size)
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_groups,
+            config.head_dim,
+            config.ffn_size,
+            config.vocab_size,
+        )
 
     @property
     def r(self) -> int:
-        """Number of query heads per key/value head."""
         return self.n // self.g
 
     def columns(self, kind: str) -> tuple[int, ...]:
@@ -282,12 +263,10 @@ def blocks(config: ModelConfig) -> Iterator[tuple[int, str]]:
 
 
 def kinds(has_bias: bool) -> tuple[str, ...]:
-    """Return the kinds of tensors of a linear layer."""
     return (WEIGHT, BIAS) if has_bias else (WEIGHT,)
 
 
 def same(ours: str, theirs: str, which: Iterable[str] = (WEIGHT,)) -> Iterator[Copy]:
-    """Return copies between tensors that differ only in name."""
     return (Copy(View(f"{ours}.{kind}"), View(f"{theirs}.{kind}")) for kind in which)
 
 
@@ -316,8 +295,12 @@ def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Itera
         yield Copy(value(ours, s, kind), View(f"{v}.{kind}", (s.g, s.d, *rest), stored=(narrow, *rest)))
 
 
-def gate_up(ours: str, gate: str, up: str, f: int, which: Iterable[str] = (WEIGHT,), expert: int | None = None) -> Iterator[Copy]:
-    """Yield the copies between our [gate | up] projection of width f each, or that of one of stacked experts, and two of theirs."""
+def gate_up(
+    ours: str, gate: str, up: str, f: int, which: Iterable[str] = (WEIGHT,), expert: int | None = None
+) -> Iterator[Copy]:
+    """Yield the copies between our [gate | up] projection of width f each, or that of one of stacked experts, and two
+    of theirs.
+    """
     of = () if expert is None else (expert,)
     for kind in which:
         yield Copy(View(f"{ours}.{kind}", None, (*of, slice(0, f))), View(f"{gate}.{kind}"))

@@ -14,16 +14,22 @@ from megatron_sp.utils.errors import CheckpointError
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Mixtral(), Qwen3Moe(), Olmoe(), Bert(), MegatronBert())
+    for family in (
+        GPT2(),
+        Llama(),
+        Mistral(),
+        Qwen2(),
+        GPTNeoX(),
+        Mixtral(),
+        Qwen3Moe(),
+        Olmoe(),
+        Bert(),
+        MegatronBert(),
+    )
 }
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:
-    """Return the family of a config.json.
-
-    Raises:
-        CheckpointError: its model_type is missing or not supported.
-    """
     name = document.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {str(name)[:100]!r}: only {', '.join(FAMILIES)} can be converted")
@@ -31,10 +37,8 @@ def family_named(document: dict[str, Any], path: Path) -> Family:
 
 
 def family_for(model: Model) -> Family:
-    """Return the family whose classes compute what a model does: the one it came from if it fits, else the first that does.
-
-    Raises:
-        CheckpointError: no family fits; the message gives the reason for each.
+    """Return the family whose classes compute what a model does: the one it came from if it fits, else the first that
+    does.
     """
     kept = model.settings.get("hf")
     first = kept.get("model_type") if isinstance(kept, dict) else None

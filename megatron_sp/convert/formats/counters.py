@@ -44,7 +44,9 @@ def whole(value: Any) -> int | None:
 
 
 def updates_of(state: Mapping[Any, Any]) -> int | None:
-    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups. None: not stated."""
+    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups. None:
+    not stated.
+    """
     by_number, groups = state.get("state"), state.get("param_groups")
     by_number = by_number if isinstance(by_number, dict) else {}
     first = next((one for one in by_number.values() if isinstance(one, dict)), {})
@@ -57,7 +59,9 @@ def scale_of_megatron(state: Any) -> LossScale | None:
     """Return the loss scale in ``grad_scaler``; None: there is none, or it is constant."""
     if not isinstance(state, dict):
         return None
-    return _scale(single(state.get("scale")), *(whole(state.get(name)) for name in ("growth_tracker", "hysteresis_tracker")))
+    return _scale(
+        single(state.get("scale")), *(whole(state.get(name)) for name in ("growth_tracker", "hysteresis_tracker"))
+    )
 
 
 def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
@@ -65,13 +69,19 @@ def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
     outer = tree.get("optimizer")
     if not isinstance(outer, dict):
         return None, None
-    inner = next((outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer)
+    inner = next(
+        (outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer
+    )
     return updates_of(inner), scale_of_megatron(outer.get("grad_scaler"))
 
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
-    """Return the samples counted by Megatron's learning rate scheduler, which excludes skipped steps; None: not stated."""
-    state: Mapping[Any, Any] = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
+    """Return the samples counted by Megatron's learning rate scheduler, which excludes skipped steps; None: not
+    stated.
+    """
+    state: Mapping[Any, Any] = next(
+        (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {}
+    )
     found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
     return found if found is not None and found <= consumed else None
 
@@ -99,7 +109,13 @@ def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
     if scale is None:
         return {}
     good_steps, left = int(scale["good_steps"]) % precision.loss_scale_window, int(scale["hysteresis_left"])
-    return {"grad_scaler": {"scale": torch.tensor([scale["scale"]]), "growth_tracker": good_steps, "hysteresis_tracker": left}}
+    return {
+        "grad_scaler": {
+            "scale": torch.tensor([scale["scale"]]),
+            "growth_tracker": good_steps,
+            "hysteresis_tracker": left,
+        }
+    }
 
 
 def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
@@ -108,9 +124,10 @@ def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]
     if scale is None:
         return {"dynamic_loss_scale": False}
     state = {
-        "cur_scale": scale["scale"], "cur_iter": model.step, "last_overflow_iter": model.step - int(scale["good_steps"]) - 1,
-        "scale_factor": 2.0, "scale_window": precision.loss_scale_window, "min_scale": precision.min_loss_scale,
-        "delayed_shift": precision.hysteresis, "cur_hysteresis": max(1, int(scale["hysteresis_left"])), "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": True, "dtype": torch.float16, "dynamic": True,
+        "cur_scale": scale["scale"], "cur_iter": model.step,
+        "last_overflow_iter": model.step - int(scale["good_steps"]) - 1, "scale_factor": 2.0,
+        "scale_window": precision.loss_scale_window, "min_scale": precision.min_loss_scale,
+        "delayed_shift": precision.hysteresis, "cur_hysteresis": max(1, int(scale["hysteresis_left"])),
+        "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16, "dynamic": True,
     }  # fmt: skip
     return {"dynamic_loss_scale": True, "loss_scaler": Object(_DYNAMIC, state=state)}

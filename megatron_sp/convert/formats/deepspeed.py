@@ -1,4 +1,6 @@
-"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed with any ZeRO stage, with pipeline stages, and universal ones."""
+"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed with any ZeRO stage, with pipeline stages, and universal
+ones.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,16 @@ from megatron_sp.convert.formats.megatron_facts import facts_of, true_size
 from megatron_sp.convert.formats.megatron_files import require_one_save
 from megatron_sp.convert.formats.megatron_names import canonical, ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
-from megatron_sp.convert.model import OPTIMIZER, Coverage, Fate, LossScale, Model, match_tensors, parameter_shapes, require_sound
+from megatron_sp.convert.model import (
+    OPTIMIZER,
+    Coverage,
+    Fate,
+    LossScale,
+    Model,
+    match_tensors,
+    parameter_shapes,
+    require_sound,
+)
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -68,8 +79,6 @@ class MegatronDeepSpeed:
 
 
 class _Reading:
-    """Conversion of the tensors of ranks to a model of ours."""
-
     def __init__(self, folder: StepFolder, ranks: Ranks, options: Options) -> None:
         self.folder, self.ranks, self.options = folder, ranks, options
         args = ranks.states.args
@@ -95,13 +104,16 @@ class _Reading:
             parts.append((f"{OPTIMIZER}{kind}.", Gathered(self._fit(store, self._trained()).correspondence, store)))
         states, notes = self.ranks.states, []
         if self.options.optimizer and states.settings.get("optimizer") and not self.ranks.kept:
-            notes.append("the optimizer's state of ZeRO stage 0 has no names of parameters and is left behind; the weights are all there")
+            notes.append("the optimizer's state of ZeRO stage 0 has no names of parameters and is left behind; the"
+                         " weights are all there")  # fmt: skip
         if not self.settings.document:
-            notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
+            notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's"
+                         " defaults")  # fmt: skip
         step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step or 0
         return Model(
             self.config, _Together(parts), step=step, consumed_samples=self._consumed(),
-            scheduled_samples=scheduled_of(states.settings, self._consumed()), fates=[*fitted.fates, *self.ranks.dropped],
+            scheduled_samples=scheduled_of(states.settings, self._consumed()),
+            fates=[*fitted.fates, *self.ranks.dropped],
             tokenizer=find_files(self.options.tokenizer) if self.options.tokenizer else {}, notes=notes,
             num_updates=self.ranks.step, loss_scale=self.ranks.loss_scale,
         )  # fmt: skip
@@ -111,7 +123,9 @@ class _Reading:
         return value if is_count(value) else self.ranks.states.count("global_samples")
 
     def _order(self) -> QkvOrder:
-        """Return the row order of fused projections; the user may have to give it, as it has changed without a new checkpoint version."""
+        """Return the row order of fused projections; the user may have to give it, as it has changed without a new
+        checkpoint version.
+        """
         said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # present in files that were written here
         version = self.ranks.states.settings.get("checkpoint_version")
         if self.options.qkv_layout is not None:
@@ -122,10 +136,9 @@ class _Reading:
             return _OLD_ORDERS[float(version)]
         if self.config.num_groups == self.ranks.tp:
             return "interleaved"  # with one group per rank both orders are the same
-        raise ConfigError(
-            f"{self.folder.path} does not say in which order the rows of queries, keys and values are: give --qkv-layout flat if"
-            " Megatron-DeepSpeed of December 2024 (pull request 441) or later wrote it, --qkv-layout interleaved if an earlier one did"
-        )
+        raise ConfigError(f"{self.folder.path} does not say in which order the rows of queries, keys and values are:"
+                          " give --qkv-layout flat if Megatron-DeepSpeed of December 2024 (pull request 441) or later"
+                          " wrote it, --qkv-layout interleaved if an earlier one did")  # fmt: skip
 
     def _places(self) -> list[Shard]:
         assert self.config.num_layers
@@ -150,7 +163,9 @@ class _Reading:
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
         kept_in = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
-        is_narrow = any(self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in kept_in.items())
+        is_narrow = any(
+            self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in kept_in.items()
+        )
         return (MASTER, *MOMENTS) if is_narrow and not self._takes_copies() else MOMENTS
 
     def _takes_copies(self) -> bool:
@@ -177,34 +192,24 @@ _PARTITIONED = "empty: ZeRO stage 3 keeps it in the optimizer's files"
 
 @dataclass
 class Ranks:
-    """Contents of a whole checkpoint, by tensor parallel rank.
+    """Contents of a whole checkpoint, by tensor parallel rank."""
 
-    Attributes:
-        states: model states of the first file.
-        tp: number of tensor parallel ranks.
-        modules: the model's own weights, possibly in 16 bits.
-        dtypes: dtypes of the model's own weights, also of those that only the optimizer stores.
-        kept: the optimizer's tensors, by kind.
-        step: updates of the optimizer; None: unknown.
-        loss_scale: loss scale of fp16; None: there is none.
-        dropped: tensors that do not belong to the model.
-        shown: names used in the files.
-        vocab_size: number of entries without padding, if the files state it.
-    """
-
-    states: ModelStates
-    tp: int
-    modules: dict[str, Stored] = field(default_factory=dict)
+    states: ModelStates  # model states of the first file
+    tp: int  # number of tensor parallel ranks
+    modules: dict[str, Stored] = field(default_factory=dict)  # the model's own weights, possibly in 16 bits
+    # dtypes of the model's own weights, also of those that only the optimizer stores
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    kept: dict[str, dict[str, Stored | Share]] = field(default_factory=dict)
-    step: int | None = None
-    loss_scale: LossScale | None = None
-    dropped: list[Fate] = field(default_factory=list)
-    shown: dict[str, str] = field(default_factory=dict)
-    vocab_size: int | None = None
+    kept: dict[str, dict[str, Stored | Share]] = field(default_factory=dict)  # the optimizer's tensors, by kind
+    step: int | None = None  # updates of the optimizer; None: unknown
+    loss_scale: LossScale | None = None  # loss scale of fp16; None: there is none
+    dropped: list[Fate] = field(default_factory=list)  # tensors that do not belong to the model
+    shown: dict[str, str] = field(default_factory=dict)  # names used in the files
+    vocab_size: int | None = None  # number of entries without padding, if the files state it
 
     def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of a weight in the model, given the dtype in which it is stored, which is at least as wide."""
+        """Return the dtype of a weight in the model, given the dtype in which it is stored, which is at least as
+        wide.
+        """
         found = self.dtypes.get(name) or self._common_dtype or stored
         return found if found.itemsize < stored.itemsize else stored
 
@@ -219,7 +224,9 @@ class Ranks:
         """Return the shapes of a rank's tensors by our names."""
         prefix = prefix_of(tp_rank)
         everything = {**self.modules, **self.kept.get(MASTER, {})}
-        return {name.removeprefix(prefix): stored.shape for name, stored in everything.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): stored.shape for name, stored in everything.items() if name.startswith(prefix)
+        }
 
 
 class Loader:
@@ -227,9 +234,6 @@ class Loader:
 
     Data parallel ranks, pipeline stages and universal folders are resolved here: the names are those of a Megatron
     checkpoint of as many ranks, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``.
-
-    Args:
-        moments: whether to load the optimizer's moments.
     """
 
     def __init__(self, folder: StepFolder, *, moments: bool) -> None:
@@ -237,26 +241,33 @@ class Loader:
         models = folder.models or {mp: files[0] for mp, files in sorted(folder.zero_models.items())}
         self.states = {mp: ModelStates.of(path) for mp, path in models.items()}
         self.layers = dict(self._layer_tensors())
-        self._raw = [*self.layers, *(name for s in self.states.values() for name in (*s.module, *s.shapes)), *folder.universal]
+        self._raw = [
+            *self.layers,
+            *(name for s in self.states.values() for name in (*s.module, *s.shapes)),
+            *folder.universal,
+        ]
         self.is_pipeline = bool(folder.layers) or is_pipeline(self._raw)
         self.tp = self._tp()
         self.pipeline = (
-            PipelineNames({n.partition("|")[2] if "|" in n else n for n in self._raw}, str(folder.path)) if self.is_pipeline else None
+            PipelineNames({n.partition("|")[2] if "|" in n else n for n in self._raw}, str(folder.path))
+            if self.is_pipeline
+            else None
         )
         self.stack = "encoder" if any(name.startswith("lm_head.dense.") for name in self._raw) else "decoder"
         self.ranks = Ranks(self.states[0], self.tp)
 
     def load(self) -> Ranks:
-        """Load everything in the folder. Raises CheckpointError."""
-        require_one_save(written_by(self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
+        require_one_save(
+            written_by(self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()})
+        )
         self._add_modules()
         if self.folder.universal:
             self._add_universal()
         elif self.folder.optimizers:
             self._add_zero()
         elif self.folder.zero_models:
-            raise CheckpointError(f"{self.folder.path} is of ZeRO stage 3, where the weights are in the files *_optim_states.pt, and there"
-                                  " are none: copy them too")  # fmt: skip
+            raise CheckpointError(f"{self.folder.path} is of ZeRO stage 3, where the weights are in the files"
+                                  " *_optim_states.pt, and there are none: copy them too")  # fmt: skip
         return self.ranks
 
     def _layer_tensors(self) -> Iterator[tuple[str, Stored]]:
@@ -267,7 +278,6 @@ class Loader:
                         yield f"{tp_rank}|{layer}.{plain_name(name)}", Stored.whole(item)
 
     def _tp(self) -> int:
-        """Return the number of ranks that share each tensor: all, unless there are stages."""
         num_mp = self.folder.num_mp
         if self.folder.layers:
             tp = len(next(iter(self.folder.layers.values())))
@@ -276,11 +286,12 @@ class Loader:
             found = number(args.attributes.get("tensor_model_parallel_size")) if args else None
             tp = int(found) if found and found >= 1 else num_mp
         if num_mp % tp:
-            raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp} tensor parallel ranks:"
-                                  " files are missing")  # fmt: skip
+            raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks, which are not a multiple of its {tp}"
+                                  " tensor parallel ranks: files are missing")  # fmt: skip
         if num_mp != tp and not self.is_pipeline:
-            raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks for {tp} tensor parallel ranks, but no stages of a pipeline:"
-                                  " files are missing, or left over from another save")  # fmt: skip
+            raise CheckpointError(f"{self.folder.path} has {num_mp} mp ranks for {tp} tensor parallel ranks, but no"
+                                  " stages of a pipeline: files are missing, or left over from another"
+                                  " save")  # fmt: skip
         return tp
 
     def _name(self, raw: str, stage: int) -> str | None:
@@ -297,9 +308,8 @@ class Loader:
             return
         full = prefix_of(tp_rank) + name
         if full in into:
-            raise CheckpointError(
-                f"{self.folder.path}: {shown} is there twice, as {self.ranks.shown[full]} too: it is a mixture of two saves"
-            )
+            raise CheckpointError(f"{self.folder.path}: {shown} is there twice, as {self.ranks.shown[full]} too: it is"
+                                  " a mixture of two saves")  # fmt: skip
         into[full] = found
         self.ranks.shown.setdefault(full, shown)
 
@@ -326,8 +336,9 @@ class Loader:
                 of_all += [ModelStates.of(path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
             found = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
             if mp and found.step != self.ranks.step:
-                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {found.step} steps, that of"
-                                      f" mp_rank_00 {self.ranks.step}: the files are of different saves")  # fmt: skip
+                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {found.step}"
+                                      f" steps, that of mp_rank_00 {self.ranks.step}: the files are of different"
+                                      " saves")  # fmt: skip
             self.ranks.step = found.step
             self.ranks.loss_scale = found.loss_scale
             for kind, tensors in found.tensors.items():
@@ -356,11 +367,8 @@ class Loader:
 
 
 class Weights:
-    """The weights of all ranks; the optimizer's copies are checked against the model's own weights (a ``TensorStore``).
-
-    Args:
-        wide: return the optimizer's copies where there are any, instead of the weights rounded as the model computes
-            with them.
+    """The weights of all ranks; the optimizer's copies are checked against the model's own weights (a
+    ``TensorStore``).
     """
 
     def __init__(self, ranks: Ranks, *, wide: bool) -> None:
@@ -368,7 +376,10 @@ class Weights:
         self._shown, self._kept = ranks.shown, ranks.kept.get(MASTER, {})
         self._tensors = {**self._modules.tensors(), **self._masters.tensors()}
         if not wide:
-            self._tensors |= {name: TensorInfo(info.shape, ranks.computed_in(name, info.dtype)) for name, info in self._tensors.items()}
+            self._tensors |= {
+                name: TensorInfo(info.shape, ranks.computed_in(name, info.dtype))
+                for name, info in self._tensors.items()
+            }
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -382,22 +393,27 @@ class Weights:
         return master.to(self._tensors[name].dtype)
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """Check that the model's own weights are those of the optimizer, rounded. Raises CheckpointError."""
+        """Check that the model's own weights are those of the optimizer, rounded."""
         own = self._modules.tensors()[name]
         if own.shape != tuple(master.shape):
-            raise CheckpointError(f"{self._shown[name]} is {list(own.shape)} in the model and {list(master.shape)} in the optimizer's:"
-                                  " they are of different saves")  # fmt: skip
+            raise CheckpointError(f"{self._shown[name]} is {list(own.shape)} in the model and {list(master.shape)} in"
+                                  " the optimizer's: they are of different saves")  # fmt: skip
         stored = self._kept[name]
-        flat = master.reshape(-1)[: stored.num_stored if isinstance(stored, Share) else None]  # padding is not in universal files
+        flat = master.reshape(-1)[
+            : stored.num_stored if isinstance(stored, Share) else None
+        ]  # padding is not in universal files
         for at, block in self._modules.blocks(name):
             wide = flat[at : at + block.numel()].to(own.dtype)
             if not is_same(wide, block[: wide.numel()]):
-                raise CheckpointError(f"{self._shown[name]}: the model's weights are not those of the optimizer rounded to {own.dtype}: the"
-                                      " files are of different saves")  # fmt: skip
+                raise CheckpointError(f"{self._shown[name]}: the model's weights are not those of the optimizer rounded"
+                                      f" to {own.dtype}: the files are of different saves")  # fmt: skip
 
 
 def kept(ranks: Ranks, kind: str) -> TensorStore:
-    """Return the optimizer's tensors of one kind."""
     found = ranks.kept.get(kind, {})
     shares = {name: item for name, item in found.items() if isinstance(item, Share)}
-    return Shares(shares) if shares else Stretches({name: item for name, item in found.items() if isinstance(item, Stored)})
+    return (
+        Shares(shares)
+        if shares
+        else Stretches({name: item for name, item in found.items() if isinstance(item, Stored)})
+    )

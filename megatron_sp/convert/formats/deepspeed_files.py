@@ -34,7 +34,6 @@ class Stretch:
     count: int
 
     def read(self) -> Tensor:
-        """Read the elements, [count]. Raises CheckpointError."""
         record = self.record
         if not is_contiguous(record):
             return record.read().reshape(-1)[self.first : self.first + self.count]
@@ -51,18 +50,16 @@ class Stored:
 
     @classmethod
     def whole(cls, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
-        """Describe a tensor of a file, optionally with another shape. Raises CheckpointError: the number of elements differs."""
+        """Describe a tensor of a file, optionally with another shape."""
         shape = record.shape if shape is None else shape
         numel = torch.Size(shape).numel()
         if numel != record.numel:
-            raise CheckpointError(
-                f"{record.file.path} has {record.numel:,} elements where {list(shape)} are {numel:,}: it is of another model, or damaged"
-            )
+            raise CheckpointError(f"{record.file.path} has {record.numel:,} elements where {list(shape)} are {numel:,}:"
+                                  " it is of another model, or damaged")  # fmt: skip
         return cls(tuple(shape), dtype_of(record), (Stretch(record, 0, numel),))
 
     @property
     def info(self) -> TensorInfo:
-        """Shape and dtype."""
         return TensorInfo(self.shape, self.dtype)
 
 
@@ -105,7 +102,6 @@ def is_contiguous(record: TensorRecord) -> bool:
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Return the dtype of a tensor. Raises CheckpointError: it is not supported."""
     return require_dtype(record.dtype, f"{record.file.path}: a tensor")
 
 
@@ -124,10 +120,10 @@ def is_pipeline(names: Iterable[str]) -> bool:
 
 
 class PipelineNames:
-    """Translator of the parameter names of a pipeline, whose layers are numbered consecutively, to those without a pipeline.
+    """Translator of the parameter names of a pipeline, whose layers are numbered, to those without a pipeline.
 
         1.word_embeddings.weight                     language_model.embedding.word_embeddings.weight
-        tied_modules.embed.word_embeddings.weight    the same (first stage); word_embeddings_for_head.weight (last stage)
+        tied_modules.embed.word_embeddings.weight    the same (first stage); word_embeddings_for_head.weight (last one)
         2.input_layernorm.weight                     language_model.encoder.layers.0.input_layernorm.weight
         26.weight                                    language_model.encoder.final_layernorm.weight
         27.lm_head.weight                            language_model.output_layer.weight
@@ -135,12 +131,6 @@ class PipelineNames:
     The numbers differ between versions (some have a layer before the first block that only transposes dims), so the
     kind of a layer is determined by its parameters. Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe;
     deepspeed 0.19.8, runtime/pipe/module.py.
-
-    Args:
-        names: all names of all stages.
-        where: the checkpoint, for error messages.
-    Raises:
-        CheckpointError: the blocks are not numbered consecutively.
     """
 
     def __init__(self, names: Iterable[str], where: str) -> None:
@@ -148,23 +138,17 @@ class PipelineNames:
         numbered = [(int(m[1]), m[2]) for name in names if (m := _NUMBERED.fullmatch(name))]
         self._blocks = sorted({number for number, rest in numbered if _IN_BLOCK.fullmatch(rest)})
         if not self._blocks or self._blocks != list(range(self._blocks[0], self._blocks[-1] + 1)):
-            raise CheckpointError(
-                f"{where} has the layers {self._blocks[:20]} with attention: they must follow each other; files are missing"
-            )
+            raise CheckpointError(f"{where} has the layers {self._blocks[:20]} with attention: they must follow each"
+                                  " other; files are missing")  # fmt: skip
 
     def translate(self, name: str, *, first_stage: bool = True) -> str | None:
-        """Return the name without a pipeline; None for a copy that the model never uses.
-
-        Args:
-            first_stage: the parameter is on the first stage; each stage that has a tied module keeps a copy of it.
-        Raises:
-            CheckpointError: it belongs to no known kind of layer.
-        """
+        """Return the name without a pipeline; None for a copy that the model never uses."""
         if name.startswith(_TIED):
             return self._tied(name.removeprefix(_TIED), first_stage)
         match = _NUMBERED.fullmatch(name)
         if match is None:
-            raise CheckpointError(f"{self._where}: {name[:200]} is in no numbered layer, as all parameters of a pipeline are")
+            raise CheckpointError(f"{self._where}: {name[:200]} is in no numbered layer, as all parameters of a"
+                                  " pipeline are")  # fmt: skip
         number, rest = int(match[1]), match[2]
         if number in self._blocks:
             return f"{BLOCKS}{number - self._blocks[0]}.{rest}"
@@ -174,8 +158,9 @@ class PipelineNames:
             return FINAL_NORM + rest
         if number > self._blocks[-1] and rest.startswith("lm_head."):
             return HEAD + rest.removeprefix("lm_head.")
-        raise CheckpointError(f"{self._where}: layer {number} has {rest[:200]}; layers of this pipeline are an embedding, blocks"
-                              f" ({self._blocks[0]} to {self._blocks[-1]}), a norm and a head")  # fmt: skip
+        raise CheckpointError(f"{self._where}: layer {number} has {rest[:200]}; layers of this pipeline are an"
+                              f" embedding, blocks ({self._blocks[0]} to {self._blocks[-1]}), a norm and a"
+                              " head")  # fmt: skip
 
     def _tied(self, rest: str, first_stage: bool) -> str | None:
         if first_stage:
@@ -206,30 +191,19 @@ class StepFolder:
             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt       made by ds_to_universal.py
 
     Source: deepspeed 0.19.8, runtime/engine.py :: _get_ckpt_name, runtime/pipe/module.py :: ckpt_layer_path.
-
-    Attributes:
-        path: the folder.
-        models: model states by model parallel rank (stage * tp + tp rank).
-        layers: layer files by layer number and tensor parallel rank.
-        zero_models, optimizers: files by model parallel rank and data parallel rank.
-        universal: folders of parameters, by name.
     """
 
     path: Path
-    models: dict[int, Path] = field(default_factory=dict)
+    models: dict[int, Path] = field(default_factory=dict)  # model states by model parallel rank (stage * tp + tp rank)
+    # layer files by layer number and tensor parallel rank
     layers: Ranks = field(default_factory=lambda: defaultdict(dict))
+    # files by model parallel rank and data parallel rank
     zero_models: Ranks = field(default_factory=lambda: defaultdict(dict))
     optimizers: Ranks = field(default_factory=lambda: defaultdict(dict))
-    universal: dict[str, Path] = field(default_factory=dict)
+    universal: dict[str, Path] = field(default_factory=dict)  # folders of parameters, by name
 
     @classmethod
     def of(cls, path: Path) -> StepFolder:
-        """List a folder.
-
-        Raises:
-            CheckpointError: there is no model, files of some ranks are missing, or it is a mixture of experts or of two
-                saves.
-        """
         found = cls(path)
         for file in sorted(path.iterdir()):
             found._add(file)
@@ -249,36 +223,42 @@ class StepFolder:
         elif match := _ZERO.fullmatch(name):
             ranks = self.zero_models if match[3] == "model" else self.optimizers
             if other := ranks[int(match[2])].get(int(match[1])):
-                raise CheckpointError(f"{self.path} has {other.name} and {name}, which are of one rank: it is a mixture of two saves")
+                raise CheckpointError(f"{self.path} has {other.name} and {name}, which are of one rank: it is a mixture"
+                                      " of two saves")  # fmt: skip
             ranks[int(match[2])][int(match[1])] = file
         elif _EXPERT.fullmatch(name):
-            raise CheckpointError(f"{file} holds experts: mixtures of experts cannot be converted, for there is no such model here")
+            raise CheckpointError(f"{file} holds experts: mixtures of experts cannot be converted, for there is no such"
+                                  " model here")  # fmt: skip
 
     def _check(self) -> None:
         if not self.models and not self.zero_models:
-            raise CheckpointError(f"{self.path} has no file mp_rank_NN_model_states.pt or zero_pp_rank_N_mp_rank_NN_model_states.pt: it is"
-                                  " no checkpoint of DeepSpeed, or the files of the model are missing")  # fmt: skip
+            raise CheckpointError(f"{self.path} has no file mp_rank_NN_model_states.pt or"
+                                  " zero_pp_rank_N_mp_rank_NN_model_states.pt: it is no checkpoint of DeepSpeed, or the"
+                                  " files of the model are missing")  # fmt: skip
         if self.models and self.zero_models:
-            raise CheckpointError(f"{self.path} has model states of ZeRO stage 3 and of a lower stage: it is a mixture of two saves")
+            raise CheckpointError(f"{self.path} has model states of ZeRO stage 3 and of a lower stage: it is a mixture"
+                                  " of two saves")  # fmt: skip
         self._require_all("mp_rank", self.models or self.zero_models)
         for what, ranks in (("model states", self.zero_models), ("optimizer states", self.optimizers)):
             for rank, files in ranks.items():
                 self._require_all(f"{what} of mp_rank_{rank:02d}: zero_pp_rank", files)
             sizes = {len(files) for files in ranks.values()}
             if len(sizes) > 1:
-                raise CheckpointError(
-                    f"{self.path}: mp ranks have {' and '.join(map(str, sorted(sizes)))} files of {what}: some are missing"
-                )
+                raise CheckpointError(f"{self.path}: mp ranks have {' and '.join(map(str, sorted(sizes)))} files of"
+                                      f" {what}: some are missing")  # fmt: skip
         if self.optimizers and self.optimizers.keys() != (self.models or self.zero_models).keys():
-            raise CheckpointError(f"{self.path} has optimizer states of mp ranks {sorted(self.optimizers)} and model states of"
-                                  f" {sorted(self.models or self.zero_models)}: they must be the same; copy what is missing")  # fmt: skip
+            raise CheckpointError(f"{self.path} has optimizer states of mp ranks {sorted(self.optimizers)} and model"
+                                  f" states of {sorted(self.models or self.zero_models)}: they must be the same; copy"
+                                  " what is missing")  # fmt: skip
         for layer, by_tp in self.layers.items():
             if by_tp.keys() != self.layers[min(self.layers)].keys() or by_tp.keys() != set(range(len(by_tp))):
-                raise CheckpointError(f"{self.path}: layer {layer} has files of the tp ranks {sorted(by_tp)}: some are missing")
+                raise CheckpointError(f"{self.path}: layer {layer} has files of the tp ranks {sorted(by_tp)}: some are"
+                                      " missing")  # fmt: skip
 
     def _require_all(self, what: str, ranks: dict[int, Path] | Ranks) -> None:
         if missing := sorted(set(range(max(ranks) + 1)) - ranks.keys()):
-            raise CheckpointError(f"{self.path}: {what} goes to {max(ranks)}, but {missing[:8]} are missing: copy all files")
+            raise CheckpointError(f"{self.path}: {what} goes to {max(ranks)}, but {missing[:8]} are missing: copy all"
+                                  " files")  # fmt: skip
 
     @property
     def num_mp(self) -> int:
@@ -292,14 +272,6 @@ def is_there(path: Path) -> bool:
 
 
 def find(path: Path, step: int | None) -> StepFolder:
-    """Return the requested step folder.
-
-    Args:
-        path: a step folder, or its parent.
-        step: number of the step; None: the folder that ``latest`` names.
-    Raises:
-        CheckpointError: there is no such folder, or it is ambiguous which one is meant.
-    """
     if any(path.glob("*_model_states.pt")):
         if step is not None and (match := _STEP_FOLDER.fullmatch(path.name)) and int(match[1]) != step:
             raise CheckpointError(f"--step {step}, but --input is {path.name}: give the folder above it, or no --step")
@@ -316,20 +288,24 @@ def find(path: Path, step: int | None) -> StepFolder:
 
 
 def _newest(path: Path, folders: dict[str, Path]) -> str:
-    """Return the name in the first tracker file that exists, or the only step folder."""
-    for mark, pattern in (("latest", "{}"), ("latest_universal", "{}"), ("latest_checkpointed_iteration.txt", "global_step{}")):
+    for mark, pattern in (
+        ("latest", "{}"),
+        ("latest_universal", "{}"),
+        ("latest_checkpointed_iteration.txt", "global_step{}"),
+    ):
         if (path / mark).exists() or (path / mark).is_symlink():
             text = read_small_file(path / mark, 4096).decode("utf-8", "replace").strip()
             name = pattern.format(text)
             if not _PLAIN_NAME.fullmatch(name):
-                raise CheckpointError(f"{path / mark} names {name[:100]!r}, which is not a plain name of a folder: give --step N")
+                raise CheckpointError(f"{path / mark} names {name[:100]!r}, which is not a plain name of a folder: give"
+                                      " --step N")  # fmt: skip
             if name not in folders:
-                raise CheckpointError(
-                    f"{path / mark} names {name}, which is not there: there are {', '.join(folders) or 'none'}; give --step N"
-                )
+                raise CheckpointError(f"{path / mark} names {name}, which is not there: there are"
+                                      f" {', '.join(folders) or 'none'}; give --step N")  # fmt: skip
             return name
     if len(folders) != 1:
-        raise CheckpointError(f"{path} has no file named latest, and {', '.join(folders) or 'no step folder'}: give --step N")
+        raise CheckpointError(f"{path} has no file named latest, and {', '.join(folders) or 'no step folder'}: give"
+                              " --step N")  # fmt: skip
     return next(iter(folders))
 
 

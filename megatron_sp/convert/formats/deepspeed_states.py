@@ -1,4 +1,5 @@
-"""Contents of a ``*_model_states.pt`` file: weights of a model parallel rank, shapes for ZeRO's files, and settings of the run.
+"""Contents of a ``*_model_states.pt`` file: weights of a model parallel rank, shapes for ZeRO's files, and settings of
+the run.
 
 Source: deepspeed 0.19.8, runtime/engine.py :: _common_checkpoint_state; Megatron-DeepSpeed, checkpointing.py ::
 save_checkpoint.
@@ -19,35 +20,30 @@ _MAX_DEPTH = 16
 
 @dataclass
 class ModelStates:
-    """Contents of one file.
-
-    Attributes:
-        path: path of the file.
-        module: its weights by name; empty where pipeline stages store them in files of layers.
-        groups: names and shapes of the trainable parameters in the order in which ZeRO flattens them, by group; empty
-            without ZeRO.
-        frozen_shapes, frozen_parts: those of parameters that are not trained; in stage 3 a part is one rank's.
-        shared: other names of parameters.
-        settings: all entries of the file.
-    """
+    """Contents of one file."""
 
     path: Path
+    # its weights by name; empty where pipeline stages store them in files of layers
     module: dict[str, TensorRecord] = field(default_factory=dict)
+    # names and shapes of the trainable parameters in the order in which ZeRO flattens them, by group; empty without
+    # ZeRO
     groups: list[Shapes] = field(default_factory=list)
+    # those of parameters that are not trained; in stage 3 a part is one rank's
     frozen_shapes: Shapes = field(default_factory=dict)
     frozen_parts: dict[str, TensorRecord] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # all entries of the file
 
     @classmethod
     def of(cls, path: Path) -> ModelStates:
-        """Parse a file. Raises CheckpointError: it does not contain model states, or those of a mixture of experts."""
         tree = as_dict(TorchFile(path).tree, str(path))
         if "module" not in tree:
-            raise CheckpointError(f"{path} has no entry 'module', which model states of DeepSpeed have: it is another kind of file")
+            raise CheckpointError(f"{path} has no entry 'module', which model states of DeepSpeed have: it is another"
+                                  " kind of file")  # fmt: skip
         for name in ("ds_autoep_layers", "autoep_layers"):
             if tree.get(name):
-                raise CheckpointError(f"{path} is of a mixture of experts ({name}), which cannot be converted: there is no such model here")
+                raise CheckpointError(f"{path} is of a mixture of experts ({name}), which cannot be converted: there is"
+                                      " no such model here")  # fmt: skip
         found = cls(path, settings=tree)
         found.module = dict(_flattened(tree["module"], path)) if tree["module"] is not None else {}
         found.groups = _groups(tree.get("param_shapes"), path)
@@ -77,14 +73,13 @@ class ModelStates:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of all trainable parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
 
 def as_dict(value: Any, where: str) -> dict[Any, Any]:
-    """Return a value that must be a dict. Raises CheckpointError: it is not."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must hold a dict, and holds {type(value).__name__}: it is another kind of file, or damaged")
+        raise CheckpointError(f"{where} must hold a dict, and holds {type(value).__name__}: it is another kind of file,"
+                              " or damaged")  # fmt: skip
     return value
 
 
@@ -96,12 +91,10 @@ def number(value: Any) -> int | float | None:
 
 
 def plain_name(name: str) -> str:
-    """Strip a wrapper's prefix from a name."""
     return name.removeprefix("module.")
 
 
 def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list[tuple[str, TensorRecord]]:
-    """Return all tensors of nested dicts, with the keys joined by dots."""
     found: list[tuple[str, TensorRecord]] = []
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
@@ -128,10 +121,13 @@ def _shapes(value: Any, path: Path) -> Shapes:
     found: Shapes = {}
     for name, shape in as_dict(value, f"{path}, param_shapes").items():
         sizes = tuple(shape) if isinstance(shape, tuple | list) else None
-        if not isinstance(name, str) or sizes is None or not all(isinstance(n, int) and 0 <= n < 1 << 40 for n in sizes):
-            raise CheckpointError(
-                f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is not a shape: it is damaged"
-            )
+        if (
+            not isinstance(name, str)
+            or sizes is None
+            or not all(isinstance(n, int) and 0 <= n < 1 << 40 for n in sizes)
+        ):
+            raise CheckpointError(f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is not"
+                                  " a shape: it is damaged")  # fmt: skip
         found[plain_name(name)] = sizes
     return found
 

@@ -25,7 +25,9 @@ from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
 from megatron_sp.utils.errors import CheckpointError
 
 _VERSION = 0.2  # version of the entries; 0.4 requires the widths of uneven shards, and there are none here
-_VOCABULARY = re.compile(r"language_model\.embedding\.word_embeddings\.weight|language_model\.output_layer\.weight|lm_head\.bias")
+_VOCABULARY = re.compile(
+    r"language_model\.embedding\.word_embeddings\.weight|language_model\.output_layer\.weight|lm_head\.bias"
+)
 _ROWS = re.compile(r".*(dense_4h_to_h|attention\.dense)\.weight")
 _QKV = re.compile(r".*\.query_key_value\.(weight|bias)")
 _FC1 = re.compile(r".*\.dense_h_to_4h\.(weight|bias)")
@@ -53,16 +55,13 @@ def _three_blocks(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def universal_info(cut: Cut, names: list[str]) -> dict[str, Any]:
-    """Return ``universal_checkpoint_info`` of the model states, which ds_to_universal.py reads.
-
-    Args:
-        names: names of the parameters.
-    """
+    """Return ``universal_checkpoint_info`` of the model states, which ds_to_universal.py reads."""
     config = cut.config
     entries = {name: parameter_entry(config, cut.qkv, name) for name in names}
     blocks = {_pattern(n): _three_blocks(config, n) for n, entry in entries.items() if "sub_param_shape" in entry}
     return {
-        "universal_checkpoint_version": _VERSION, "original_vocab_size": config.vocab_size, "padded_vocab_size": cut.padded_vocab_size,
+        "universal_checkpoint_version": _VERSION, "original_vocab_size": config.vocab_size,
+        "padded_vocab_size": cut.padded_vocab_size,
         "vocabulary_parameter_patterns": _patterns(n for n, e in entries.items() if "vocab_tensor" in e),
         "tp_replicated_parameter_patterns": _patterns(n for n, e in entries.items() if not e),
         "parameter_with_row_parallelism_patterns": _patterns(n for n, e in entries.items() if e.get("cat_dim") == 1),
@@ -79,11 +78,11 @@ def _pattern(name: str) -> str:
     return re.sub(r"layers\\\.\d+", r"layers\\.\\d+", re.escape(name)) + "$"
 
 
-# zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt contain {"param": tensor} and how the tensor parallel shares were merged:
-# cat_dim, concatenated along it; with param_n_sub_params 2, gate and up each on their own; with sub_param_shape, each block
-# of rows on its own; none of these, all were the same. vocab_tensor: padding rows were removed. From stage 3 the files
-# contain bare tensors without a shape, which is then in the model states. Source: deepspeed 0.19.8,
-# checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
+# zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt contain {"param": tensor} and how the tensor parallel shares were
+# merged: cat_dim, concatenated along it; with param_n_sub_params 2, gate and up each on their own; with
+# sub_param_shape, each block of rows on its own; none of these, all were the same. vocab_tensor: padding rows were
+# removed. From stage 3 the files contain bare tensors without a shape, which is then in the model states. Source:
+# deepspeed 0.19.8, checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
 FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 STEP = "step.pt"
 _BLOCK = 4 << 20  # elements that are read at once
@@ -91,21 +90,15 @@ _BLOCK = 4 << 20  # elements that are read at once
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a parameter on one tensor parallel rank.
+    """Share of a parameter on one tensor parallel rank."""
 
-    Attributes:
-        record: record of the full tensor in its file, with shape [rows, ...].
-        dim: dim along which the parameter was split.
-        ranges: (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding.
-    """
-
-    record: TensorRecord
-    dim: int
+    record: TensorRecord  # record of the full tensor in its file, with shape [rows, ...]
+    dim: int  # dim along which the parameter was split
+    # (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding
     ranges: tuple[tuple[int, int], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the share."""
         if not self.record.shape:
             return ()
         found = list(self.record.shape)
@@ -114,12 +107,10 @@ class Share:
 
     @property
     def info(self) -> TensorInfo:
-        """Shape and dtype of the share."""
         return TensorInfo(self.shape, dtype_of(self.record))
 
     @property
     def num_stored(self) -> int:
-        """Number of elements before the padding."""
         if self.dim or not self.record.shape:
             return math.prod(self.shape)
         rows = sum(max(0, min(count, self.record.shape[0] - first)) for first, count in self.ranges)
@@ -146,7 +137,6 @@ class Shares:
         return made
 
     def _copy(self, share: Share, first: int, count: int, to: Tensor) -> None:
-        """Copy elements ``first`` to ``first + count`` along the dim, in blocks of rows."""
         record = share.record
         if not record.shape:
             to.copy_(record.read())
@@ -164,15 +154,7 @@ def _rows(record: TensorRecord, first: int, count: int) -> TensorRecord:
 
 
 def read_parameter(path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
-    """Return the shares of all tensor parallel ranks in a file.
-
-    Args:
-        shape: shape of a rank's share, if the model states contain it.
-        tp: number of ranks.
-        vocab_rows: rows of the vocabulary including padding, if known.
-    Raises:
-        CheckpointError: it is damaged, or merged in an unsupported way.
-    """
+    """Return the shares of all tensor parallel ranks in a file."""
     tree = TorchFile(path).tree
     if isinstance(tree, TensorRecord):
         return _bare(path, tree, shape, tp)
@@ -181,7 +163,8 @@ def read_parameter(path: Path, shape: tuple[int, ...] | None, tp: int, vocab_row
     if not isinstance(record, TensorRecord):
         raise CheckpointError(f"{path} has no tensor 'param', which files of universal checkpoints have: it is damaged")
     if tree.get("is_expert_param") or tree.get("ep_num_experts"):
-        raise CheckpointError(f"{path} is of a mixture of experts, which cannot be converted: there is no such model here")
+        raise CheckpointError(f"{path} is of a mixture of experts, which cannot be converted: there is no such model"
+                              " here")  # fmt: skip
     is_cut = any(name in tree for name in ("cat_dim", "sub_param_shape", "vocab_tensor"))
     if is_cut and (not record.shape or shape == ()):
         raise CheckpointError(f"{path} has one number that ranks are said to share: it is damaged")
@@ -197,41 +180,48 @@ def _whole(record: TensorRecord) -> Share:
 
 def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: int) -> list[Share]:
     if tp != 1 or (shape is None and len(record.shape) == 1):
-        raise CheckpointError(
-            f"{path} is a tensor without a word on its shape: the model states beside it must have param_shapes of one rank"
-        )
+        raise CheckpointError(f"{path} is a tensor without a word on its shape: the model states beside it must have"
+                              " param_shapes of one rank")  # fmt: skip
     shape = shape if shape is not None else record.shape
     if math.prod(shape) != math.prod(record.shape) or not is_contiguous(record):
-        raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are {math.prod(shape):,}: it is damaged")
+        raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are"
+                              f" {math.prod(shape):,}: it is damaged")  # fmt: skip
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return [_whole(replace(record, shape=tuple(shape), stride=strides))]
 
 
 def _parts(
-    path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None
+    path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int,
+    vocab_rows: int | None
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
-    """Return (dim, [(start, size)]): ``start`` of each block along ``dim``, and ``size`` of the part that each rank has of it."""
+    """Return (dim, [(start, size)]): ``start`` of each block along ``dim``, and ``size`` of the part that each rank has
+    of it.
+    """
     if "sub_param_shape" in tree:
         return _blocks(path, tree["sub_param_shape"], record, tp)
     dim = tree.get("cat_dim")
     if tree.get("vocab_tensor"):
-        rows = shape[0] * tp if shape is not None else vocab_rows if vocab_rows is not None else -(-record.shape[0] // tp) * tp
+        rows = (
+            shape[0] * tp
+            if shape is not None
+            else vocab_rows
+            if vocab_rows is not None
+            else -(-record.shape[0] // tp) * tp
+        )
         return 0, _even(path, [rows], tp)
     if not isinstance(dim, int) or not 0 <= dim < len(record.shape):
         raise CheckpointError(f"{path}: cat_dim is {str(dim)[:50]} of a tensor {list(record.shape)}: it is damaged")
     count = tree.get("param_n_sub_params", 1)
     if not isinstance(count, int) or not 1 <= count <= 64 or record.shape[dim] % count:
-        raise CheckpointError(
-            f"{path}: {str(count)[:50]} equal parts of {list(record.shape)} along dim {dim} are not possible: it is damaged"
-        )
+        raise CheckpointError(f"{path}: {str(count)[:50]} equal parts of {list(record.shape)} along dim {dim} are not"
+                              " possible: it is damaged")  # fmt: skip
     return dim, _even(path, [record.shape[dim] // count] * count, tp)
 
 
 def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
     if any(size % tp for size in sizes):
-        raise CheckpointError(
-            f"{path}: parts of {sizes} are not divided evenly by {tp} tensor parallel ranks: such a layout is not known here"
-        )
+        raise CheckpointError(f"{path}: parts of {sizes} are not divided evenly by {tp} tensor parallel ranks: such a"
+                              " layout is not known here")  # fmt: skip
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [(start, size // tp) for start, size in zip(starts, sizes, strict=True)]
 
@@ -241,15 +231,16 @@ def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, 
     said = spec.attributes if isinstance(spec, Object) else {}
     dim, shape = said.get("partition_dim"), said.get("shape")
     if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):
-        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it cannot be taken apart")
+        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it"
+                              " cannot be taken apart")  # fmt: skip
     sizes = [shape[dim]] if isinstance(shape[dim], int) else list(shape[dim]) if isinstance(shape[dim], tuple) else []
     if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != record.shape[dim]:
-        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it cannot be taken apart")
+        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it"
+                              " cannot be taken apart")  # fmt: skip
     return dim, _even(path, sizes, tp)
 
 
 def parameters(folders: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Yield names and folders of parameters. Raises CheckpointError: one has no weights."""
     for name, folder in folders.items():
         if not (folder / FILES["master"]).exists():
             raise CheckpointError(f"{folder} has no {FILES['master']}: the checkpoint is incomplete")

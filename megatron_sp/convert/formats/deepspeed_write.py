@@ -1,4 +1,5 @@
-"""Writer of Megatron-DeepSpeed checkpoints: files of model parallel ranks, ZeRO 1 for one data parallel rank, or a universal one.
+"""Writer of Megatron-DeepSpeed checkpoints: files of model parallel ranks, ZeRO 1 for one data parallel rank, or a
+universal one.
 
     latest, latest_checkpointed_iteration.txt
     global_step5/mp_rank_00_model_states.pt                          all three
@@ -49,94 +50,101 @@ Layout = Literal["module", "zero1", "universal"]
 
 @dataclass
 class Plan:
-    """Plan of the files to be written.
-
-    Attributes:
-        shapes: shapes of our parameters, in the order of Megatron's modules.
-        cut: split of the weights over the ranks of the model states.
-        ranks: the weights of these ranks, named "tp0.<our name>".
-        kept: for zero1 and universal, the optimizer's tensors by kind; those of all ranks, or in full.
-    """
+    """Plan of the files to be written."""
 
     model: Model
     options: Options
     layout: Layout
-    shapes: dict[str, tuple[int, ...]]
-    cut: Cut
-    ranks: Scattered
+    shapes: dict[str, tuple[int, ...]]  # shapes of our parameters, in the order of Megatron's modules
+    cut: Cut  # split of the weights over the ranks of the model states
+    ranks: Scattered  # the weights of these ranks, named "tp0.<our name>"
+    # for zero1 and universal, the optimizer's tensors by kind; those of all ranks, or in full
     kept: dict[str, Scattered]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         return next(iter(self.ranks.tensors().values())).dtype
 
     def groups(self) -> list[list[str]]:
         """Return our names of the parameters with weight decay, and of those without."""
-        return [[n for n, shape in self.shapes.items() if is_decayed(theirs(n), shape) == decayed] for decayed in (True, False)]
+        return [
+            [n for n, shape in self.shapes.items() if is_decayed(theirs(n), shape) == decayed]
+            for decayed in (True, False)
+        ]
 
 
 def theirs(name: str) -> str:
-    """Return Megatron's name of a parameter of ours."""
     return written(name, "legacy")
 
 
 def make_plan(model: Model, options: Options) -> Plan:
-    """Plan the files. Raises CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks, or not in this layout."""
     require_fit(model, "Megatron-DeepSpeed", legacy=True)
     if options.pp != 1:
-        raise ConfigError(f"--target-pipeline-parallel-size ({options.pp}) must be 1 for megatron-deepspeed: files of stages are read, not"
-                          " written")  # fmt: skip
+        raise ConfigError(f"--target-pipeline-parallel-size ({options.pp}) must be 1 for megatron-deepspeed: files of"
+                          " stages are read, not written")  # fmt: skip
     require_layout(model, options)
     config, order = model.config, options.deepspeed_qkv_layout
     if order == "flat" and config.num_groups % options.tp:
-        raise ConfigError(f"num_query_groups ({config.num_groups}) must be a multiple of --target-tensor-parallel-size ({options.tp})")
+        raise ConfigError(f"num_query_groups ({config.num_groups}) must be a multiple of --target-tensor-parallel-size"
+                          f" ({options.tp})")  # fmt: skip
     assert config.vocab_size
     shapes = parameter_shapes(config)
     shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: position(name, "legacy"))}
     layout = _layout(model, options)
     if layout != "module":
         require_state(model, options)
-    cut = Cut(config, options.tp, order, padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp))
+    cut = Cut(
+        config, options.tp, order, padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
+    )
     whole = Cut(config, 1, order, config.vocab_size)
     scattered = partial(_scattered, model, shapes)
-    has_master = any(name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors())  # without copies weights serve as such
-    sources = {MASTER: f"{OPTIMIZER}{MASTER}." if has_master else "", **{kind: f"{OPTIMIZER}{kind}." for kind in MOMENTS}}
+    has_master = any(
+        name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors()
+    )  # without copies weights serve as such
+    sources = {
+        MASTER: f"{OPTIMIZER}{MASTER}." if has_master else "",
+        **{kind: f"{OPTIMIZER}{kind}." for kind in MOMENTS},
+    }
     sources = {} if layout == "module" else sources
-    kept = {kind: scattered(whole if layout == "universal" else cut, ours, torch.float32) for kind, ours in sources.items()}
+    kept = {
+        kind: scattered(whole if layout == "universal" else cut, ours, torch.float32) for kind, ours in sources.items()
+    }
     return Plan(model, options, layout, shapes, cut, scattered(cut, "", options.dtype), kept)
 
 
-def _scattered(model: Model, shapes: dict[str, tuple[int, ...]], cut: Cut, ours: str, dtype: torch.dtype | None) -> Scattered:
+def _scattered(
+    model: Model, shapes: dict[str, tuple[int, ...]], cut: Cut, ours: str, dtype: torch.dtype | None
+) -> Scattered:
     assert model.config.num_layers
     places = [Shard(prefix_of(rank), rank, 0, model.config.num_layers, True, True) for rank in range(cut.tp)]
     copies, filled = shard_copies(cut, shapes, places, ours=ours)
-    return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype)
+    return Scattered(
+        Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype
+    )
 
 
 def prefix_of(tp_rank: int) -> str:
-    """Return the name prefix of a rank's tensors."""
     return f"tp{tp_rank}."
 
 
 def _layout(model: Model, options: Options) -> Layout:
-    there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
+    there = {
+        name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)
+    }
     has_moments = options.optimizer and set(MOMENTS) <= there
     if options.deepspeed_layout in ("zero1", "universal") and not has_moments:
         raise ConfigError(f"--deepspeed-layout {options.deepspeed_layout} holds Adam's state, and"
-                          f" {'--no-optimizer leaves it behind' if not options.optimizer else 'the source has none'}: give"
-                          " --deepspeed-layout module for the weights alone")  # fmt: skip
+                          f" {'--no-optimizer leaves it behind' if not options.optimizer else 'the source has none'}:"
+                          " give --deepspeed-layout module for the weights alone")  # fmt: skip
     return options.deepspeed_layout or ("zero1" if has_moments else "module")
 
 
 def size(model: Model, options: Options) -> int:
-    """Return the size of all tensors in bytes."""
     plan = make_plan(model, options)
     return sum(info.num_bytes for store in (plan.ranks, *plan.kept.values()) for info in store.tensors().values())
 
 
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
-    """Write a checkpoint, as ``Format.write``."""
     plan = make_plan(model, options)
     note_of_activation(model, legacy=True)
     name = f"global_step{model.step}" + ("_universal" if plan.layout == "universal" else "")
@@ -147,7 +155,10 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
         plan.ranks.forget()
         if plan.layout == "zero1":
             prefix = "bf16_" if plan.dtype == torch.bfloat16 else ""
-            write_torch_file(folder / f"{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt", _zero_states(plan, rank, progress))
+            write_torch_file(
+                folder / f"{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
+                _zero_states(plan, rank, progress),
+            )
     if plan.layout == "universal":
         _write_universal(plan, folder / "zero", progress)
     write_synced(path / ("latest_universal" if plan.layout == "universal" else "latest"), name.encode())
@@ -157,34 +168,48 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 
 
 def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Return the contents of one rank's file: the entries that DeepSpeed requires, and Megatron's own."""
     model, prefix = plan.model, prefix_of(rank)
     module = {theirs(name): lazy(plan.ranks, prefix + name, progress) for name in plan.shapes}
-    shapes = [OrderedDict((theirs(n), torch.Size(plan.ranks.tensors()[prefix + n].shape)) for n in group) for group in plan.groups()]
+    shapes = [
+        OrderedDict((theirs(n), torch.Size(plan.ranks.tensors()[prefix + n].shape)) for n in group)
+        for group in plan.groups()
+    ]
     has_optimizer = bool(plan.kept)
     return {
-        "module": nested(module), "buffer_names": [], "optimizer": None, "param_shapes": shapes if has_optimizer else None,
-        "frozen_param_shapes": None, "shared_params": {} if has_optimizer else None, "frozen_param_fragments": None,
-        "lr_scheduler": scheduler(model) if has_optimizer else None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
-        "global_steps": model.step, "global_samples": model.consumed_samples, "dp_world_size": 1, "mp_world_size": plan.cut.tp,
-        "ds_config": {}, "ds_version": _VERSION, "args": _args(plan, rank), "checkpoint_version": 3.0, "iteration": model.step, "tokens": 0,
-        QKV_LAYOUT: plan.options.deepspeed_qkv_layout, "universal_checkpoint_info": universal_info(plan.cut, list(module)),
+        "module": nested(module), "buffer_names": [], "optimizer": None,
+        "param_shapes": shapes if has_optimizer else None, "frozen_param_shapes": None,
+        "shared_params": {} if has_optimizer else None, "frozen_param_fragments": None,
+        "lr_scheduler": scheduler(model) if has_optimizer else None, "data_sampler": None, "random_ltd": None,
+        "skipped_steps": 0, "global_steps": model.step, "global_samples": model.consumed_samples, "dp_world_size": 1,
+        "mp_world_size": plan.cut.tp, "ds_config": {}, "ds_version": _VERSION, "args": _args(plan, rank),
+        "checkpoint_version": 3.0, "iteration": model.step, "tokens": 0, QKV_LAYOUT: plan.options.deepspeed_qkv_layout,
+        "universal_checkpoint_info": universal_info(plan.cut, list(module)),
     }  # fmt: skip
 
 
 def _args(plan: Plan, rank: int) -> Namespace:
-    """Return Megatron's arguments, and those that Megatron-DeepSpeed adds or names differently."""
     c, cut = plan.model.config, plan.cut
-    found = namespace(plan.model, tp=cut.tp, pp=1, padded_vocab_size=cut.padded_vocab_size, legacy=True, params_dtype=plan.dtype, rank=rank)
+    found = namespace(
+        plan.model,
+        tp=cut.tp,
+        pp=1,
+        padded_vocab_size=cut.padded_vocab_size,
+        legacy=True,
+        params_dtype=plan.dtype,
+        rank=rank,
+    )
     more = {
-        "num_key_value_heads": c.num_groups, "normalization": c.normalization.lower(), "rope_theta": c.rotary_base, "num_experts": [1],
-        "deepspeed": True, "no_pipeline_parallel": True, "ds_sequence_parallel_size": 1, "zero_stage": 1 if plan.kept else 0,
+        "num_key_value_heads": c.num_groups, "normalization": c.normalization.lower(), "rope_theta": c.rotary_base,
+        "num_experts": [1], "deepspeed": True, "no_pipeline_parallel": True, "ds_sequence_parallel_size": 1,
+        "zero_stage": 1 if plan.kept else 0,
     }  # fmt: skip
     return Namespace(**{**vars(found), **more})
 
 
 def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Return the optimizer states of the only data parallel rank, as stage 1 saves them: moments with padding, weights without."""
+    """Return the optimizer states of the only data parallel rank, as stage 1 saves them: moments with padding, weights
+    without.
+    """
     prefix = prefix_of(rank)
     groups = [[prefix + name for name in group] for group in plan.groups()]
     counts = [sum(math.prod(plan.ranks.tensors()[name].shape) for name in group) for group in groups]
@@ -193,9 +218,9 @@ def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
     def flat(kind: str, index: int, numel: int) -> LazyFlat:
         return LazyFlat(numel, torch.float32, partial(_parts, plan.kept[kind], groups[index], numel, progress))
 
-    states = {
-        i: {"step": plan.model.updates, **{kind: flat(kind, i, padded[i]) for kind in MOMENTS}} for i in range(len(groups))
-    }  # fmt: skip
+    states = {}
+    for i in range(len(groups)):
+        states[i] = {"step": plan.model.updates, **{kind: flat(kind, i, padded[i]) for kind in MOMENTS}}
     return {
         "optimizer_state_dict": {
             **deepspeed_scaler(plan.model, training(plan.model).precision), "overflow": False, "clip_grad": 0.0,
@@ -224,12 +249,13 @@ def _parts(store: Scattered, names: list[str], numel: int, progress: Progress) -
 
 
 def _fragments(plan: Plan, prefix: str, group: list[str]) -> OrderedDict[str, Object]:
-    """Return the position of each parameter in its group."""
     found, at = OrderedDict[str, Object](), 0
     for name in group:
         numel = math.prod(plan.ranks.tensors()[name].shape)
         state = {"numel": numel, "start": at}
-        found[theirs(name.removeprefix(prefix))] = Object("deepspeed.utils.tensor_fragment.fragment_address", state=state)
+        found[theirs(name.removeprefix(prefix))] = Object(
+            "deepspeed.utils.tensor_fragment.fragment_address", state=state
+        )
         at += numel
     return found
 
@@ -239,8 +265,9 @@ def param_groups(model: Model) -> list[dict[str, Any]]:
     o = training(model).optimizer
     return [
         {
-            "params": [index], "wd_mult": mult, "lr_mult": 1.0, "lr": o.lr or 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps,
-            "weight_decay": o.weight_decay * mult, "bias_correction": True, "step": model.updates,
+            "params": [index], "wd_mult": mult, "lr_mult": 1.0, "lr": o.lr or 0.0,
+            "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay * mult,
+            "bias_correction": True, "step": model.updates,
         }
         for index, mult in enumerate((1.0, 0.0))
     ]  # fmt: skip
@@ -257,9 +284,9 @@ def _write_universal(plan: Plan, folder: Path, progress: Progress) -> None:
         write_torch_file(inside / STEP, plan.model.updates)
         fsync_dir(inside)
     state = {
-        **deepspeed_scaler(plan.model, training(plan.model).precision), "overflow": False, "clip_grad": 0.0, "zero_stage": 1,
-        "group_paddings": [0, 0],
-        "partition_count": [1, 1], "ds_version": _VERSION, "param_groups": param_groups(plan.model),
+        **deepspeed_scaler(plan.model, training(plan.model).precision), "overflow": False, "clip_grad": 0.0,
+        "zero_stage": 1, "group_paddings": [0, 0], "partition_count": [1, 1], "ds_version": _VERSION,
+        "param_groups": param_groups(plan.model),
     }  # fmt: skip
     write_torch_file(folder / "optimizer_state.pt", state)
     fsync_dir(folder)

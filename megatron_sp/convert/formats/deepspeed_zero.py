@@ -4,8 +4,8 @@ Stages 1 and 2 (and the bf16 optimizer) concatenate all parameters of a group, w
 split that vector into equal ranges, one for each data parallel rank; the part of the last ranges beyond the end may be
 missing in the file:
 
-    | a a a a a b b . c c | c c c c c d d d d d | d d - - - - - - - - |      '.' padding between parameters, '-' beyond the end
-          rank 0                 rank 1                 rank 2
+    | a a a a a b b . c c | c c c c c d d d d d | d d - - - - - - - - |
+          rank 0                 rank 1                 rank 2       '.' padding between parameters, '-' beyond the end
 
 Stage 3 splits every parameter on its own into equal parts, the last one padded, and each rank concatenates its parts:
 
@@ -40,25 +40,18 @@ _ALIGNMENT = 2  # elements that stages 1 and 2 round a rank's range up to
 
 @dataclass
 class Partition:
-    """A rank's optimizer file.
-
-    Attributes:
-        flats: by kind, the flat tensor of each group.
-        step: number of updates; None: not stated.
-        fragments: by group and name, (start, count) of this rank's part of a parameter; empty in older files.
-        paddings: by group, number of padding elements after each parameter; None where there are none.
-        count: number of ranks that a group is split over.
-        squares: in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there
-            are none.
-    """
+    """A rank's optimizer file."""
 
     path: Path
     stage: int
-    count: int
-    flats: dict[str, list[TensorRecord]]
-    step: int | None
+    count: int  # number of ranks that a group is split over
+    flats: dict[str, list[TensorRecord]]  # by kind, the flat tensor of each group
+    step: int | None  # number of updates; None: not stated
+    # by group and name, (start, count) of this rank's part of a parameter; empty in older files
     fragments: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    # by group, number of padding elements after each parameter; None where there are none
     paddings: list[list[int]] | None = None
+    # in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there are none
     squares: list[TensorRecord] = field(default_factory=list)
     loss_scale: LossScale | None = None
 
@@ -73,25 +66,17 @@ class ZeroTensors:
 
 
 def read_partition(path: Path, *, moments: bool) -> Partition:
-    """Parse a rank's optimizer file.
-
-    Args:
-        moments: whether to read the moments too.
-    Raises:
-        CheckpointError: it is not a file of ZeRO, or its optimizer keeps something other than Adam's two moments.
-    """
     where = str(path)
     state = as_dict(as_dict(TorchFile(path).tree, where).get("optimizer_state_dict"), f"{where}, optimizer_state_dict")
     stage = int(number(state.get("zero_stage")) or (3 if "fp32_flat_groups" in state else 1))
     masters = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if stage not in (1, 2, 3) or not isinstance(masters, list) or not masters:
-        raise CheckpointError(
-            f"{where} is of stage {stage} and has no fp32 weights of it: files of ZeRO 1, 2 and 3 and of the bf16 optimizer are read, with"
-            " the optimizer in memory (not on NVMe); --no-optimizer does not help, for the weights are in these files"
-            if stage == 3
-            else f"{where} has no fp32 weights (single_partition_of_fp32_groups): it is of another optimizer than ZeRO's; move it aside to"
-            " convert the weights alone"
-        )
+        if stage == 3:
+            raise CheckpointError(f"{where} is of stage 3 and has no fp32 weights of it: files of ZeRO 1, 2 and 3 and"
+                                  " of the bf16 optimizer are read, with the optimizer in memory (not on NVMe);"
+                                  " --no-optimizer does not help, for the weights are in these files")  # fmt: skip
+        raise CheckpointError(f"{where} has no fp32 weights (single_partition_of_fp32_groups): it is of another"
+                              " optimizer than ZeRO's; move it aside to convert the weights alone")  # fmt: skip
     flats = {MASTER: [_flat(path, item) for item in masters]}
     base = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     states, param_groups = _base_states(base, path)
@@ -104,21 +89,14 @@ def read_partition(path: Path, *, moments: bool) -> Partition:
     settings = (group.get("step") for group in param_groups[:1] if isinstance(group, dict))
     steps = map(whole, (state.get("base_optimizer_state_step"), *(one.get("step") for one in states[:1]), *settings))
     return Partition(
-        path, stage, _count(state.get("partition_count"), path), flats, next((step for step in steps if step is not None), None),
-        _fragments(state.get("param_slice_mappings"), path), _paddings(state.get("param_alignment_paddings"), path),
-        squares, scale_of_deepspeed(state.get("loss_scaler")),
+        path, stage, _count(state.get("partition_count"), path), flats,
+        next((step for step in steps if step is not None), None), _fragments(state.get("param_slice_mappings"), path),
+        _paddings(state.get("param_alignment_paddings"), path), squares, scale_of_deepspeed(state.get("loss_scaler")),
     )  # fmt: skip
 
 
 def gather(states: list[ModelStates], paths: dict[int, Path], *, moments: bool) -> ZeroTensors:
-    """Locate every parameter of a model parallel rank.
-
-    Args:
-        states: in stage 3 with frozen parameters the model states of every data parallel rank, otherwise those of one.
-        paths: the optimizer files by data parallel rank.
-    Raises:
-        CheckpointError: files are missing, or of different saves, or do not match each other.
-    """
+    """Locate every parameter of a model parallel rank."""
     ranks = [read_partition(paths[rank], moments=moments) for rank in sorted(paths)]
     _require_alike(ranks)
     of = _stage_3 if ranks[0].stage == 3 else _stage_1
@@ -137,17 +115,18 @@ def gather(states: list[ModelStates], paths: dict[int, Path], *, moments: bool) 
 def _require_alike(ranks: list[Partition]) -> None:
     first = ranks[0]
     if first.count != len(ranks):
-        raise CheckpointError(f"{first.path} is one of {first.count} files of data parallel ranks, and {len(ranks)} are there: files are"
-                              " missing, or left over from another save")  # fmt: skip
+        raise CheckpointError(f"{first.path} is one of {first.count} files of data parallel ranks, and {len(ranks)} are"
+                              " there: files are missing, or left over from another save")  # fmt: skip
     for other in ranks[1:]:
         for what in ("stage", "count", "step", "paddings"):
             if getattr(first, what) != getattr(other, what):
-                raise CheckpointError(f"{other.path}: its {what} is {getattr(other, what)}, that of {first.path.name} is"
-                                      f" {getattr(first, what)}: they are of different saves")  # fmt: skip
-        if {kind: len(flats) for kind, flats in first.flats.items()} != {kind: len(flats) for kind, flats in other.flats.items()}:
-            raise CheckpointError(
-                f"{other.path} and {first.path.name} do not have the same groups of parameters: they are of different saves"
-            )
+                raise CheckpointError(f"{other.path}: its {what} is {getattr(other, what)}, that of {first.path.name}"
+                                      f" is {getattr(first, what)}: they are of different saves")  # fmt: skip
+        if {kind: len(flats) for kind, flats in first.flats.items()} != {
+            kind: len(flats) for kind, flats in other.flats.items()
+        }:
+            raise CheckpointError(f"{other.path} and {first.path.name} do not have the same groups of parameters: they"
+                                  " are of different saves")  # fmt: skip
 
 
 def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
@@ -162,13 +141,14 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         yield from _by_fragments(ranks, kind, states)
         return
     if len(states.groups) != groups:
-        raise CheckpointError(f"{states.path} has {len(states.groups)} groups of parameters, {ranks[0].path.name} has {groups}: they are of"
-                              " different saves")  # fmt: skip
+        raise CheckpointError(f"{states.path} has {len(states.groups)} groups of parameters, {ranks[0].path.name} has"
+                              f" {groups}: they are of different saves")  # fmt: skip
     for index, shapes in enumerate(states.groups):
         flats = [rank.flats[kind][index] for rank in ranks]
         paddings = ranks[0].paddings[index] if ranks[0].paddings else [0] * len(shapes)
         if len(paddings) != len(shapes):
-            raise CheckpointError(f"{ranks[0].path} has {len(paddings)} paddings for {len(shapes)} parameters: it is damaged")
+            raise CheckpointError(f"{ranks[0].path} has {len(paddings)} paddings for {len(shapes)} parameters: it is"
+                                  " damaged")  # fmt: skip
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             parts = list(_ranges(flats, at, math.prod(shape), name))
@@ -177,30 +157,35 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
             at += math.prod(shape) + padding
         unit, there = _ALIGNMENT * len(flats), sum(flat.numel for flat in flats)
         if -(-at // unit) != -(-there // unit):
-            raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its parameters need"
-                                  f" {at:,} (rounded up to {unit}): they are of another save than the model states")  # fmt: skip
+            raise CheckpointError(f"{flats[0].file.path} and the files of the other ranks have {there:,} elements, its"
+                                  f" parameters need {at:,} (rounded up to {unit}): they are of another save than the"
+                                  " model states")  # fmt: skip
 
 
 def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first, count) of the elements from ``at`` on; all ranks before the last non-empty one have equal ranges."""
+    """Yield (rank, first, count) of the elements from ``at`` on; all ranks before the last non-empty one have equal
+    ranges.
+    """
     size = flats[0].numel
     while count:
         rank = min(at // size, len(flats) - 1) if size else len(flats) - 1
         first = at - rank * size
         take = min(count, flats[rank].numel - first)
         if take <= 0:
-            raise CheckpointError(
-                f"{flats[rank].file.path} ends before {name} does: it is cut short, or of another save than the model states"
-            )
+            raise CheckpointError(f"{flats[rank].file.path} ends before {name} does: it is cut short, or of another"
+                                  " save than the model states")  # fmt: skip
         yield rank, first, take
         at, count = at + take, count - take
 
 
 def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Locate the parameters by the ranks' own lists and the 16-bit weights, if the model states have no shapes (bf16 without ZeRO)."""
+    """Locate the parameters by the ranks' own lists and the 16-bit weights, if the model states have no shapes (bf16
+    without ZeRO).
+    """
     if not any(rank.fragments for rank in ranks):
-        raise CheckpointError(f"{states.path} has no param_shapes and {ranks[0].path.name} no param_slice_mappings: which parameters are in"
-                              " the optimizer's files cannot be told; move them aside to convert the weights alone")  # fmt: skip
+        raise CheckpointError(f"{states.path} has no param_shapes and {ranks[0].path.name} no param_slice_mappings:"
+                              " which parameters are in the optimizer's files cannot be told; move them aside to"
+                              " convert the weights alone")  # fmt: skip
     for index in range(len(ranks[0].flats[MASTER])):
         found: dict[str, list[Stretch]] = {}
         for rank in ranks:
@@ -212,14 +197,15 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
         for name, stretches in found.items():
             shape, there = states.module[name].shape if name in states.module else None, sum(s.count for s in stretches)
             if shape is None or math.prod(shape) != there:
-                raise CheckpointError(
-                    f"{stretches[0].record.file.path} has {there:,} elements of {name}, which is {shape} in {states.path.name}"
-                )
+                raise CheckpointError(f"{stretches[0].record.file.path} has {there:,} elements of {name}, which is"
+                                      f" {shape} in {states.path.name}")  # fmt: skip
             yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Locate the parameters of stage 3: equal parts of each, concatenated on every rank over its groups as if they were one."""
+    """Locate the parameters of stage 3: equal parts of each, concatenated on every rank over its groups as if they were
+    one.
+    """
     at = 0
     for name, shape in states.shapes.items():
         numel = math.prod(shape)
@@ -232,8 +218,8 @@ def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
         at += part
     for rank in ranks:
         if at != (there := sum(flat.numel for flat in rank.flats[kind])):
-            raise CheckpointError(f"{rank.path} has {there:,} elements of its parts of the parameters, {at:,} are needed: it is of another"
-                                  " save than the model states")  # fmt: skip
+            raise CheckpointError(f"{rank.path} has {there:,} elements of its parts of the parameters, {at:,} are"
+                                  " needed: it is of another save than the model states")  # fmt: skip
 
 
 def _across(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[Stretch]:
@@ -244,7 +230,8 @@ def _across(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterat
             at, count = at + take, count - take
         at = max(0, at - flat.numel) if count else 0
     if count:
-        raise CheckpointError(f"{flats[0].file.path} ends before {name} does: it is cut short, or of another save than the model states")
+        raise CheckpointError(f"{flats[0].file.path} ends before {name} does: it is cut short, or of another save than"
+                              " the model states")  # fmt: skip
 
 
 def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
@@ -256,19 +243,23 @@ def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
         for index, state in enumerate(states):
             record = state.frozen_parts.get(name)
             if record is None or math.prod(record.shape) != part:
-                raise CheckpointError(f"{state.path} has {record.shape if record else 'nothing'} of {name}, {part:,} elements are needed")
+                raise CheckpointError(f"{state.path} has {record.shape if record else 'nothing'} of {name}, {part:,}"
+                                      " elements are needed")  # fmt: skip
             stretches.append(Stretch(record, 0, max(0, min(part, numel - index * part))))
         yield name, Stored(shape, dtype_of(stretches[0].record), tuple(stretches))
 
 
 def _flat(path: Path, item: Any) -> TensorRecord:
     if not isinstance(item, TensorRecord):
-        raise CheckpointError(f"{path}: a group of the optimizer is {type(item).__name__} where a tensor should be: it is damaged")
+        raise CheckpointError(f"{path}: a group of the optimizer is {type(item).__name__} where a tensor should be: it"
+                              " is damaged")  # fmt: skip
     return item
 
 
 def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]]:
-    """Return the optimizer's state of each group and its settings, from a list (``elastic``) or a state dict of torch (``rigid``)."""
+    """Return the optimizer's state of each group and its settings, from a list (``elastic``) or a state dict of torch
+    (``rigid``).
+    """
     if base is None:
         return [], []
     if isinstance(base, list):
@@ -283,16 +274,17 @@ def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]
 
 
 def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str, list[TensorRecord]]:
-    """Return Adam's moments; empty before the first step. Raises CheckpointError: they are of another optimizer."""
     if not states or not any(state for state in states):
         return {}
     if len(states) != groups:
-        raise CheckpointError(f"{path} has the optimizer's state of {len(states)} groups of {groups}: --no-optimizer takes the rest")
+        raise CheckpointError(f"{path} has the optimizer's state of {len(states)} groups of {groups}: --no-optimizer"
+                              " takes the rest")  # fmt: skip
     for state in states:
         tensors = sorted(str(key) for key, value in state.items() if isinstance(value, TensorRecord) and value.shape)
         if tensors != sorted(MOMENTS):
-            raise CheckpointError(f"{path}: its optimizer keeps {', '.join(tensors) or 'nothing'}, and only Adam's {' and '.join(MOMENTS)}"
-                                  " can be converted: --no-optimizer takes the weights alone")  # fmt: skip
+            raise CheckpointError(f"{path}: its optimizer keeps {', '.join(tensors) or 'nothing'}, and only Adam's"
+                                  f" {' and '.join(MOMENTS)} can be converted: --no-optimizer takes the weights"
+                                  " alone")  # fmt: skip
     return {kind: [_flat(path, state[kind]) for state in states] for kind in MOMENTS}
 
 
@@ -300,7 +292,10 @@ def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
     found = []
     for group in value if isinstance(value, list) else []:
         found.append(
-            {plain_name(str(name)): _address(item, path) for name, item in as_dict(group, f"{path}, param_slice_mappings").items()}
+            {
+                plain_name(str(name)): _address(item, path)
+                for name, item in as_dict(group, f"{path}, param_slice_mappings").items()
+            }
         )
     return found
 
@@ -309,14 +304,17 @@ def _address(item: Any, path: Path) -> tuple[int, int]:
     attributes = item.attributes if isinstance(item, Object) else {}
     start, count = attributes.get("start"), attributes.get("numel")
     if not (isinstance(start, int) and isinstance(count, int) and start >= 0 and count >= 0):
-        raise CheckpointError(f"{path}: param_slice_mappings has {str(item)[:100]} where a start and a number should be: it is damaged")
+        raise CheckpointError(f"{path}: param_slice_mappings has {str(item)[:100]} where a start and a number should"
+                              " be: it is damaged")  # fmt: skip
     return start, count
 
 
 def _paddings(value: Any, path: Path) -> list[list[int]] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(g, list) and all(isinstance(n, int) and 0 <= n < 4096 for n in g) for g in value):
+    if not isinstance(value, list) or not all(
+        isinstance(g, list) and all(isinstance(n, int) and 0 <= n < 4096 for n in g) for g in value
+    ):
         raise CheckpointError(f"{path}: param_alignment_paddings must be lists of small numbers: it is damaged")
     return value
 
@@ -324,7 +322,8 @@ def _paddings(value: Any, path: Path) -> list[list[int]] | None:
 def _count(value: Any, path: Path) -> int:
     counts = [n for item in (value if isinstance(value, list) else [value]) if (n := number(item)) is not None]
     if not counts or max(counts) < 1:
-        raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is damaged")
+        raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is"
+                              " damaged")  # fmt: skip
     return int(max(counts))
 
 
@@ -335,10 +334,11 @@ def _count(value: Any, path: Path) -> int:
 #     devices of the tensors (cuda:3)                  a rank's two files come from one process, and so from one device
 #     the end of a parameter that is split unevenly    is padding on the last ranks, which never gets a gradient
 #
-# Files exchanged with those of another host are not detected, unless a parameter is split unevenly: they leave no trace.
-# Source: deepspeed 0.19.8, runtime/zero/stage3.py :: partition_grads; Megatron-DeepSpeed, arguments.py (args.rank).
+# Files exchanged with those of another host are not detected, unless a parameter is split unevenly: they leave no
+# trace. Source: deepspeed 0.19.8, runtime/zero/stage3.py :: partition_grads; Megatron-DeepSpeed, arguments.py
+# (args.rank).
 def written_by(paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
-    """Return who wrote the model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
+    """Return who wrote the model states, by model parallel rank and data parallel rank."""
     return {
         (mp, dp): Written.of(path, as_dict(TorchFile(path).tree, str(path)))
         for mp, by_dp in paths.items()
@@ -347,23 +347,19 @@ def written_by(paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int],
 
 
 def require_devices(models: Mapping[int, Path], optimizers: Mapping[int, Path]) -> None:
-    """Refuse an optimizer's file from another device than its rank's model states. Raises CheckpointError."""
+    """Refuse an optimizer's file from another device than its rank's model states."""
     for dp in models.keys() & optimizers.keys():
         of_model, of_optimizer = (TorchFile(paths[dp]).devices for paths in (models, optimizers))
         if of_model and of_optimizer and not of_model & of_optimizer:
-            raise CheckpointError(f"{optimizers[dp]} has tensors of {', '.join(sorted(of_optimizer))}, and {models[dp].name} of"
-                                  f" {', '.join(sorted(of_model))}, which are one rank's by their names: {WAY_OUT}")  # fmt: skip
+            raise CheckpointError(f"{optimizers[dp]} has tensors of {', '.join(sorted(of_optimizer))}, and"
+                                  f" {models[dp].name} of {', '.join(sorted(of_model))}, which are one rank's by their"
+                                  f" names: {WAY_OUT}")  # fmt: skip
 
 
 def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
     """Refuse files with moments where their rank has padding, if another rank's file would fit there.
 
     The second condition keeps files of unusual optimizers readable, which do update padding.
-
-    Args:
-        squares: the second moments of each data parallel rank, group by group.
-    Raises:
-        CheckpointError: the message names the two files.
     """
     count = len(squares)
     flats = [Stretches({str(i): stored for i, stored in enumerate(groups)}) for groups in squares]
@@ -374,8 +370,8 @@ def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
         for other in range(rank - 1, -1, -1):
             if _is_zero(flats[other], gaps):
                 one, another = (squares[r][0].stretches[0].record.file.path for r in (rank, other))
-                raise CheckpointError(f"{one} has moments where the data parallel rank {rank} of {count} has nothing but padding, and"
-                                      f" {another.name} has none: {WAY_OUT}")  # fmt: skip
+                raise CheckpointError(f"{one} has moments where the data parallel rank {rank} of {count} has nothing"
+                                      f" but padding, and {another.name} has none: {WAY_OUT}")  # fmt: skip
 
 
 def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]:
@@ -391,7 +387,6 @@ def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]
 
 
 def _is_zero(flats: Stretches, gaps: list[tuple[int, int]]) -> bool:
-    """Return whether a rank's concatenated groups are zero at these positions."""
     first, rest = 0, iter(flats.stored.values())
     stored = next(rest)
     for position, length in gaps:

@@ -30,9 +30,7 @@ class Format(Protocol):
     """A checkpoint format: detects, reads and writes its files."""
 
     @property
-    def name(self) -> str:
-        """Name on the command line."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def holds_optimizer(self) -> bool:
@@ -52,16 +50,7 @@ class Format(Protocol):
         """
         ...
 
-    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
-        """Write a checkpoint.
-
-        Args:
-            path: a folder that does not exist yet; the caller renames it once it is complete.
-        Raises:
-            CheckpointError: the format cannot store such a model; the message gives the reason.
-            DiskError: no space, no permission.
-        """
-        ...
+    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None: ...
 
     def size(self, model: Model, options: Options) -> int:
         """Return the size in bytes of the tensors that ``write`` will write."""
@@ -69,13 +58,12 @@ class Format(Protocol):
 
 
 def require_inside(folder: Path, root: Path) -> None:
-    """Refuse a folder that is in ``root`` only through a symbolic link; ``root`` itself may be a link, since the user named it.
-
-    Raises:
-        CheckpointError: a part of the path is a link; the message names it.
+    """Refuse a folder that is in ``root`` only through a symbolic link; ``root`` itself may be a link, since the user
+    named it.
     """
     for part in (folder, *folder.parents):
         if part == root:
             return
         if part.is_symlink():
-            raise CheckpointError(f"{part} is a symbolic link: a checkpoint consists of plain files and folders, copy the folder there")
+            raise CheckpointError(f"{part} is a symbolic link: a checkpoint consists of plain files and folders, copy"
+                                  " the folder there")  # fmt: skip

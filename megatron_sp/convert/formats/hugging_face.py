@@ -19,7 +19,13 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.hugging_face_files import SafetensorsFiles, TorchFiles, divide, write_tensors
 from megatron_sp.convert.model import Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.tokenizers import copy_files, find_files, special_ids, write_generation_config, write_tokenizer_config
+from megatron_sp.convert.tokenizers import (
+    copy_files,
+    find_files,
+    special_ids,
+    write_generation_config,
+    write_tokenizer_config,
+)
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
 from megatron_sp.utils.strict_json import parse_object, read_small_file
@@ -27,7 +33,10 @@ from megatron_sp.utils.strict_json import parse_object, read_small_file
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 8 << 20, 100_000
-_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = 1 << 20, 50_000  # limits for config.json to be kept in a checkpoint, for the way back
+_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = (
+    1 << 20,
+    50_000,
+)  # limits for config.json to be kept in a checkpoint, for the way back
 _WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
 _DTYPES = "hf_dtypes"  # the tensors' own dtypes, which config.json may contradict
 
@@ -56,9 +65,10 @@ class HuggingFace:
         ignored = {**family.ignored(config), **unused}
         found = match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
         tokenizer = find_files(options.tokenizer or path)
+        dtypes = _names(store.tensors()[name].dtype for name in found.correspondence.theirs)
         return Model(
-            config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates, tokenizer=tokenizer,
-            settings={"hf": document, _DTYPES: _names(store.tensors()[name].dtype for name in found.correspondence.theirs)},
+            config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates,
+            tokenizer=tokenizer, settings={"hf": document, _DTYPES: dtypes},
         )  # fmt: skip
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
@@ -119,7 +129,11 @@ class _Renamed:
 
     @staticmethod
     def _info(stored: TensorInfo, region: Index | None) -> TensorInfo:
-        return stored if region is None else TensorInfo(tuple(torch.empty(stored.shape, device="meta")[region].shape), stored.dtype)
+        return (
+            stored
+            if region is None
+            else TensorInfo(tuple(torch.empty(stored.shape, device="meta")[region].shape), stored.dtype)
+        )
 
     def read(self, name: str) -> Tensor:
         region = self._regions.get(name)
@@ -127,7 +141,9 @@ class _Renamed:
 
 
 class _WithoutTypes:
-    """A BERT without segment types plus a zero table for one type, which the transformers class always has (a ``TensorStore``)."""
+    """A BERT without segment types plus a zero table for one type, which the transformers class always has (a
+    ``TensorStore``).
+    """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -142,8 +158,6 @@ class _WithoutTypes:
 
 
 class _Counted:
-    """A store that reports the bytes it reads (a ``TensorStore``)."""
-
     def __init__(self, store: TensorStore, progress: Progress) -> None:
         self._store, self._progress = store, progress
 
@@ -157,18 +171,18 @@ class _Counted:
 
 
 def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Return other names of the embedding and of its bias, which files may or may not contain."""
     if config.is_bert:
         table = f"{family.prefix}embeddings.word_embeddings.weight"
         return {"cls.predictions.decoder.weight": table, "cls.predictions.decoder.bias": "cls.predictions.bias"}
     if config.untie_embeddings_and_output_weights:
         return {}
-    table = next(copy.theirs.name for copy in family.copies(config, 0) if copy.ours.name == "embedding.word_embeddings.weight")
+    table = next(
+        copy.theirs.name for copy in family.copies(config, 0) if copy.ours.name == "embedding.word_embeddings.weight"
+    )
     return {"lm_head.weight": table, "embed_out.weight": table}
 
 
 def _open(path: Path) -> TensorStore:
-    """Open the safetensors files if there are any, else those of ``torch.save``; several files if there is an index."""
     kinds: tuple[tuple[str, str, type[SafetensorsFiles | TorchFiles]], ...] = (
         (INDEX, SINGLE, SafetensorsFiles), (BIN_INDEX, BIN, TorchFiles)
     )  # fmt: skip
@@ -190,11 +204,13 @@ def _open_sharded(path: Path, index: str, kind: type[SafetensorsFiles | TorchFil
         raise CheckpointError(f"{path / index} has no weight_map of names to files")
     for file in set(weight_map.values()):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", file):
-            raise CheckpointError(f"{path / index} names the file {file[:200]!r}: only plain names of files in the same folder are allowed")
+            raise CheckpointError(f"{path / index} names the file {file[:200]!r}: only plain names of files in the same"
+                                  " folder are allowed")  # fmt: skip
     store = kind(path, sorted(set(weight_map.values())))
     for name, file in weight_map.items():
         if name not in store.tensors() or store.file_of(name) != file:
-            raise CheckpointError(f"{path / index} says that {name[:200]} is in {file}, and it is not: the download is incomplete or mixed")
+            raise CheckpointError(f"{path / index} says that {name[:200]} is in {file}, and it is not: the download is"
+                                  " incomplete or mixed")  # fmt: skip
     return store
 
 
@@ -211,7 +227,9 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 
 def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
-    """Return config.json: the source's own if it describes the same model, else with the family's entries for the model."""
+    """Return config.json: the source's own if it describes the same model, else with the family's entries for the
+    model.
+    """
     kept = model.settings.get("hf")
     made = {
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,

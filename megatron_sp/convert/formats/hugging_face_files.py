@@ -1,4 +1,6 @@
-"""Tensors in the files of a Hugging Face folder: safetensors files, read and written one tensor at a time, and torch files."""
+"""Tensors in the files of a Hugging Face folder: safetensors files, read and written one tensor at a time, and torch
+files.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,7 @@ from megatron_sp.utils.strict_json import open_regular
 
 
 class SafetensorsFiles:
-    """The tensors of several files (a ``TensorStore``).
-
-    Args:
-        folder: the folder of the files.
-        names: plain file names.
-    Raises:
-        CheckpointError: a header is damaged, or a tensor is in two files.
-    """
+    """The tensors of several files (a ``TensorStore``)."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
@@ -40,9 +35,12 @@ class SafetensorsFiles:
         for name in names:
             for piece in read_header(folder / name, whole=True):
                 if piece.name in self._pieces:
-                    raise CheckpointError(f"{folder}: {piece.name[:200]} is in {self._pieces[piece.name].file} and again in {piece.file}")
+                    raise CheckpointError(f"{folder}: {piece.name[:200]} is in {self._pieces[piece.name].file} and"
+                                          f" again in {piece.file}")  # fmt: skip
                 self._pieces[piece.name] = piece
-        self._tensors = {name: TensorInfo(piece.rect.sizes, DTYPES[piece.dtype]) for name, piece in self._pieces.items()}
+        self._tensors = {
+            name: TensorInfo(piece.rect.sizes, DTYPES[piece.dtype]) for name, piece in self._pieces.items()
+        }
 
     def file_of(self, name: str) -> str:
         """Return the name of the file that contains a tensor."""
@@ -72,27 +70,16 @@ def divide(store: TensorStore, max_bytes: int) -> list[list[NamedPiece]]:
 
 
 def write_tensors(path: Path, items: Sequence[NamedPiece], store: TensorStore) -> None:
-    """Write one file, each tensor read when its turn comes.
-
-    Raises:
-        CheckpointError: a dtype that the format does not support.
-        OSError: a failed write.
-    """
+    """Write one file, each tensor read when its turn comes."""
     for item in items:
         if item.piece.tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{item.name} is {item.piece.tensor.dtype}, which safetensors files cannot hold: give --dtype")
+            raise CheckpointError(f"{item.name} is {item.piece.tensor.dtype}, which safetensors files cannot hold: give"
+                                  " --dtype")  # fmt: skip
     write_plain_file(path, items, lambda item: store.read(item.name))
 
 
 class TorchFiles:
-    """The tensors of several files (a ``TensorStore``).
-
-    Args:
-        folder: the folder of the files.
-        names: plain file names.
-    Raises:
-        CheckpointError: a file is damaged, contains anything but named tensors, or a tensor is in two files.
-    """
+    """The tensors of several files (a ``TensorStore``)."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._found: dict[str, TensorRecord] = {}
@@ -105,14 +92,15 @@ class TorchFiles:
 
     def _take(self, file: TorchFile) -> None:
         if not isinstance(file.tree, dict):
-            raise CheckpointError(f"{file.path} holds a {type(file.tree).__name__}, not names and their tensors: save its state_dict()")
+            raise CheckpointError(f"{file.path} holds a {type(file.tree).__name__}, not names and their tensors: save"
+                                  " its state_dict()")  # fmt: skip
         for name, record in file.tree.items():
             if not isinstance(name, str) or not isinstance(record, TensorRecord):
-                raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is not a tensor with a name: save the model's state_dict() alone")
+                raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is not a tensor with a name: save the model's"
+                                      " state_dict() alone")  # fmt: skip
             if name in self._found:
-                raise CheckpointError(
-                    f"{file.path.parent}: {name[:200]} is in {self._found[name].file.path.name} and again in {file.path.name}"
-                )
+                raise CheckpointError(f"{file.path.parent}: {name[:200]} is in {self._found[name].file.path.name} and"
+                                      f" again in {file.path.name}")  # fmt: skip
             self._found[name] = record
 
     def file_of(self, name: str) -> str:

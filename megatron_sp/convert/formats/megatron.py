@@ -59,9 +59,8 @@ class Megatron:
         folder = iteration_folder(path, options.step)
         folders = rank_folders(folder) if folder else []
         if not folder or not folders:
-            raise CheckpointError(
-                f"{path} has no mp_rank_XX folders with a model_optim_rng.pt: give the checkpoint's folder or one of its iterations"
-            )
+            raise CheckpointError(f"{path} has no mp_rank_XX folders with a model_optim_rng.pt: give the checkpoint's"
+                                  " folder or one of its iterations")  # fmt: skip
         return _read(folder, open_ranks(folders), options)
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
@@ -81,43 +80,53 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
     order = _order(opened, config, options, notes)
     cut = Cut(config, opened.tp, order, facts.padded_vocab_size, opened.ep, neighbours_of(settings, config, order))
-    if (order != "interleaved" or cut.neighbours) and config.num_groups % cut.tp:  # every rank must have whole groups then
-        raise CheckpointError(f"{folder}: {config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in the order {order}")
+    if (
+        order != "interleaved" or cut.neighbours
+    ) and config.num_groups % cut.tp:  # every rank must have whole groups then
+        raise CheckpointError(f"{folder}: {config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in"
+                              f" the order {order}")  # fmt: skip
     store = RankFiles()
     for chunk in opened.chunks:
         for name, stored in chunk.tensors.items():
             store.add(chunk.prefix + name, stored)
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
-    shapes, heads = parameter_shapes(config), {chunk.prefix for chunk in opened.chunks if is_tied and HEAD in chunk.tensors}
+    shapes = parameter_shapes(config)
+    heads = {chunk.prefix for chunk in opened.chunks if is_tied and HEAD in chunk.tensors}
     copies, filled = shard_copies(cut, shapes, there, tied_heads=heads)
     ours = dict(shapes)
     fates: list[Fate] = []
     found = Found((), [])
     if options.optimizer:
         if config.has_experts and any("optimizer" in file.tree for file in opened.files):
-            raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give --no-optimizer")
+            raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give"
+                              " --no-optimizer")  # fmt: skip
         found = find_optimizer(opened, store)
         fates += found.fates
         for kind in found.kinds:
-            more, padding = shard_copies(cut, shapes, there, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.", tied_heads=heads)
-            copies, filled, ours = (
-                copies + more,
-                {**filled, **padding},
-                {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}},
+            more, padding = shard_copies(
+                cut, shapes, there, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.", tied_heads=heads
             )
+            copies = copies + more
+            filled = {**filled, **padding}
+            ours = {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
     else:
         ranks = [file.rank.path.name for file in opened.files if "optimizer" in file.tree]
-        fates += [Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks]
+        fates += [
+            Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks
+        ]
     dropped = {f"[^/]+/(model[0-9]+/)?{pattern}": reason for pattern, reason in ignored().items()}
-    fitted = match_tensors(str(folder), Correspondence.of(ours, copies, filled), store, dropped, tied={}, shown=store.shown())
+    fitted = match_tensors(
+        str(folder), Correspondence.of(ours, copies, filled), store, dropped, tied={}, shown=store.shown()
+    )
     if settings.document == {}:
-        notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's defaults")
+        notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's"
+                     " defaults")  # fmt: skip
     iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
     return Model(
         config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
-        consumed_samples=consumed, scheduled_samples=scheduled_of(opened.files[0].tree, consumed), fates=[*fitted.fates, *fates],
-        tokenizer=find_files(options.tokenizer) if options.tokenizer else {}, notes=notes,
-        num_updates=found.num_updates, loss_scale=found.loss_scale,
+        consumed_samples=consumed, scheduled_samples=scheduled_of(opened.files[0].tree, consumed),
+        fates=[*fitted.fates, *fates], tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
+        notes=notes, num_updates=found.num_updates, loss_scale=found.loss_scale,
     )  # fmt: skip
 
 
@@ -140,10 +149,9 @@ def _order(opened: Opened, config: ModelConfig, options: Options, notes: list[st
     else:
         order = _order_of_version(opened, notes)
     if order in ("v0", "v1") and config.num_groups != config.num_attention_heads:
-        raise ConfigError(
-            f"the rows of queries, keys and values cannot be in the order {order}, which knows no groups of heads: the model has"
-            f" {config.num_attention_heads} heads and {config.num_groups} groups; give --qkv-layout interleaved or flat"
-        )
+        raise ConfigError(f"the rows of queries, keys and values cannot be in the order {order}, which knows no groups"
+                          f" of heads: the model has {config.num_attention_heads} heads and {config.num_groups} groups;"
+                          " give --qkv-layout interleaved or flat")  # fmt: skip
     return order
 
 
@@ -151,34 +159,34 @@ def _order_of_version(opened: Opened, notes: list[str]) -> QkvOrder:
     version, where = opened.common("checkpoint_version"), opened.files[0].file.path
     if version is None:
         if not opened.is_legacy:
-            raise ConfigError(f"{where} has no checkpoint_version: give --qkv-layout interleaved (since 2021), or v0 or v1 of older files")
-        notes.append(
-            "no checkpoint_version: taken as version 0, whose rows of q, k and v lie one after the other; --qkv-layout says otherwise"
-        )
+            raise ConfigError(f"{where} has no checkpoint_version: give --qkv-layout interleaved (since 2021), or v0 or"
+                              " v1 of older files")  # fmt: skip
+        notes.append("no checkpoint_version: taken as version 0, whose rows of q, k and v lie one after the other;"
+                     " --qkv-layout says otherwise")  # fmt: skip
         return "v0"
     if isinstance(version, bool) or not isinstance(version, (int, float)) or float(version) not in _ORDERS:
-        raise CheckpointError(f"{where}: checkpoint_version is {str(version)[:60]}: only 0, 1.0, 2.0 and 3.0 can be converted")
+        raise CheckpointError(f"{where}: checkpoint_version is {str(version)[:60]}: only 0, 1.0, 2.0 and 3.0 can be"
+                              " converted")  # fmt: skip
     return _ORDERS[float(version)]
 
 
 def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
-    said = [settings.count(f"{axis}_model_parallel_size", found) for axis, found in (("tensor", opened.tp), ("pipeline", opened.pp))]
+    said = [
+        settings.count(f"{axis}_model_parallel_size", found)
+        for axis, found in (("tensor", opened.tp), ("pipeline", opened.pp))
+    ]
     ep = settings.count("expert_model_parallel_size", opened.ep)
     if ep != opened.ep:
-        raise CheckpointError(
-            f"{folder} has files of {opened.ep} shares of the experts, and {ep} were written: copy all of them to one place"
-        )
+        raise CheckpointError(f"{folder} has files of {opened.ep} shares of the experts, and {ep} were written: copy"
+                              " all of them to one place")  # fmt: skip
     experts_tp = settings.count("expert_tensor_parallel_size", None)
     if experts_tp not in (None, opened.tp) and settings.document.get("num_experts"):
-        raise CheckpointError(
-            f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and the rest over {opened.tp}: only the"
-            " same number can be converted; save it as torch_dist"
-        )
+        raise CheckpointError(f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and"
+                              f" the rest over {opened.tp}: only the same number can be converted; save it as"
+                              " torch_dist")  # fmt: skip
     if said != [opened.tp, opened.pp]:
-        raise CheckpointError(
-            f"{folder} has files of {opened.tp} x {opened.pp} ranks (tp x pp), and was written by {said[0]} x {said[1]} of them: copy"
-            " all of their folders to one place"
-        )
+        raise CheckpointError(f"{folder} has files of {opened.tp} x {opened.pp} ranks (tp x pp), and was written by"
+                              f" {said[0]} x {said[1]} of them: copy all of their folders to one place")  # fmt: skip
 
 
 def _count(args: Mapping[str, Any], name: str) -> int:
@@ -187,12 +195,12 @@ def _count(args: Mapping[str, Any], name: str) -> int:
 
 
 # Adam's state has two forms. The plain optimizer numbers its parameters, in one or two groups (with and without weight
-# decay), and has fp32 copies of 16-bit weights. The distributed optimizer has three flat buffers for each model of a rank in
-# distrib_optim.pt: parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or without gaps,
-# bucket after bucket. Neither contains names, so the order is taken from the file's own list of parameters, lengths must
-# match exactly, and each weight must be its rounded fp32 copy when that is read; everything else is refused rather than
-# guessed. Source: megatron-core 0.16.1, distrib_optimizer.py :: get_parameter_state_dp_zero, param_and_grad_buffer.py,
-# optimizer/__init__.py.
+# decay), and has fp32 copies of 16-bit weights. The distributed optimizer has three flat buffers for each model of a
+# rank in distrib_optim.pt: parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or
+# without gaps, bucket after bucket. Neither contains names, so the order is taken from the file's own list of
+# parameters, lengths must match exactly, and each weight must be its rounded fp32 copy when that is read; everything
+# else is refused rather than guessed. Source: megatron-core 0.16.1, distrib_optimizer.py ::
+# get_parameter_state_dp_zero, param_and_grad_buffer.py, optimizer/__init__.py.
 _WAY_OUT = "give --no-optimizer to convert the weights alone"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _HALF = (torch.bfloat16, torch.float16)
@@ -217,22 +225,18 @@ class Parameter(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.weight.record.shape
 
 
 def find_optimizer(opened: Opened, store: RankFiles) -> Found:
-    """Add the optimizer's tensors to a store, as ``prefix + kind + "." + name``.
-
-    Raises:
-        CheckpointError: there are some, but they cannot be assigned to parameters.
-    """
+    """Add the optimizer's tensors to a store, as ``prefix + kind + "." + name``."""
     has = [_has_state(file) for file in opened.files]
     if not any(has):
         return Found((), [])
     if not all(has):
         without = opened.files[has.index(False)].file.path.parent
-        raise CheckpointError(f"{without} has no state of the optimizer, and other ranks have: copy all files, or {_WAY_OUT}")
+        raise CheckpointError(f"{without} has no state of the optimizer, and other ranks have: copy all files, or"
+                              f" {_WAY_OUT}")  # fmt: skip
     fates: list[Fate] = []
     is_half = False
     for file in opened.files:
@@ -254,24 +258,27 @@ def _has_state(file: RankFile) -> bool:
 
 
 def _inner(file: RankFile) -> Mapping[Any, Any]:
-    """Return the state dict of Adam itself, which is inside that of the mixed-precision optimizer, or on its own for fp32."""
     found = file.tree.get("optimizer")
     if isinstance(found, list):
-        raise CheckpointError(f"{file.file.path} has several chained optimizers, whose parameters cannot be told apart: {_WAY_OUT}")
+        raise CheckpointError(f"{file.file.path} has several chained optimizers, whose parameters cannot be told apart:"
+                              f" {_WAY_OUT}")  # fmt: skip
     if not isinstance(found, dict):
         return {}
-    inner = next((found[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), dict)), found)
+    inner = next(
+        (found[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), dict)), found
+    )
     return inner  # type: ignore[no-any-return]
 
 
 def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
-    """Yield all parameters of a rank, one virtual stage after the other."""
     dropped = ignored()
     for chunk in opened.chunks:
         if chunk.rank != file.rank:
             continue
         by_listed = {stored.shown.rsplit(":", 1)[-1]: name for name, stored in chunk.tensors.items()}
-        for listed in registered([name for name in by_listed if not any(re.fullmatch(pattern, name) for pattern in dropped)]):
+        for listed in registered(
+            [name for name in by_listed if not any(re.fullmatch(pattern, name) for pattern in dropped)]
+        ):
             name = by_listed[listed]
             yield Parameter(chunk, name, chunk.tensors[name])
 
@@ -281,13 +288,18 @@ def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], 
     for kind in ("master", *_MOMENTS) if is_half else _MOMENTS:
         store.add(f"{prefix}{kind}.{parameter.name}", tensors[kind])
     if "master" in tensors:
-        store.checks[f"{prefix}{'master' if is_half else 'exp_avg'}.{parameter.name}"] = (prefix + parameter.name, tensors["master"])
+        store.checks[f"{prefix}{'master' if is_half else 'exp_avg'}.{parameter.name}"] = (
+            prefix + parameter.name,
+            tensors["master"],
+        )
 
 
 def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is_half: bool) -> None:
     inner, where = _inner(file), file.file.path
     groups, state = inner.get("param_groups"), inner["state"]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
         groups = [{"params": [None]}]
     if not all(isinstance(number, int) for group in groups for number in group["params"]):
         raise CheckpointError(f"{where}: the optimizer has no groups of parameters: {_WAY_OUT}")
@@ -301,35 +313,37 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
             tensors = {}
             for kind, record in records.items():
                 if not isinstance(record, TensorRecord) or record.shape != parameter.shape:
-                    raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of {parameter.weight.shown}: {_WAY_OUT}")
+                    raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of"
+                                          f" {parameter.weight.shown}: {_WAY_OUT}")  # fmt: skip
                 tensors[kind] = Stored(record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
             _add(store, parameter, tensors, is_half)
 
 
 def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:
     outer = file.tree["optimizer"]
-    found: list[Any] = next((outer[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if isinstance(outer.get(key), list)), [])
+    found: list[Any] = next(
+        (outer[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if isinstance(outer.get(key), list)), []
+    )
     found = [group for group in found if group]
     if [len(group) for group in found] != lengths:
-        raise CheckpointError(
-            f"{file.file.path}: groups of {lengths} parameters, but of {[len(group) for group in found]} fp32 copies: which is which cannot"
-            f" be told; {_WAY_OUT}"
-        )
+        raise CheckpointError(f"{file.file.path}: groups of {lengths} parameters, but of"
+                              f" {[len(group) for group in found]} fp32 copies: which is which cannot be told;"
+                              f" {_WAY_OUT}")  # fmt: skip
     return found
 
 
-def _members(file: RankFile, parameters: list[Parameter], numbers: list[list[Any]], state: Mapping[Any, Any]) -> list[list[Parameter]]:
-    """Return the parameters of each group: all in one, or those with and those without weight decay, in either order."""
+def _members(
+    file: RankFile, parameters: list[Parameter], numbers: list[list[Any]], state: Mapping[Any, Any]
+) -> list[list[Parameter]]:
     decayed = [p for p in parameters if is_decayed(p.name, p.shape)]
     others = [p for p in parameters if not is_decayed(p.name, p.shape)]
     for candidate in ([parameters], [decayed, others], [others, decayed]):
         groups = [group for group in candidate if group]
         if [len(group) for group in groups] == [len(part) for part in numbers] and _shapes_fit(groups, numbers, state):
             return groups
-    raise CheckpointError(
-        f"{file.file.path}: the optimizer has groups of {[len(part) for part in numbers]} parameters, the model {len(decayed)} with and"
-        f" {len(others)} without weight decay: which is which cannot be told; {_WAY_OUT}"
-    )
+    raise CheckpointError(f"{file.file.path}: the optimizer has groups of {[len(part) for part in numbers]} parameters,"
+                          f" the model {len(decayed)} with and {len(others)} without weight decay: which is which"
+                          f" cannot be told; {_WAY_OUT}")  # fmt: skip
 
 
 def _shapes_fit(groups: list[list[Parameter]], numbers: list[list[Any]], state: Mapping[Any, Any]) -> bool:
@@ -353,22 +367,29 @@ def _add_distributed(
         for parameter, start in zip(mine, starts, strict=True):
             kinds = (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
             tensors = {
-                kind: Stored(_part(rows[key], start, parameter.shape), f"{file.rank.path.name}/{DISTRIBUTED}:{number}.{key}[{start}:]")
+                kind: Stored(
+                    _part(rows[key], start, parameter.shape),
+                    f"{file.rank.path.name}/{DISTRIBUTED}:{number}.{key}[{start}:]",
+                )
                 for kind, key in kinds
             }
             _add(store, parameter, tensors, is_half)
         if not is_half:
-            fates.append(Fate(f"{file.rank.path.name}/{DISTRIBUTED}:{number}.param", "", "the weights again, which are fp32 already"))
+            fates.append(
+                Fate(
+                    f"{file.rank.path.name}/{DISTRIBUTED}:{number}.param",
+                    "",
+                    "the weights again, which are fp32 already",
+                )
+            )
 
 
 def _buffers(file: TorchFile, count: int) -> list[dict[str, TensorRecord]]:
-    """Return the flat buffers param, exp_avg and exp_avg_sq of each model of a rank."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     numbers = [key for key in tree if isinstance(key, int)]
     if sorted(numbers) != list(range(count)):
-        raise CheckpointError(
-            f"{file.path} has {len(numbers)} rows of parameters for {count} models of a rank: its form is not known here; {_WAY_OUT}"
-        )
+        raise CheckpointError(f"{file.path} has {len(numbers)} rows of parameters for {count} models of a rank: its"
+                              f" form is not known here; {_WAY_OUT}")  # fmt: skip
     return [_rows(file, tree[number]) for number in range(count)]
 
 
@@ -380,7 +401,8 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
         if isinstance(row, list) and len(row) == 1:  # older than 2024-02: a single tensor for each bucket
             row = row[0]
         if not isinstance(row, TensorRecord) or len(row.shape) != 1 or row.stride != (1,) or row.dtype != torch.float32:
-            raise CheckpointError(f"{file.path}: {key} is not one row of fp32 numbers: its form is not known here; {_WAY_OUT}")
+            raise CheckpointError(f"{file.path}: {key} is not one row of fp32 numbers: its form is not known here;"
+                                  f" {_WAY_OUT}")  # fmt: skip
         found[key] = row
     if len({row.shape for row in found.values()}) != 1:
         raise CheckpointError(f"{file.path}: its rows have different lengths: it is damaged; {_WAY_OUT}")
@@ -393,14 +415,14 @@ def _part(row: TensorRecord, start: int, shape: tuple[int, ...]) -> TensorRecord
 
 
 def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: TensorRecord) -> list[int]:
-    """Return the start of each parameter in the flat buffers. Raises CheckpointError: no layout, or more than one, has this length."""
+    """Return the start of each parameter in the flat buffers."""
     length = row.shape[0]
     fitting = {starts for starts, total in _layouts(opened.args, opened.pp, parameters) if total == length}
     if len(fitting) != 1:
-        raise CheckpointError(
-            f"{file.path} has rows of {length:,} numbers for parameters of {sum(math.prod(p.shape) for p in parameters):,}:"
-            f" {'no' if not fitting else 'more than one'} known way of laying them out has this length; {_WAY_OUT}"
-        )
+        raise CheckpointError(f"{file.path} has rows of {length:,} numbers for parameters of"
+                              f" {sum(math.prod(p.shape) for p in parameters):,}:"
+                              f" {'no' if not fitting else 'more than one'} known way of laying them out has this"
+                              f" length; {_WAY_OUT}")  # fmt: skip
     return list(fitting.pop())
 
 
@@ -419,8 +441,12 @@ def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> I
         yield _laid_out(parameters, alignment, int(bucket), shared)
 
 
-def _laid_out(parameters: list[Parameter], alignment: int, bucket_size: int | None, shared: set[str]) -> tuple[tuple[int, ...], int]:
-    """Lay out parameters as in Megatron's buffer, without the padding at the end of buckets, which files do not contain."""
+def _laid_out(
+    parameters: list[Parameter], alignment: int, bucket_size: int | None, shared: set[str]
+) -> tuple[tuple[int, ...], int]:
+    """Lay out parameters as in Megatron's buffer, without the padding at the end of buckets, which files do not
+    contain.
+    """
     starts: dict[str, int] = {}
     behind, at, is_empty = 0, 0, True  # total length of the previous buckets; position in this one
     for parameter in reversed(parameters):

@@ -53,57 +53,54 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unknown(settings: Settings) -> None:
-    """Check the arguments for unsupported features. Raises CheckpointError: there is one; the message names the argument."""
     for name, (allowed, why) in _NEUTRAL.items():
         value = settings.document.get(name)
         if name == "spec" and isinstance(value, (list, tuple)) and all(word in STANDARD_SPECS for word in value):
             continue
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise CheckpointError(f"{settings.where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be converted")
+            raise CheckpointError(f"{settings.where}: {name} is {str(value)[:100]!r}, and so the model {why}, which"
+                                  " cannot be converted")  # fmt: skip
 
 
 def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
-    """Return the configuration of the model.
-
-    Args:
-        settings: the arguments; may be empty.
-        facts: facts from the tensors; contradictions between both show up when shapes are compared.
-        given: settings of --set.
-        vocab_size: number of entries without padding.
-        legacy: the tensors have legacy names, so the arguments were used by legacy code.
-    Raises:
-        CheckpointError: the model has a feature that ours lacks; the message names it.
-        ConfigError: a flag is needed for something that the files do not specify.
-    """
     refuse_unknown(settings)
-    for name, found in (("num_layers", facts.num_layers), ("hidden_size", facts.hidden_size), ("ffn_hidden_size", facts.ffn_size)):
+    for name, found in (
+        ("num_layers", facts.num_layers),
+        ("hidden_size", facts.hidden_size),
+        ("ffn_hidden_size", facts.ffn_size),
+    ):
         if found is not None and (said := settings.count(name, found)) != found:
-            raise CheckpointError(
-                f"{settings.where}: {name} is {said}, but {found} by the tensors that are there: files are missing, or of another"
-                " checkpoint"
-            )
+            raise CheckpointError(f"{settings.where}: {name} is {said}, but {found} by the tensors that are there:"
+                                  " files are missing, or of another checkpoint")  # fmt: skip
     heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
     if heads is None:
-        raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set num-attention-heads=N")
+        raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set"
+                          " num-attention-heads=N")  # fmt: skip
     is_untied = not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
-    head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None) or facts.head_dim or facts.attention_width // heads
+    head_dim = (
+        settings.count("kv_channels", None)
+        or given.count("kv_channels", None)
+        or facts.head_dim
+        or facts.attention_width // heads
+    )
     if head_dim < 1:
-        raise CheckpointError(
-            f"{settings.where}: num_attention_heads is {heads}, more than the {facts.attention_width} columns that all heads have together"
-        )
+        raise CheckpointError(f"{settings.where}: num_attention_heads is {heads}, more than the {facts.attention_width}"
+                              " columns that all heads have together")  # fmt: skip
     bias = settings.get("add_bias_linear", bool, facts.has_bias)
+    epsilon = settings.get("layernorm_epsilon", float, given.get("norm_epsilon", 1e-5))
     config = ModelConfig(
         model_family="bert" if facts.is_bert else "gpt", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
-        num_attention_heads=heads, kv_channels=head_dim,
-        num_query_groups=_groups(settings, facts, heads, head_dim),
+        num_attention_heads=heads, kv_channels=head_dim, num_query_groups=_groups(settings, facts, heads, head_dim),
         ffn_hidden_size=facts.ffn_size or settings.count("ffn_hidden_size", facts.expert_ffn_size),
         vocab_size=vocab_size, normalization="LayerNorm" if facts.has_norm_bias else "RMSNorm",
-        norm_epsilon=settings.get("norm_epsilon", float, settings.get("layernorm_epsilon", float, given.get("norm_epsilon", 1e-5))),
+        norm_epsilon=settings.get("norm_epsilon", float, epsilon),
         apply_layernorm_1p=settings.get("apply_layernorm_1p", bool, given.get("apply_layernorm_1p", False)),
         qk_layernorm=settings.get("qk_layernorm", bool, facts.head_dim is not None), disable_bias_linear=not bias,
         add_qkv_bias=not bias and facts.has_qkv_bias, untie_embeddings_and_output_weights=is_untied,
-        attention_dropout=settings.get("attention_dropout", float, 0.1), hidden_dropout=settings.get("hidden_dropout", float, 0.1),
-        init_method_std=settings.get("init_method_std", float, 0.02), bert_no_binary_head=facts.is_bert and not facts.has_order_head,
+        attention_dropout=settings.get("attention_dropout", float, 0.1),
+        hidden_dropout=settings.get("hidden_dropout", float, 0.1),
+        init_method_std=settings.get("init_method_std", float, 0.02),
+        bert_no_binary_head=facts.is_bert and not facts.has_order_head,
         num_tokentypes=facts.token_types if facts.is_bert else None,
         make_vocab_size_divisible_by=settings.count("make_vocab_size_divisible_by", 128),
     )  # fmt: skip
@@ -118,17 +115,15 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
 
 
 def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
-    """Return the number of query groups; num_query_groups is ignored for models without groups, where it is 1."""
     groups = (facts.qkv_rows // head_dim - heads) // 2
     said = settings.count("num_query_groups", None) if settings.get("group_query_attention", bool, False) else None
     said = said or settings.count("num_key_value_heads", None)
     found = int(said or groups)
     is_whole = heads * head_dim == facts.attention_width and (heads + 2 * found) * head_dim == facts.qkv_rows
     if not is_whole or found < 1 or heads % found:
-        raise CheckpointError(
-            f"{settings.where}: the projections of queries, keys and values have {facts.qkv_rows} rows, which {heads} heads of {head_dim}"
-            f" channels with {found} groups of keys and values do not make up"
-        )
+        raise CheckpointError(f"{settings.where}: the projections of queries, keys and values have {facts.qkv_rows}"
+                              f" rows, which {heads} heads of {head_dim} channels with {found} groups of keys and"
+                              " values do not make up")  # fmt: skip
     return found
 
 
@@ -138,13 +133,11 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
         kind = "rope"
     kind = kind or ("learned_absolute" if facts.positions else given.get("position_embedding_type", None))
     if kind is None:
-        raise ConfigError(
-            f"{settings.where} has no table of positions and does not say why: give --set position-embedding-type=rope or =none"
-        )
+        raise ConfigError(f"{settings.where} has no table of positions and does not say why: give --set"
+                          " position-embedding-type=rope or =none")  # fmt: skip
     if kind not in ("learned_absolute", "rope", "none"):
-        raise CheckpointError(
-            f"{settings.where}: position_embedding_type is {kind[:100]!r}: only learned_absolute, rope and none can be converted"
-        )
+        raise CheckpointError(f"{settings.where}: position_embedding_type is {kind[:100]!r}: only learned_absolute,"
+                              " rope and none can be converted")  # fmt: skip
     config.position_embedding_type = kind  # type: ignore[assignment]
     config.max_position_embeddings = facts.positions or settings.count(
         "max_position_embeddings", given.get("max_position_embeddings", 2048)
@@ -153,7 +146,8 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
     if kind != "rope":
         return
     if not settings.document and "rotary_base" not in given:
-        raise ConfigError(f"{settings.where} does not say the base of its rotary positions: give --set rotary-base=10000, or what it was")
+        raise ConfigError(f"{settings.where} does not say the base of its rotary positions: give --set"
+                          " rotary-base=10000, or what it was")  # fmt: skip
     config.rotary_base = settings.get("rotary_base", float, settings.get("rope_theta", float, 10000.0))
     config.rotary_percent = settings.get("rotary_percent", float, 1.0)
     config.rotary_seq_len_interpolation_factor = settings.get("rotary_seq_len_interpolation_factor", float, 1.0)
@@ -162,29 +156,21 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
 
 
 def neighbours_of(settings: Settings, config: ModelConfig, order: str) -> int:
-    """Return how many channels of a head are rotated by pairs of neighbours (--rotary-interleaved).
-
-    Args:
-        order: of the rows of the fused projections; only Megatron-core has such pairs, and one order.
-    Raises:
-        CheckpointError: it is another order.
-    """
+    """Return how many channels of a head are rotated by pairs of neighbours (--rotary-interleaved)."""
     if config.position_embedding_type != "rope" or not settings.get("rotary_interleaved", bool, False):
         return 0
     if order != "interleaved":
-        raise CheckpointError(
-            f"{settings.where}: rotary_interleaved is True, which cannot be converted from files whose rows of queries, keys and values are"
-            f" in the order {order}"
-        )
+        raise CheckpointError(f"{settings.where}: rotary_interleaved is True, which cannot be converted from files"
+                              f" whose rows of queries, keys and values are in the order {order}")  # fmt: skip
     return config.rotary_dim
 
 
 def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides, *, legacy: bool) -> None:
-    """Set the activation: GELU is the tanh approximation with the fused bias kernel or --openai-gelu (ignored by core), otherwise exact."""
     config.swiglu = settings.get("swiglu", bool, facts.is_gated)
     config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))
     if facts.is_gated and not config.swiglu:
-        raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be converted")
+        raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be"
+                              " converted")  # fmt: skip
     openai = legacy and settings.get("openai_gelu", bool, False)
     fused = settings.get("bias_gelu_fusion", bool, True) and not config.disable_bias_linear
     if not config.swiglu and not config.squared_relu:  # the activation is a GELU
@@ -195,16 +181,21 @@ def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given
 
 def _set_window(config: ModelConfig, settings: Settings, window: Any) -> None:
     if not (
-        isinstance(window, (tuple, list)) and len(window) == 2 and isinstance(window[0], int) and window[0] >= 0 and window[1] in (0, -1)
+        isinstance(window, (tuple, list))
+        and len(window) == 2
+        and isinstance(window[0], int)
+        and window[0] >= 0
+        and window[1] in (0, -1)
     ):
-        raise CheckpointError(
-            f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens before a token, can be converted"
-        )
+        raise CheckpointError(f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens before"
+                              " a token, can be converted")  # fmt: skip
     config.window_size = window[0] + 1
 
 
 def needs_openai_gelu(config: ModelConfig) -> bool:
-    """Return whether GELU is the tanh approximation where Megatron's fused kernel is not used: such models need --openai-gelu."""
+    """Return whether GELU is the tanh approximation where Megatron's fused kernel is not used: such models need
+    --openai-gelu.
+    """
     of_head = config.is_bert and config.head_activation == "gelu_tanh"
     return config.activation == "gelu_tanh" and (of_head or config.disable_bias_linear)
 
@@ -212,35 +203,32 @@ def needs_openai_gelu(config: ModelConfig) -> bool:
 def note_of_activation(model: Model, *, legacy: bool) -> None:
     """Add a note for the user about flags that Megatron does not read from a checkpoint."""
     if legacy and needs_openai_gelu(model.config):
-        model.notes.append("give Megatron --openai-gelu --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
+        model.notes.append("give Megatron --openai-gelu --no-bias-gelu-fusion, which --use-checkpoint-args does not"
+                           " take from the files")  # fmt: skip
     elif model.config.activation == "gelu" and not model.config.disable_bias_linear:
-        model.notes.append("give Megatron --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
+        model.notes.append("give Megatron --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the"
+                           " files")  # fmt: skip
 
 
 def require_fit(model: Model, whose: str, *, legacy: bool) -> None:
-    """Check that Megatron can compute what the model does. Raises CheckpointError: it cannot.
-
-    Args:
-        whose: name of the program, for the error message.
-        legacy: it is a version that supports --openai-gelu.
-    """
+    """Check that Megatron can compute what the model does."""
     if (what := _misfit(model.config, model.num_classes, legacy=legacy)) is None:
         return
     way_out = "it cannot be written for it"
     if not legacy and _misfit(model.config, model.num_classes, legacy=True) is None:
-        way_out = (
-            "versions before 2024 have it, as --openai-gelu; add --megatron-names legacy to --to megatron, or use --to megatron-deepspeed"
-        )
+        way_out = ("versions before 2024 have it, as --openai-gelu; add --megatron-names legacy to --to megatron, or"
+                   " use --to megatron-deepspeed")  # fmt: skip
     raise CheckpointError(f"the model has {what}, which {whose} has not: {way_out}")
 
 
 def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
     openai = legacy and needs_openai_gelu(c)
+    is_alone = c.has_experts and c.moe_router_topk == 1 and c.moe_router_score_function == "softmax"
+    is_tanh = c.activation == "gelu_tanh"
     problems = {
         "a classifier": num_classes > 0,
         "experts": legacy and c.has_experts,
-        "experts with a weight of 1 each": c.has_experts and c.moe_router_topk == 1 and c.moe_router_score_function == "softmax"
-        and not c.moe_router_pre_softmax,
+        "experts with a weight of 1 each": is_alone and not c.moe_router_pre_softmax,
         "experts with biases and a router without one": c.has_experts and c.mlp_bias,
         "norms of queries and keys over all heads": c.qk_layernorm_scope == "all",
         "norms after attention and MLP": c.norm_placement != "pre",
@@ -253,43 +241,48 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
         and c.rope_scaling[1:] != (1.0, 4.0, 8192),
         "a head for masked tokens with another activation than exact GELU": c.is_bert
         and c.head_activation != ("gelu_tanh" if openai else "gelu"),
-        "the tanh approximation of GELU without biases": c.activation == "gelu_tanh" and c.disable_bias_linear and not openai,
+        "the tanh approximation of GELU without biases": is_tanh and c.disable_bias_linear and not openai,
     }  # fmt: skip
     return next((what for what, is_so in problems.items() if is_so), None)
 
 
 def namespace(
-    model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0, ep: int = 1
+    model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0,
+    ep: int = 1
 ) -> Namespace:  # fmt: skip
     """Return the arguments that Megatron's --use-checkpoint-args, its check on --load, and our own reader need."""
     c, openai = model.config, legacy and needs_openai_gelu(model.config)
-    name = str(params_dtype).removeprefix("torch.")
+    name, factor = str(params_dtype).removeprefix("torch."), c.rotary_seq_len_interpolation_factor
     values: dict[str, Any] = {
-        "num_layers": c.num_layers, "encoder_num_layers": c.num_layers, "hidden_size": c.hidden_size, "ffn_hidden_size": c.ffn_size,
-        "num_attention_heads": c.num_attention_heads, "kv_channels": c.head_dim,
-        "group_query_attention": c.num_groups != c.num_attention_heads, "num_query_groups": c.num_groups, "seq_length": c.seq_length,
-        "encoder_seq_length": c.seq_length, "max_position_embeddings": c.max_positions,
-        "position_embedding_type": c.position_embedding_type, "add_position_embedding": c.position_embedding_type == "learned_absolute",
+        "num_layers": c.num_layers, "encoder_num_layers": c.num_layers, "hidden_size": c.hidden_size,
+        "ffn_hidden_size": c.ffn_size, "num_attention_heads": c.num_attention_heads, "kv_channels": c.head_dim,
+        "group_query_attention": c.num_groups != c.num_attention_heads, "num_query_groups": c.num_groups,
+        "seq_length": c.seq_length, "encoder_seq_length": c.seq_length, "max_position_embeddings": c.max_positions,
+        "position_embedding_type": c.position_embedding_type,
+        "add_position_embedding": c.position_embedding_type == "learned_absolute",
         "use_rotary_position_embeddings": c.position_embedding_type == "rope", "rotary_base": _whole(c.rotary_base),
         "rotary_percent": c.rotary_percent, "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": None
-        if c.rotary_seq_len_interpolation_factor == 1.0 else _whole(c.rotary_seq_len_interpolation_factor),
-        "use_rope_scaling": c.use_rope_scaling, "rope_scaling_factor": c.rope_scaling_factor, "normalization": c.normalization,
-        "norm_epsilon": c.norm_epsilon, "layernorm_epsilon": c.norm_epsilon, "apply_layernorm_1p": c.apply_layernorm_1p,
-        "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu, "squared_relu": c.squared_relu,
-        "openai_gelu": openai, "bias_gelu_fusion": c.activation == "gelu_tanh" and not openai, "onnx_safe": None,
+        "rotary_seq_len_interpolation_factor": None if factor == 1.0 else _whole(factor),
+        "use_rope_scaling": c.use_rope_scaling, "rope_scaling_factor": c.rope_scaling_factor,
+        "normalization": c.normalization, "norm_epsilon": c.norm_epsilon, "layernorm_epsilon": c.norm_epsilon,
+        "apply_layernorm_1p": c.apply_layernorm_1p, "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu,
+        "squared_relu": c.squared_relu, "openai_gelu": openai,
+        "bias_gelu_fusion": c.activation == "gelu_tanh" and not openai, "onnx_safe": None,
         "add_bias_linear": not c.disable_bias_linear, "add_qkv_bias": c.add_qkv_bias,
-        "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights, "attention_dropout": c.attention_dropout,
-        "hidden_dropout": c.hidden_dropout, "init_method_std": c.init_method_std,
-        "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by, "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
-        "window_size": None if c.window_size is None else (c.window_size - 1, 0), "bert_binary_head": not c.bert_no_binary_head,
-        "apply_query_key_layer_scaling": False, **expert_arguments(c, ep), "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": None,
-        "num_layers_per_virtual_pipeline_stage": None, "use_mcore_models": not legacy,
-        "use_legacy_models": legacy, "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
-        "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step, "consumed_train_samples": model.consumed_samples,
-        "consumed_valid_samples": 0, "skipped_train_samples": 0, "use_distributed_optimizer": False, "ckpt_format": "torch",
-        "data_parallel_random_init": False, "world_size": tp * pp * ep, "rank": rank, "data_parallel_size": ep,
+        "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights,
+        "attention_dropout": c.attention_dropout, "hidden_dropout": c.hidden_dropout,
+        "init_method_std": c.init_method_std, "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by,
+        "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
+        "window_size": None if c.window_size is None else (c.window_size - 1, 0),
+        "bert_binary_head": not c.bert_no_binary_head, "apply_query_key_layer_scaling": False,
+        **expert_arguments(c, ep), "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None,
+        "use_mcore_models": not legacy, "use_legacy_models": legacy,
+        "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
+        "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step,
+        "consumed_train_samples": model.consumed_samples, "consumed_valid_samples": 0, "skipped_train_samples": 0,
+        "use_distributed_optimizer": False, "ckpt_format": "torch", "data_parallel_random_init": False,
+        "world_size": tp * pp * ep, "rank": rank, "data_parallel_size": ep,
     }  # fmt: skip
     return Namespace(**values)
 
@@ -298,7 +291,8 @@ def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-# Arguments that change what a mixture computes and that we do not support: their neutral values, and what other values mean.
+# Arguments that change what a mixture computes and that we do not support: their neutral values, and what other values
+# mean.
 _NEUTRAL_OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_expert_capacity_factor": ((None,), "drops tokens of experts that are full"),
     "moe_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
@@ -313,33 +307,37 @@ _BALANCE = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
-    """Set the experts of a model from the arguments, and from the tensors what these do not say.
-
-    Raises:
-        CheckpointError: a feature that ours lacks, or a contradiction between the two.
-        ConfigError: something that neither says.
-    """
+    """Set the experts of a model from the arguments, and from the tensors what these do not say."""
     said, where = settings.document.get("num_experts"), settings.where
     if said not in (None, 0, 1, [1]) and said != facts.num_experts:
-        there = f"the tensors have {facts.num_experts}" if facts.num_experts else "the tensors have none under the names that are known"
-        raise CheckpointError(
-            f"{where}: num_experts is {str(said)[:60]!r}, and so the model is a mixture of experts, and {there}: it cannot be converted"
+        there = (
+            f"the tensors have {facts.num_experts}"
+            if facts.num_experts
+            else "the tensors have none under the names that are known"
         )
+        raise CheckpointError(f"{where}: num_experts is {str(said)[:60]!r}, and so the model is a mixture of experts,"
+                              f" and {there}: it cannot be converted")  # fmt: skip
     if not facts.num_experts:
         return
     for name, (allowed, why) in _NEUTRAL_OF_EXPERTS.items():
         value = settings.document.get(name)
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise CheckpointError(f"{where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be converted")
+            raise CheckpointError(f"{where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be"
+                                  " converted")  # fmt: skip
     if not settings.document:
-        raise ConfigError(f"{where} does not say how tokens choose experts: such files hold the arguments of the training")
+        raise ConfigError(f"{where} does not say how tokens choose experts: such files hold the arguments of the"
+                          " training")  # fmt: skip
     config.num_experts = facts.num_experts
     config.moe_ffn_hidden_size = facts.expert_ffn_size
     config.moe_shared_expert_intermediate_size = facts.shared_ffn_size or None
     config.moe_router_topk = settings.count("moe_router_topk", 2)
     config.moe_layer_freq = _layers(settings, config.num_layers or 0)
-    config.moe_router_score_function = settings.choice("moe_router_score_function", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax")
-    config.moe_router_pre_softmax = settings.get("moe_router_pre_softmax", bool, False) and config.moe_router_score_function == "softmax"
+    config.moe_router_score_function = settings.choice(
+        "moe_router_score_function", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"
+    )
+    config.moe_router_pre_softmax = (
+        settings.get("moe_router_pre_softmax", bool, False) and config.moe_router_score_function == "softmax"
+    )
     config.moe_router_topk_scaling_factor = settings.get("moe_router_topk_scaling_factor", float, None)
     config.moe_router_num_groups = settings.count("moe_router_num_groups", None)
     config.moe_router_group_topk = settings.count("moe_router_group_topk", None)
@@ -351,7 +349,6 @@ def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
 
 
 def _set_balance(config: ModelConfig, settings: Settings) -> None:
-    """Set the balance loss, which does not change what the model computes: unknown kinds are left out."""
     kind, coeff = (settings.document.get(name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
     if isinstance(kind, list):
         kind = kind[0] if len(kind) == 1 else "none"
@@ -364,35 +361,36 @@ def _set_balance(config: ModelConfig, settings: Settings) -> None:
 
 
 def _layers(settings: Settings, num_layers: int) -> str:
-    """Return --moe-layer-freq: of a number that number, of a list the shortest pattern."""
     freq = settings.document.get("moe_layer_freq", 1)
     if isinstance(freq, int) and not isinstance(freq, bool) and freq >= 1:
         return str(freq)
     if not isinstance(freq, list) or len(freq) != num_layers or any(one not in (0, 1) for one in freq):
-        raise CheckpointError(
-            f"{settings.where}: moe_layer_freq is {str(freq)[:100]}: only a number or a 0 or 1 for each layer can be converted"
-        )
+        raise CheckpointError(f"{settings.where}: moe_layer_freq is {str(freq)[:100]}: only a number or a 0 or 1 for"
+                              " each layer can be converted")  # fmt: skip
     if all(freq):
         return "1"
     return "+".join(f"[{has}]*{len(list(run))}" for has, run in itertools.groupby(int(one) for one in freq))
 
 
 def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
-    """Return the arguments about experts, which ``ep`` ranks share."""
     if not c.has_experts:
         return {"num_experts": None}
     assert c.num_layers
     balance = c.moe_router_load_balancing_type or "seq_aux_loss"
-    freq: int | list[int] = int(c.moe_layer_freq) if is_even(c) else [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers)]
+    freq: int | list[int] = (
+        int(c.moe_layer_freq) if is_even(c) else [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers)]
+    )
     return {
         "num_experts": c.num_experts, "moe_router_topk": c.moe_router_topk, "moe_ffn_hidden_size": c.expert_ffn_size,
         "moe_shared_expert_intermediate_size": c.shared_expert_size or None, "moe_layer_freq": freq,
         "moe_router_score_function": c.moe_router_score_function, "moe_router_pre_softmax": c.moe_router_pre_softmax,
-        "moe_router_topk_scaling_factor": c.moe_router_topk_scaling_factor, "moe_router_num_groups": c.moe_router_num_groups,
-        "moe_router_group_topk": c.moe_router_group_topk, "moe_router_enable_expert_bias": c.moe_router_enable_expert_bias,
+        "moe_router_topk_scaling_factor": c.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": c.moe_router_num_groups, "moe_router_group_topk": c.moe_router_group_topk,
+        "moe_router_enable_expert_bias": c.moe_router_enable_expert_bias,
         "moe_router_bias_update_rate": c.moe_router_bias_update_rate, "moe_router_dtype": c.moe_router_dtype,
-        "moe_router_load_balancing_type": balance if c.moe_aux_loss_coeff else "none", "moe_aux_loss_coeff": c.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True, "expert_model_parallel_size": ep,
+        "moe_router_load_balancing_type": balance if c.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": c.moe_aux_loss_coeff, "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True,
+        "expert_model_parallel_size": ep,
     }  # fmt: skip
 
 

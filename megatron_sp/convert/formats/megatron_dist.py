@@ -1,4 +1,6 @@
-"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, independent of the ranks."""
+"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, independent of the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,10 @@ from megatron_sp.utils.strict_json import is_count, parse_object, read_small_fil
 BACKEND, COMMON = "metadata.json", "common.pt"
 _MAX_JSON_BYTES = 1 << 20
 _OTHER = {
-    r"(master|exp_avg|exp_avg_sq)\..*|(chained_\d+\.)?optimizer\..*": "the optimizer's, which --no-optimizer leaves behind",
+    r"(master|exp_avg|exp_avg_sq)\..*|(chained_\d+\.)?optimizer\..*":
+        "the optimizer's, which --no-optimizer leaves behind",
     r"(rng_state|rerun_state_machine).*": "random states, which there are none of here",
-}
+}  # fmt: skip
 
 
 class MegatronDist:
@@ -49,14 +52,18 @@ class MegatronDist:
 
     def recognises(self, path: Path) -> bool:
         folder = iteration_folder(path, None)
-        return folder is not None and (folder / ".metadata").exists() and not rank_folders(folder) and not (path / "latest").exists()
+        return (
+            folder is not None
+            and (folder / ".metadata").exists()
+            and not rank_folders(folder)
+            and not (path / "latest").exists()
+        )
 
     def read(self, path: Path, options: Options) -> Model:
         folder = iteration_folder(path, options.step)
         if folder is None or not (folder / ".metadata").exists():
-            raise CheckpointError(
-                f"{path} has no .metadata, and so is not a torch_dist checkpoint: give its folder or one of its iterations"
-            )
+            raise CheckpointError(f"{path} has no .metadata, and so is not a torch_dist checkpoint: give its folder or"
+                                  " one of its iterations")  # fmt: skip
         _require_backend(folder)
         return _read(folder, DistFolder(folder, options.max_metadata_mb << 20), options)
 
@@ -70,11 +77,12 @@ class MegatronDist:
 def _require_backend(folder: Path) -> None:
     if not (folder / BACKEND).exists():
         return
-    backend = parse_object(read_small_file(folder / BACKEND, _MAX_JSON_BYTES), str(folder / BACKEND)).get("sharded_backend")
+    backend = parse_object(read_small_file(folder / BACKEND, _MAX_JSON_BYTES), str(folder / BACKEND)).get(
+        "sharded_backend"
+    )
     if backend != "torch_dist":
-        raise CheckpointError(
-            f"{folder / BACKEND}: the backend is {json.dumps(backend)[:60]}: only torch_dist can be converted; save it as that"
-        )
+        raise CheckpointError(f"{folder / BACKEND}: the backend is {json.dumps(backend)[:60]}: only torch_dist can be"
+                              " converted; save it as that")  # fmt: skip
 
 
 def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
@@ -82,17 +90,25 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
     args = common.get("args")
     document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
     if document.get("ckpt_format") == "fsdp_dtensor" or any(key.startswith("model.module.") for key in dist.tensors):
-        raise CheckpointError(f"{folder} is of Megatron's FSDP (fsdp_dtensor), which cannot be converted: save it as torch_dist")
+        raise CheckpointError(f"{folder} is of Megatron's FSDP (fsdp_dtensor), which cannot be converted: save it as"
+                              " torch_dist")  # fmt: skip
     settings, store = Settings(document, str(folder)), DistStore(dist)
     if options.optimizer:
         refuse_buffers(dist)
     version = common.get("checkpoint_version", 3.0)
     if version not in (2.0, 3.0):
-        raise CheckpointError(f"{folder}: checkpoint_version is {str(version)[:60]}: only 2.0 and 3.0 can be converted in this format")
+        raise CheckpointError(f"{folder}: checkpoint_version is {str(version)[:60]}: only 2.0 and 3.0 can be converted"
+                              " in this format")  # fmt: skip
     weights = {name: info.shape for name, info in store.tensors().items()}
     # the two halves of a gated MLP may be stored under keys of their own
-    halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in weights.items() if name.endswith((".weight_w", ".bias_w"))}
-    layers = [n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))]
+    halves = {
+        name[:-2]: (2 * shape[0], *shape[1:])
+        for name, shape in weights.items()
+        if name.endswith((".weight_w", ".bias_w"))
+    }
+    layers = [
+        n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))
+    ]
     facts = facts_of(folder, {**weights, **halves}, {**weights, **halves}, tp=1, num_layers=len(layers))
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
@@ -105,14 +121,20 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
     ours = dict(shapes)
     kinds = state_kinds(store, shapes) if options.optimizer else ()
     if kinds and config.has_experts:
-        raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give --no-optimizer")
+        raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give"
+                          " --no-optimizer")  # fmt: skip
     for kind in kinds:
         more, padding = shard_copies(cut, shapes, place, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.")
         copies += _as_stored(more, padding, cut, shapes, weights)
         filled, ours = {**filled, **padding}, {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
     copies = _halves(copies, weights)
     fitted = match_tensors(
-        str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown()
+        str(folder),
+        Correspondence.of(ours, copies, filled),
+        store,
+        {**ignored(), **_OTHER},
+        tied={},
+        shown=store.shown(),
     )
     step, samples = common.get("iteration"), document.get("consumed_train_samples")
     consumed = samples if is_count(samples) else 0
@@ -125,8 +147,6 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
 
 
 class _Common(NamedTuple):
-    """The common state, which has no tensors of the model, and the optimizer's values in it."""
-
     tree: Mapping[str, Any]
     num_updates: int | None
     loss_scale: LossScale | None
@@ -136,7 +156,10 @@ def _common(folder: Path, dist: DistFolder) -> _Common:
     if (folder / COMMON).exists():
         file = TorchFile(folder / COMMON)
         return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder)))
-    tree: Any = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
+    tree: Any = next(
+        (dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")),
+        {},
+    )
     return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder)))
 
 
@@ -147,25 +170,22 @@ def _dict(tree: Any, folder: Path) -> dict[str, Any]:
 
 
 def _as_stored(
-    copies: list[Copy], padding: Mapping[str, int], cut: Cut, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
+    copies: list[Copy], padding: Mapping[str, int], cut: Cut, shapes: Mapping[str, tuple[int, ...]],
+    there: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Copy]:  # fmt: skip
-    """Adapt copies of the optimizer's tensors that are stored as rows of the ranks' shares."""
     for copy in copies:
         stored, shape = there.get(copy.theirs.name), shapes[copy.theirs.name.partition(".")[2]]
         padded = (cut.padded_vocab_size, *shape[1:]) if copy.theirs.name in padding else shape
         if stored is not None and is_flattened(stored, padded):
             if cut.neighbours:
-                raise ConfigError(
-                    "rotary_interleaved is True, and the optimizer's state is stored in rows of the ranks' shares: that cannot be converted"
-                    " together; give --no-optimizer"
-                )
+                raise ConfigError("rotary_interleaved is True, and the optimizer's state is stored in rows of the"
+                                  " ranks' shares: that cannot be converted together; give --no-optimizer")  # fmt: skip
             yield from unflattened(copy, padded, stored)
         else:
             yield copy
 
 
 def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Copy]:
-    """Adapt copies to newer files, which may have the two halves of a gated MLP under separate keys, KEY_w and KEY_v."""
     found = []
     for copy in copies:
         name, rows = copy.theirs.name, copy.theirs.index[:1]
@@ -200,9 +220,6 @@ class DistStore:
     ``optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>``: like the parameter, or each rank's share of it as
     one row, [parts along each dim, elements of a part]. Source: megatron-core 0.16.1,
     dist_checkpointing/strategies/torch.py, distrib_optimizer.py :: sharded_param_state_*.
-
-    Raises:
-        CheckpointError: two keys are the same parameter, or there are more blocks than in any model.
     """
 
     def __init__(self, folder: DistFolder) -> None:
@@ -217,18 +234,19 @@ class DistStore:
                 self._add(prefix + canonical(bare, stack), Source(key, None))
                 continue
             if tensor.shape[0] > _MAX_BLOCKS:
-                raise CheckpointError(
-                    f"{folder.path}: {key[:200]} has {tensor.shape[0]:,} blocks, more than the {_MAX_BLOCKS:,} that are read"
-                )
+                raise CheckpointError(f"{folder.path}: {key[:200]} has {tensor.shape[0]:,} blocks, more than the"
+                                      f" {_MAX_BLOCKS:,} that are read")  # fmt: skip
             if len(self.sources) + tensor.shape[0] > _MAX_NAMES:
-                raise CheckpointError(f"{folder.path} has more than {_MAX_NAMES:,} blocks of tensors: it is of no model")
+                raise CheckpointError(f"{folder.path} has more than {_MAX_NAMES:,} blocks of tensors: it is of no"
+                                      " model")  # fmt: skip
             for i in range(tensor.shape[0]):
                 self._add(prefix + canonical(f"{stacked[1]}{i}.{stacked[2]}", stack), Source(key, i))
         self._tensors = {name: self._info(source) for name, source in self.sources.items()}
 
     def _add(self, name: str, source: Source) -> None:
         if name in self.sources:
-            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} and {self.sources[name].key[:200]} are the same parameter")
+            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} and {self.sources[name].key[:200]} are the"
+                                  " same parameter")  # fmt: skip
         self.sources[name] = source
 
     def _info(self, source: Source) -> TensorInfo:
@@ -256,13 +274,13 @@ class DistStore:
         return made
 
     def _read_block(self, key: str, chunk: StoredChunk, number: int) -> Tensor:
-        """Read one block of a chunk, and nothing else of it."""
         place = chunk.place
         file = TorchFile(self._folder.path / place.file, (place.offset, place.length))
         record = file.tree
         wanted = (chunk.rect.sizes, self._folder.tensors[key].dtype)
         if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != wanted:
-            raise CheckpointError(f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged")
+            raise CheckpointError(f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata"
+                                  " says: it is damaged")  # fmt: skip
         offset = record.offset + number * record.stride[0]
         return replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]).read()
 
@@ -270,27 +288,26 @@ class DistStore:
 def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """Return the kinds of the optimizer's tensors that exist for any parameter."""
     names = store.tensors()
-    return tuple(kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(f"{kind}.{name}" in names for name in shapes))
+    return tuple(
+        kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(f"{kind}.{name}" in names for name in shapes)
+    )
 
 
 def refuse_buffers(folder: DistFolder) -> None:
-    """Check that the optimizer's state names its parameters. Raises CheckpointError: it is stored in buffers of ranks, which do not."""
+    """Check that the optimizer's state names its parameters."""
     for key in (*folder.tensors, *folder.objects):
-        if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key):
-            raise CheckpointError(
-                f"{folder.path}: the optimizer's state is in buffers of ranks (dp_reshardable, {key[:100]}), which do not"
-                " name parameters: save it in Megatron with --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the"
-                " weights alone"
-            )
+        if re.match(
+            r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key
+        ):
+            raise CheckpointError(f"{folder.path}: the optimizer's state is in buffers of ranks (dp_reshardable,"
+                                  f" {key[:100]}), which do not name parameters: save it in Megatron with"
+                                  " --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the weights"
+                                  " alone")  # fmt: skip
 
 
 def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield the equivalent of a copy for a tensor stored as rows of the ranks' shares, [parts along each dim, elements of a part].
-
-    Args:
-        copy: between a tensor of ours and one of theirs in its unflattened shape.
-        ours: this unflattened shape, including padding.
-        stored: shape in the folder.
+    """Yield the equivalent of a copy for a tensor stored as rows of the ranks' shares, [parts along each dim, elements
+    of a part].
     """
     parts, dims = stored[:-1], len(ours)
     sizes = tuple(size // count for size, count in zip(ours, parts, strict=True))
@@ -306,7 +323,6 @@ def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> I
 def _inside(
     copy: Copy, whole: tuple[int, ...], first: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[View, tuple[slice, ...]] | None:  # fmt: skip
-    """Return the intersection of a copied region of rows with a part: the view of ours, and the slices in the part."""
     low, high = _rows(copy.theirs, whole[0])
     mine_low, _ = _rows(copy.ours, whole[0])
     start, end = max(low, first[0]), min(high, first[0] + sizes[0])
@@ -314,7 +330,10 @@ def _inside(
         return None
     rows = slice(mine_low + start - low, mine_low + end - low)
     rest = tuple(slice(f, f + s) for f, s in zip(first[1:], sizes[1:], strict=True))
-    return View(copy.ours.name, None, (rows, *rest)), (slice(start - first[0], end - first[0]), *(slice(0, s) for s in sizes[1:]))
+    return View(copy.ours.name, None, (rows, *rest)), (
+        slice(start - first[0], end - first[0]),
+        *(slice(0, s) for s in sizes[1:]),
+    )
 
 
 def _rows(view: View, count: int) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""Writer of ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, with stacked blocks."""
+"""Writer of ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, with
+stacked blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +34,25 @@ _STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_par
 
 
 class Stack(NamedTuple):
-    """One tensor of the folder.
-
-    Attributes:
-        names: our names of its blocks, or its only name.
-        is_stacked: the first dim is that of the blocks.
-    """
+    """One tensor of the folder."""
 
     key: str
-    names: list[str]
-    is_stacked: bool
+    names: list[str]  # our names of its blocks, or its only name
+    is_stacked: bool  # the first dim is that of the blocks
 
 
 def whole(options: Options) -> Options:
-    """Return the options for a plan of unsplit tensors."""
     return replace(options, tp=1, pp=1, megatron_names="core")
 
 
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
-    """Write a checkpoint, as ``Format.write``."""
     require_layout(model, options)
     assert model.config.vocab_size and model.config.num_layers
     plan = make_plan(
-        model, whole(options), ep=0, padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp)
+        model,
+        whole(options),
+        ep=0,
+        padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp),
     )
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
@@ -72,11 +70,21 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
         model, tp=options.tp, pp=options.pp, padded_vocab_size=cut.padded_vocab_size, legacy=False, params_dtype=dtype
     )  # fmt: skip
     args.ckpt_format = "torch_dist"
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0}
+    common = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": model.step,
+        "num_floating_point_operations_so_far": 0,
+    }
     if plan.states:
         common |= optimizer_groups(model, plan)
     write_torch_file(folder / "common.pt", common)
-    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    backend = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     write_synced(folder / "metadata.json", json.dumps(backend).encode())
     write_synced(path / TRACKER, str(model.step or "release").encode())
     fsync_dir(folder)
@@ -84,17 +92,16 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 
 
 def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield the keys of the FP8 state of Transformer Engine's modules, each expert's too, and the rank that would write each.
-
-    Without them Megatron refuses to load with its default strictness; keys that its version does not look for are
-    ignored.
-    """
     names = [name.partition("/")[2] for name in store.tensors()]
     layers, differ = config.num_layers or 0, _differs(config)
     prefix = next(name for name in names if _LAYER.fullmatch(name)).partition("layers.")[0]
     for number in range(layers):
         mine = [name for name in names if (layer := _LAYER.fullmatch(name)) and int(layer[2]) == number]
-        norms = [name.replace(".weight", "._extra_state") for name in mine if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
+        norms = [
+            name.replace(".weight", "._extra_state")
+            for name in mine
+            if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        ]
         if number in config.expert_layers(layers):
             norms.append(f"{prefix}layers.{number}.pre_mlp_layernorm._extra_state")  # elsewhere a part of linear_fc1
         for key in [*extra_states(mine), *norms, f"{prefix}layers.{number}.self_attention.core_attention._extra_state"]:
@@ -105,7 +112,12 @@ def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp
                 yield _object_key(shared, place), rank
                 continue
             for i in range(config.num_experts or 0):
-                yield _object_key(shared.replace(".mlp.experts.", ".mlp.experts.experts."), [*place, (i, config.num_experts or 0)]), rank
+                yield (
+                    _object_key(
+                        shared.replace(".mlp.experts.", ".mlp.experts.experts."), [*place, (i, config.num_experts or 0)]
+                    ),
+                    rank,
+                )
     yield f"{prefix}final_layernorm._extra_state/shard_0_1", (layers // layers_per_stage - 1) * tp
 
 
@@ -115,7 +127,6 @@ def _object_key(key: str, positions: list[tuple[int, int]]) -> str:
 
 
 def _stacks(store: Scattered, config: ModelConfig) -> Iterator[Stack]:
-    """Yield the tensors by their keys, with all blocks in one stack; of a model whose blocks differ each has a key with its number."""
     found: dict[str, list[str]] = {}
     with_experts, differ = config.expert_layers(config.num_layers or 0), _differs(config)
     for name in store.tensors():
@@ -135,7 +146,8 @@ def _differs(config: ModelConfig) -> bool:
 
 
 def _add(
-    writer: DistFolderWriter, prefix: str, stack: Stack, store: Scattered, cut: Cut, layers_per_stage: int, progress: Progress
+    writer: DistFolderWriter, prefix: str, stack: Stack, store: Scattered, cut: Cut, layers_per_stage: int,
+    progress: Progress
 ) -> None:  # fmt: skip
     info = store.tensors()[stack.names[0]]
     last = _Last(store, progress)
@@ -152,7 +164,6 @@ def _add(
 
 
 def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (rank, offsets, sizes) of the rectangles of a tensor on the tp ranks."""
     if cut.is_replicated(name):
         yield 0, (0,) * len(shape), shape
         return
@@ -168,13 +179,13 @@ def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, 
 
 
 class _Last:
-    """Cache of the tensor that chunks are sliced from, until another one is needed."""
-
     def __init__(self, store: Scattered, progress: Progress) -> None:
         self._store, self._progress = store, progress
         self._name, self._tensor = "", torch.empty(0)
 
-    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, stacked: bool) -> Callable[[], Tensor]:
+    def part(
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, stacked: bool
+    ) -> Callable[[], Tensor]:
         def make() -> Tensor:
             if self._name != name:
                 self._tensor = torch.empty(0)  # free it before the next one is read

@@ -1,4 +1,6 @@
-"""The files of a Megatron checkpoint: their folders, the parts of the model in them as one store, and a check that they belong together."""
+"""The files of a Megatron checkpoint: their folders, the parts of the model in them as one store, and a check that they
+belong together.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,18 @@ class RankFolder(NamedTuple):
 
 
 def iteration_folder(path: Path, step: int | None) -> Path | None:
-    """Return the folder of one iteration: ``path`` itself, the parent of a rank's folder, or a child; None: there is none.
-
-    Args:
-        step: number of the iteration; None: the newest according to the tracker file.
-    Raises:
-        CheckpointError: there are iterations, but not this one.
+    """Return the folder of one iteration: ``path`` itself, the parent of a rank's folder, or a child; None: there is
+    none.
     """
     if _RANK.fullmatch(path.name) and (path / MODEL).exists():
         return path.parent
     if rank_folders(path) or (path / ".metadata").exists() or (path / "metadata.json").exists():
         return path
-    found = {int(match[1]): child for child in path.iterdir() if (match := _ITERATION.fullmatch(child.name)) and child.is_dir()}
+    found = {
+        int(match[1]): child
+        for child in path.iterdir()
+        if (match := _ITERATION.fullmatch(child.name)) and child.is_dir()
+    }
     if (path / "release").is_dir():
         found.setdefault(0, path / "release")
     if not found:
@@ -59,25 +61,23 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
 
 
 def _noted(path: Path, found: dict[int, Path]) -> int:
-    """Return the newest iteration according to the tracker file; without it, the highest."""
     if not (path / TRACKER).exists():
         return max(found)
     text = read_small_file(path / TRACKER, 1000).decode("utf-8", "replace").strip()
     if text == "release":
         return 0
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise CheckpointError(f"{path / TRACKER} must hold the number of an iteration or the word release, found {text[:60]!r}")
+        raise CheckpointError(f"{path / TRACKER} must hold the number of an iteration or the word release, found"
+                              f" {text[:60]!r}")  # fmt: skip
     return int(text)
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """Return the complete set of rank folders of one iteration: every tp rank of every stage, and of every share of the experts.
+    """Return the complete set of rank folders of one iteration: every tp rank of every stage, and of every share of the
+    experts.
 
-    A single number after that of the tp rank is taken for that of the stage; without stages it is that of the share, which
-    only the arguments in the files tell.
-
-    Raises:
-        CheckpointError: some are missing.
+    A single number after that of the tp rank is taken for that of the stage; without stages it is that of the share,
+    which only the arguments in the files tell.
     """
     if not path.is_dir():
         return []
@@ -91,73 +91,72 @@ def rank_folders(path: Path) -> list[RankFolder]:
     if not found:
         return []
     tp, pp, ep = (1 + max(key[axis] for key in found) for axis in range(3))
-    if len(found) != tp * pp * ep:  # a folder's name may claim any number of ranks, so only the first missing ones are listed
-        missing = (rank_name(t, p, pp, e, ep) for p in range(pp) for t in range(tp) for e in range(ep) if (t, p, e) not in found)
-        sizes, axes = (f"{tp} x {pp}", "tp x pp") if ep == 1 else (f"{tp} x {pp} x {ep}", "tp x pp x ep")
-        raise CheckpointError(
-            f"{path} has folders of {len(found)} ranks, and {sizes} are expected ({axes}): {', '.join(islice(missing, 8))} missing."
-            " Copy all of them to one place"
+    if (
+        len(found) != tp * pp * ep
+    ):  # a folder's name may claim any number of ranks, so only the first missing ones are listed
+        missing = (
+            rank_name(t, p, pp, e, ep)
+            for p in range(pp)
+            for t in range(tp)
+            for e in range(ep)
+            if (t, p, e) not in found
         )
+        sizes, axes = (f"{tp} x {pp}", "tp x pp") if ep == 1 else (f"{tp} x {pp} x {ep}", "tp x pp x ep")
+        raise CheckpointError(f"{path} has folders of {len(found)} ranks, and {sizes} are expected ({axes}):"
+                              f" {', '.join(islice(missing, 8))} missing. Copy all of them to one place")  # fmt: skip
     return [RankFolder(t, p, found[t, p, e], e) for p in range(pp) for e in range(ep) for t in range(tp)]
 
 
 def rank_name(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
-    """Return the name of the folder of a rank."""
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
 
-# Every process of Megatron writes its global rank into its file (args.rank). However ranks are mapped to tensor, pipeline
-# and data parallelism, the global rank increases along each of them, and so with the numbers in the names. Settings of the
-# model and counters are the same on all ranks; where stages have no weight in common, nothing else distinguishes the files
-# of two runs.
+# Every process of Megatron writes its global rank into its file (args.rank). However ranks are mapped to tensor,
+# pipeline and data parallelism, the global rank increases along each of them, and so with the numbers in the names.
+# Settings of the model and counters are the same on all ranks; where stages have no weight in common, nothing else
+# distinguishes the files of two runs.
 WAY_OUT = "files were renamed, or copied from another rank: copy them anew"
 _COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps")
 _ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads", "kv_channels",
-    "seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by", "position_embedding_type",
-    "rotary_base", "rope_theta", "rotary_percent", "norm_epsilon", "layernorm_epsilon", "swiglu", "add_bias_linear",
-    "untie_embeddings_and_output_weights", "tensor_model_parallel_size", "pipeline_model_parallel_size", "consumed_train_samples", "seed",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads",
+    "kv_channels", "seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by",
+    "position_embedding_type", "rotary_base", "rope_theta", "rotary_percent", "norm_epsilon", "layernorm_epsilon",
+    "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "consumed_train_samples", "seed",
 )  # fmt: skip
 
 
 class Written(NamedTuple):
-    """Identification of a rank's file.
-
-    Attributes:
-        rank: global rank that wrote it; None: not stated.
-        said: values that must be the same in all files, by name.
-    """
+    """Identification of a rank's file."""
 
     path: Path
-    rank: int | None
-    said: Mapping[str, Any]
+    rank: int | None  # global rank that wrote it; None: not stated
+    said: Mapping[str, Any]  # values that must be the same in all files, by name
 
     @classmethod
     def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
         """Extract the identification from the contents of a file."""
         args = tree.get("args")
         there = args.attributes if isinstance(args, Object) else {}
-        said = {name: tree[name] for name in _COUNTERS if name in tree} | {name: there[name] for name in _ARGUMENTS if name in there}
+        said = {name: tree[name] for name in _COUNTERS if name in tree} | {
+            name: there[name] for name in _ARGUMENTS if name in there
+        }
         rank = there.get("rank")
         is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
-        return cls(path, rank if is_rank else None, {k: v for k, v in said.items() if isinstance(v, int | float | str | None)})
+        return cls(
+            path, rank if is_rank else None, {k: v for k, v in said.items() if isinstance(v, int | float | str | None)}
+        )
 
 
 def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
-    """Refuse files of several runs or steps, and files that were written by other ranks than their names state.
-
-    Args:
-        files: files by two numbers in the name, such as stage and tensor parallel rank.
-    Raises:
-        CheckpointError: the message names two of the files.
-    """
+    """Refuse files of several runs or steps, and files that were written by other ranks than their names state."""
     first = next(iter(files.values()))
     for file in files.values():
         for name, value in first.said.items():
             other = file.said.get(name, value)
             if other != value and value == value:  # NaN differs from itself
-                raise CheckpointError(f"{file.path}: {name} is {str(other)[:60]}, and {str(value)[:60]} in {first.path}: these are files of"
-                                      " different checkpoints")  # fmt: skip
+                raise CheckpointError(f"{file.path}: {name} is {str(other)[:60]}, and {str(value)[:60]} in"
+                                      f" {first.path}: these are files of different checkpoints")  # fmt: skip
     _require_order(files)
 
 
@@ -167,8 +166,8 @@ def _require_order(files: Mapping[tuple[int, int], Written]) -> None:
     for (a, b), file in files.items():
         for before in (files.get((a - 1, b)), files.get((a, b - 1))):
             if before is not None and (before.rank or 0) > (file.rank or 0):
-                raise CheckpointError(f"{before.path} was written by the global rank {before.rank}, and {file.path} by {file.rank}: they"
-                                      f" must be in the order of their names; {WAY_OUT}")  # fmt: skip
+                raise CheckpointError(f"{before.path} was written by the global rank {before.rank}, and {file.path} by"
+                                      f" {file.rank}: they must be in the order of their names; {WAY_OUT}")  # fmt: skip
 
 
 _MAX_DEPTH = 12
@@ -184,28 +183,22 @@ class Stored(NamedTuple):
 
 @dataclass
 class ModelChunk:
-    """One model chunk of a rank; a rank has several with virtual pipeline stages.
-
-    Attributes:
-        prefix: prefix of its tensors' names in the store.
-        tensors: by our names, in the order of the file.
-    """
+    """One model chunk of a rank; a rank has several with virtual pipeline stages."""
 
     rank: RankFolder
     number: int
-    prefix: str
-    tensors: dict[str, Stored]
+    prefix: str  # prefix of its tensors' names in the store
+    tensors: dict[str, Stored]  # by our names, in the order of the file
 
     @property
     def num_layers(self) -> int:
-        """Number of layers. Raises CheckpointError: their numbers are not consecutive from 0."""
         numbers = {int(match[1]) for name in self.tensors if (match := _LAYER.match(name))}
         if numbers != set(range(len(numbers))):
-            raise CheckpointError(f"{self.rank.path / MODEL} has the layers {sorted(numbers)[:20]}: some before them are missing")
+            raise CheckpointError(f"{self.rank.path / MODEL} has the layers {sorted(numbers)[:20]}: some before them"
+                                  " are missing")  # fmt: skip
         return len(numbers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor, by name."""
         return {name: stored.record.shape for name, stored in self.tensors.items()}
 
 
@@ -214,16 +207,18 @@ class RankFiles:
 
     def __init__(self) -> None:
         self.stored: dict[str, Stored] = {}
-        self.checks: dict[str, tuple[str, Stored]] = {}  #: compared before a tensor is read: a weight and its copy in fp32
+        self.checks: dict[
+            str, tuple[str, Stored]
+        ] = {}  #: compared before a tensor is read: a weight and its copy in fp32
 
     def add(self, name: str, stored: Stored) -> None:
-        """Add a tensor under a new name."""
         assert name not in self.stored
         self.stored[name] = stored
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(stored.record.shape, require_dtype(stored.record.dtype, stored.shown)) for name, stored in self.stored.items()
+            name: TensorInfo(stored.record.shape, require_dtype(stored.record.dtype, stored.shown))
+            for name, stored in self.stored.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -241,10 +236,10 @@ class RankFiles:
     def _check(self, name: str, weight: str, main: Stored) -> None:
         found = self._read(self.stored[weight])
         if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
-            raise CheckpointError(
-                f"{main.record.file.path}: what should be the optimizer's copy of {self.stored[weight].shown} is not that weight: it is in"
-                " an order that is not known here, or of another step. Give --no-optimizer to convert the weights alone"
-            )
+            raise CheckpointError(f"{main.record.file.path}: what should be the optimizer's copy of"
+                                  f" {self.stored[weight].shown} is not that weight: it is in an order that is not"
+                                  " known here, or of another step. Give --no-optimizer to convert the weights"
+                                  " alone")  # fmt: skip
 
 
 @dataclass
@@ -258,24 +253,18 @@ class RankFile:
 
 @dataclass
 class Opened:
-    """All files of a checkpoint.
-
-    Attributes:
-        args: arguments of rank 0; empty if there are none.
-    """
+    """All files of a checkpoint."""
 
     files: list[RankFile]
-    args: dict[str, Any]
+    args: dict[str, Any]  # arguments of rank 0; empty if there are none
     chunks: list[ModelChunk] = field(default_factory=list)
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel size of the files."""
         return 1 + max(file.rank.tp_rank for file in self.files)
 
     @property
     def pp(self) -> int:
-        """Pipeline-parallel size of the files."""
         return 1 + max(file.rank.pp_rank for file in self.files)
 
     @property
@@ -290,39 +279,39 @@ class Opened:
         return any(names.is_legacy(name.rsplit(":", 1)[-1]) for name in shown)
 
     def common(self, key: str) -> Any:
-        """Return a value that must be the same on all ranks. Raises CheckpointError."""
+        """Return a value that must be the same on all ranks."""
         values = [file.tree.get(key) for file in self.files]
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            raise CheckpointError(
-                f"{self.files[other].file.path}: {key} is {str(values[other])[:60]}, and {str(values[0])[:60]} in {self.files[0].file.path}"
-                ": these are files of different checkpoints"
-            )
+            raise CheckpointError(f"{self.files[other].file.path}: {key} is {str(values[other])[:60]}, and"
+                                  f" {str(values[0])[:60]} in {self.files[0].file.path}: these are files of different"
+                                  " checkpoints")  # fmt: skip
         return values[0]
 
 
 def open_ranks(folders: list[RankFolder]) -> Opened:
-    """Open the files of all ranks without reading tensors.
-
-    Raises:
-        CheckpointError: a file is damaged, or not a checkpoint of Megatron's.
-    """
+    """Open the files of all ranks without reading tensors."""
     files = []
     for rank in folders:
         opened_file = TorchFile(rank.path / MODEL)
         if not isinstance(opened_file.tree, dict):
-            raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that Megatron writes")
+            raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that"
+                                  " Megatron writes")  # fmt: skip
         files.append(RankFile(rank, opened_file, opened_file.tree))
     found = files[0].tree.get("args")
     args = found.attributes if isinstance(found, Object) and found.name == "argparse.Namespace" else {}
-    if _is_above_one(args.get("expert_model_parallel_size")) and not _is_above_one(args.get("pipeline_model_parallel_size")):
+    if _is_above_one(args.get("expert_model_parallel_size")) and not _is_above_one(
+        args.get("pipeline_model_parallel_size")
+    ):
         for file in files:  # without stages the second number of a folder's name is that of the share of the experts
             if file.rank.ep_rank == 0:
                 file.rank = file.rank._replace(pp_rank=0, ep_rank=file.rank.pp_rank)
     for ep_rank in sorted({f.rank.ep_rank for f in files}):
         of_share = [f for f in files if f.rank.ep_rank == ep_rank]
         require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in of_share})
-    require_one_save({(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in files if f.rank.pp_rank == f.rank.tp_rank == 0})
+    require_one_save(
+        {(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in files if f.rank.pp_rank == f.rank.tp_rank == 0}
+    )
     opened = Opened(files, args)
     flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]
     is_bert = any(name in found for _, _, found in flat for name in ("lm_head.dense.weight",))
@@ -336,7 +325,6 @@ def _is_above_one(value: Any) -> bool:
 
 
 def _models(file: RankFile) -> list[tuple[int, Any]]:
-    """Return the numbered models of a file: one, or those of several virtual stages."""
     if "model" in file.tree:
         return [(0, file.tree["model"])]
     found = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
@@ -347,7 +335,6 @@ def _models(file: RankFile) -> list[tuple[int, Any]]:
 
 
 def _flat(file: RankFile, model: Any) -> dict[str, TensorRecord]:
-    """Flatten nested dicts to names with dots. Entries that are not tensors are dropped, such as Transformer Engine's state."""
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.file.path}: the model must be a dict of tensors, found a {type(model).__name__}")
     found: dict[str, TensorRecord] = {}
@@ -372,20 +359,19 @@ def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack:
     for name, record in tensors.items():
         ours = names.canonical(name, stack)
         if ours in found:
-            raise CheckpointError(
-                f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the same parameter under two names"
-            )
+            raise CheckpointError(f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the"
+                                  " same parameter under two names")  # fmt: skip
         found[ours] = Stored(record, f"{prefix}:{name}")
     return ModelChunk(file.rank, number, prefix, found)
 
 
 def places(opened: Opened) -> list[Shard]:
-    """Return the layers of each chunk: virtual stages are interleaved over the ranks, and stages may have different numbers of layers.
-
-    Raises:
-        CheckpointError: the tp ranks of a stage differ in their layers, or in the number of their virtual stages.
+    """Return the layers of each chunk: virtual stages are interleaved over the ranks, and stages may have different
+    numbers of layers.
     """
-    by_key = {(chunk.number, chunk.rank.pp_rank, (chunk.rank.ep_rank, chunk.rank.tp_rank)): chunk for chunk in opened.chunks}
+    by_key = {
+        (chunk.number, chunk.rank.pp_rank, (chunk.rank.ep_rank, chunk.rank.tp_rank)): chunk for chunk in opened.chunks
+    }
     rounds = 1 + max(chunk.number for chunk in opened.chunks)
     stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
     found, first = [], 0
@@ -398,6 +384,8 @@ def places(opened: Opened) -> list[Shard]:
             raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
         for (ep_rank, tp_rank), chunk in zip(ranks, group, strict=True):
             assert chunk is not None
-            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1], ep_rank))
+            found.append(
+                Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1], ep_rank)
+            )
         first += group[0].num_layers if group[0] else 0
     return found

@@ -62,11 +62,7 @@ def is_legacy(name: str) -> bool:
 
 
 def canonical(name: str, stack: str) -> str:
-    """Return our name of a parameter, with the layer's number in its file; unknown names are returned unchanged.
-
-    Args:
-        stack: "encoder" for a BERT, "decoder" for a GPT.
-    """
+    """Return our name of a parameter, with the layer's number in its file; unknown names are returned unchanged."""
     for pattern, ours in _LEGACY_RULES:
         if re.fullmatch(pattern, name):
             name = re.sub(pattern, ours, name).replace("STACK", stack, 1)
@@ -84,17 +80,14 @@ def canonical(name: str, stack: str) -> str:
 
 
 def written(name: str, names: Names, *, tied_head: bool = False, separate_norm: bool = False) -> str:
-    """Return the name of a parameter of ours in a file.
-
-    Args:
-        name: as returned by ``canonical``.
-        names: naming scheme of the file.
-        tied_head: it is the copy of the embedding on the last pipeline stage.
-        separate_norm: it is of a layer with experts, whose norm belongs to no linear layer.
-    """
+    """Return the name of a parameter of ours in a file."""
     if expert := _EXPERT.fullmatch(name):
         before, number, linear, kind = expert.groups()
-        return f"{before}local_experts.{number}.{linear}.{kind}" if names == "core-local" else f"{before}{linear}.{kind}{number}"
+        return (
+            f"{before}local_experts.{number}.{linear}.{kind}"
+            if names == "core-local"
+            else f"{before}{linear}.{kind}{number}"
+        )
     if names == "core-local":
         return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
     if names == "core":
@@ -115,16 +108,32 @@ def _legacy(name: str, tied_head: bool) -> str:
     stack = re.fullmatch(r"(?:decoder|encoder)\.(.+)", name)
     if stack is None:
         return name
-    rest = stack[1].replace("linear_qkv", "query_key_value").replace("linear_proj", "dense").replace("pre_mlp_", "post_attention_")
-    return "language_model.encoder." + rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
+    rest = (
+        stack[1]
+        .replace("linear_qkv", "query_key_value")
+        .replace("linear_proj", "dense")
+        .replace("pre_mlp_", "post_attention_")
+    )
+    return "language_model.encoder." + rest.replace("linear_fc1", "dense_h_to_4h").replace(
+        "linear_fc2", "dense_4h_to_h"
+    )
 
 
-# The order in which Megatron's modules register their parameters, by which its optimizers number them: files list them so,
-# and a writer must. Source: the constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and
+# The order in which Megatron's modules register their parameters, by which its optimizers number them: files list them
+# so, and a writer must. Source: the constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and
 # BertModel, and of legacy ParallelTransformerLayer.
 _TOP = {
     "core": ("embedding.", "decoder.", "encoder.", "lm_head.", "output_layer.", "binary_head.", "pooler."),
-    "legacy": ("embedding.", "decoder.", "encoder.", "pooler.", "output_layer.weight", "output_layer.bias", "lm_head.", "binary_head."),
+    "legacy": (
+        "embedding.",
+        "decoder.",
+        "encoder.",
+        "pooler.",
+        "output_layer.weight",
+        "output_layer.bias",
+        "lm_head.",
+        "binary_head.",
+    ),
 }
 _ATTENTION = ("linear_proj.", "linear_qkv.", "q_layernorm.", "k_layernorm.")
 _INNER = {
@@ -146,11 +155,7 @@ _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.+)")
 
 
 def position(name: str, names: Names) -> tuple[int, ...]:
-    """Return a key to sort the parameters of a stage by.
-
-    Args:
-        name: as returned by ``megatron_names.canonical``.
-    """
+    """Return a key to sort the parameters of a stage by."""
     top = _index(_TOP["legacy" if names == "legacy" else "core"], name)
     last = (1 if name.endswith("bias") else 0,)
     layer = _LAYER.fullmatch(name)
@@ -172,9 +177,6 @@ def registered(listed: list[str]) -> list[str]:
     """Return the parameters listed in a file in the order in which modules register them.
 
     It is the order of the file, except that a legacy BERT registers its copy of the embedding before its heads.
-
-    Args:
-        listed: names in the file, without those of states.
     """
     head = "word_embeddings_for_head.weight"
     if head not in listed:

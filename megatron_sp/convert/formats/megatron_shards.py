@@ -10,8 +10,8 @@ the rows of the fused projection have had four orders:
     v1            [n, d, 3]           within a rank
     flat          [n d | g d | g d]   within a rank; Megatron-DeepSpeed since December 2024
 
-With --rotary-interleaved the channels 2 i and 2 i + 1 of a query or key turn together, where ours are i and i + n/2: the same
-model with a head's first n channels in another order, in the projection and in the norms of heads.
+With --rotary-interleaved the channels 2 i and 2 i + 1 of a query or key turn together, where ours are i and i + n/2:
+the same model with a head's first n channels in another order, in the projection and in the norms of heads.
 
 Source: Megatron-LM's checkpointing.py :: fix_query_key_value_ordering, and the sources of the layers.
 """
@@ -40,51 +40,34 @@ _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)")
 
 
 class Shard(NamedTuple):
-    """One part of a model in the files of one rank.
+    """One part of a model in the files of one rank."""
 
-    Attributes:
-        prefix: prefix of its tensors' names.
-        tp_rank: tp rank whose share of each tensor it has.
-        first_layer, num_layers: its blocks.
-        is_first, is_last: it has the embedding, or the modules after the last block.
-    """
-
-    prefix: str
-    tp_rank: int
+    prefix: str  # prefix of its tensors' names
+    tp_rank: int  # tp rank whose share of each tensor it has
     first_layer: int
     num_layers: int
-    is_first: bool
+    is_first: bool  # it has the embedding, or the modules after the last block
     is_last: bool
     ep_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Description of how the tensors of a model are split over tp ranks.
-
-    Attributes:
-        config: the model.
-        tp: number of ranks that share each tensor.
-        qkv: row order of the fused projections.
-        padded_vocab_size: rows of the vocabulary in the files.
-        ep: number of ranks that share the experts, which have a tensor each; 0: experts are whole, in one tensor as ours.
-        neighbours: channels of each head that are rotated by pairs of neighbours; 0: there are no such pairs.
-    """
+    """Description of how the tensors of a model are split over tp ranks."""
 
     config: ModelConfig
-    tp: int
-    qkv: QkvOrder
-    padded_vocab_size: int
+    tp: int  # number of ranks that share each tensor
+    qkv: QkvOrder  # row order of the fused projections
+    padded_vocab_size: int  # rows of the vocabulary in the files
+    # number of ranks that share the experts, which have a tensor each; 0: experts are whole, in one tensor as ours
     ep: int = 1
-    neighbours: int = 0
+    neighbours: int = 0  # channels of each head that are rotated by pairs of neighbours; 0: there are no such pairs
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP has a gate."""
         return self.config.swiglu
 
     def is_replicated(self, name: str) -> bool:
-        """Return whether every tp rank has the whole parameter."""
         expert = _EXPERT.fullmatch(name)
         is_cut_expert = expert is not None and expert[2] != "linear_fc2.bias"
         return not is_cut_expert and not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
@@ -103,15 +86,7 @@ class Cut:
     def regions(
         self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None, ep_rank: int = 0
     ) -> Iterator[tuple[View, View]]:  # fmt: skip
-        """Yield the pairs (region of ours, region of theirs) that make up a rank's share.
-
-        Args:
-            name: name of the parameter, with or without the layer's number, which determines how it is split.
-            shape: shape of the parameter.
-            theirs: name of the rank's tensor.
-            ours: name of our tensor, if it is another one of the same shape.
-            ep_rank: the rank's number among those that share the experts.
-        """
+        """Yield the pairs (region of ours, region of theirs) that make up a rank's share."""
         ours = ours or name
         if _EXPERT.fullmatch(name) and self.ep:
             yield from self._experts(ours, shape, theirs, rank, ep_rank)
@@ -123,7 +98,10 @@ class Cut:
         elif _QKV.fullmatch(name) and self.neighbours:
             yield from self._by_neighbours(ours, shape, theirs, rank)
         elif _HEAD_NORM.fullmatch(name) and self.neighbours:
-            yield from ((View(ours, None, (here,)), View(theirs, None, (there,), stored=shape)) for here, there in self._channels(shape[0]))
+            yield from (
+                (View(ours, None, (here,)), View(theirs, None, (there,), stored=shape))
+                for here, there in self._channels(shape[0])
+            )
         elif _FC1.fullmatch(name) and self.is_gated:
             yield from self._gated(ours, shape, theirs, rank)
         elif self.is_cut_along_columns(name):
@@ -133,8 +111,9 @@ class Cut:
         else:
             yield View(ours, None, (self._share(shape[0], rank),)), View(theirs)
 
-    def _experts(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int, ep_rank: int) -> Iterator[tuple[View, View]]:
-        """Yield the regions of a rank's experts, which are split over tp as an MLP is."""
+    def _experts(
+        self, ours: str, shape: tuple[int, ...], theirs: str, rank: int, ep_rank: int
+    ) -> Iterator[tuple[View, View]]:
         found = _EXPERT.fullmatch(theirs)
         assert found is not None
         own = shape[0] // self.ep
@@ -170,7 +149,9 @@ class Cut:
     def _vocabulary(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> tuple[View, View]:
         rows, here = self.padded_vocab_size // self.tp, self._rows(shape[0], rank)
         first = min(rank * rows, shape[0])
-        return View(ours, None, (slice(first, first + here),)), View(theirs, None, (slice(0, here),), stored=(rows, *shape[1:]))
+        return View(ours, None, (slice(first, first + here),)), View(
+            theirs, None, (slice(0, here),), stored=(rows, *shape[1:])
+        )
 
     def _gated(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
         each, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
@@ -191,7 +172,9 @@ class Cut:
     def _by_neighbours(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
         s, rest = Sizes.of(self.config), shape[1:]
         groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
-        whole, inner, mine = (s.g, s.r + 2, s.d, *rest), (groups, s.r + 2, s.d, *rest), slice(rank * groups, (rank + 1) * groups)
+        whole = (s.g, s.r + 2, s.d, *rest)
+        inner = (groups, s.r + 2, s.d, *rest)
+        mine = slice(rank * groups, (rank + 1) * groups)
         turning = slice(0, s.r + 1)  # queries and key
         for here, there in self._channels(s.d):
             yield View(ours, whole, (mine, turning, here)), View(theirs, inner, (ALL, turning, there), stored=stored)
@@ -205,7 +188,10 @@ class Cut:
             inner = (groups * (s.r + 2), s.d, *rest)
             for j in range(groups):
                 group = rank * groups + j
-                yield View(ours, whole, (group, slice(0, s.r))), View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored)
+                yield (
+                    View(ours, whole, (group, slice(0, s.r))),
+                    View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored),
+                )
                 for part in range(2):
                     at = groups * s.r + part * groups + j
                     yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (at,), stored=stored)
@@ -215,7 +201,10 @@ class Cut:
             if self.qkv == "v0":
                 yield View(ours, whole, (mine, part)), View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
             else:
-                yield View(ours, whole, (mine, part)), View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
+                yield (
+                    View(ours, whole, (mine, part)),
+                    View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored),
+                )
 
 
 def local_name(name: str, place: Shard) -> str | None:
@@ -233,19 +222,15 @@ def shard_copies(
     cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Shard], *, kind: str = "", ours: str = "",
     tied_heads: set[str] | None = None,
 ) -> tuple[list[Copy], dict[str, int]]:  # fmt: skip
-    """Return the copies between our tensors and those of all places, and the number of padding elements by name.
-
-    Args:
-        shapes: shapes of our parameters.
-        kind, ours: prefixes for their names and for our names in the copies, for the optimizer's tensors.
-        tied_heads: prefixes of places that have a copy of a tied embedding, as ``output_layer.weight``.
-    """
+    """Return the copies between our tensors and those of all places, and the number of padding elements by name."""
     copies: list[Copy] = []
     filled: dict[str, int] = {}
 
     def add(name: str, local: str, place: Shard, replica: bool) -> None:
         theirs, shape, rank = f"{place.prefix}{kind}{local}", shapes[name], place.tp_rank
-        copies.extend(Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank))
+        copies.extend(
+            Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank)
+        )
         if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
             filled[theirs] = padding
 

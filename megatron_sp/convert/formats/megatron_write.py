@@ -1,4 +1,6 @@
-"""Writer of classic Megatron checkpoints: one file per rank, with tensors that are sliced from ours when they are written."""
+"""Writer of classic Megatron checkpoints: one file per rank, with tensors that are sliced from ours when they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
 from megatron_sp.convert.formats.megatron_facts import padded_size
 from megatron_sp.convert.formats.megatron_files import MODEL, TRACKER, rank_name
-from megatron_sp.convert.formats.megatron_names import LAST, Names, extra_states, is_decayed, position, registered, written
+from megatron_sp.convert.formats.megatron_names import (
+    LAST,
+    Names,
+    extra_states,
+    is_decayed,
+    position,
+    registered,
+    written,
+)
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Shard, shard_copies
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
@@ -30,27 +40,20 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Plan(NamedTuple):
-    """Plan of the files to be written.
-
-    Attributes:
-        weights: their tensors of the model, by rank and our names.
-        states: their tensors of the optimizer, by kind; empty without it.
-    """
+    """Plan of the files to be written."""
 
     cut: Cut
     places: list[Shard]
     tied_heads: set[str]
-    weights: Scattered
-    states: dict[str, Scattered]
+    weights: Scattered  # their tensors of the model, by rank and our names
+    states: dict[str, Scattered]  # their tensors of the optimizer, by kind; empty without it
 
 
 def size(plan: Plan) -> int:
-    """Return the size of all tensors in bytes."""
     return sum(info.num_bytes for store in (plan.weights, *plan.states.values()) for info in store.tensors().values())
 
 
 def write(model: Model, plan: Plan, path: Path, options: Options, progress: Progress) -> None:
-    """Write a checkpoint, as ``Format.write``."""
     note_of_activation(model, legacy=options.megatron_names == "legacy")
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
@@ -64,14 +67,6 @@ def write(model: Model, plan: Plan, path: Path, options: Options, progress: Prog
 
 
 def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: int | None = None) -> Plan:
-    """Plan the files of all ranks.
-
-    Args:
-        padded: padded rows of the vocabulary, if they are not determined by ``options.tp``.
-        ep: as ``Cut.ep``, if not that of the options.
-    Raises:
-        CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
-    """
     config = model.config
     require_fit(model, "Megatron", legacy=options.megatron_names == "legacy")
     require_layout(model, options)
@@ -85,7 +80,9 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
 
     def scattered(ours: str, dtype: torch.dtype | None) -> Scattered:
         copies, filled = shard_copies(cut, shapes, places, ours=ours, tied_heads=heads)
-        return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), source, dtype)
+        return Scattered(
+            Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), source, dtype
+        )
 
     weights = scattered("", options.dtype)
     states = {kind: scattered(ours, torch.float32) for kind, ours in _state_sources(model, options, weights).items()}
@@ -93,14 +90,16 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
 
 
 def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[str, str]:
-    """Return by kind the name prefix of our tensors that become the optimizer's."""
     if not options.optimizer or not model.has_optimizer:
         return {}
-    there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
+    there = {
+        name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)
+    }
     if not {"exp_avg", "exp_avg_sq"} <= there:
         return {}  # the optimizer is not Adam
     if model.config.has_experts:
-        raise ConfigError("the optimizer's state of a mixture of experts cannot be written for Megatron: give --no-optimizer")
+        raise ConfigError("the optimizer's state of a mixture of experts cannot be written for Megatron: give"
+                          " --no-optimizer")  # fmt: skip
     require_state(model, options)
     is_half = any(info.dtype in _HALF for info in weights.tensors().values())
     found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
@@ -108,24 +107,24 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
 
 
 def require_state(model: Model, options: Options) -> None:
-    """Check the dtype of the optimizer's state. Raises ConfigError: it does not match that of the weights, or is wider than float32."""
     own = model.dtypes
     kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
-    if any(name.startswith(f"{OPTIMIZER}master.") for name in kept) and options.dtype is not None and own != {options.dtype}:
+    if (
+        any(name.startswith(f"{OPTIMIZER}master.") for name in kept)
+        and options.dtype is not None
+        and own != {options.dtype}
+    ):
         named, theirs = (str(dtype).removeprefix("torch.") for dtype in (options.dtype, max(own, key=str)))
-        raise ConfigError(
-            f"--dtype {named}: the optimizer's state is that of a {theirs} model, and its fp32 copies do not round to {named} weights made"
-            f" of {theirs} ones; leave --dtype out, or give --no-optimizer"
-        )
+        raise ConfigError(f"--dtype {named}: the optimizer's state is that of a {theirs} model, and its fp32 copies do"
+                          f" not round to {named} weights made of {theirs} ones; leave --dtype out, or give"
+                          " --no-optimizer")  # fmt: skip
     if torch.float64 in own | set(kept.values()) and options.dtype is None:
-        raise ConfigError(
-            "the run is in float64, and this format keeps the optimizer's state in float32: give --dtype float32 to round everything, or"
-            " --no-optimizer"
-        )
+        raise ConfigError("the run is in float64, and this format keeps the optimizer's state in float32: give --dtype"
+                          " float32 to round everything, or --no-optimizer")  # fmt: skip
 
 
 def require_layout(model: Model, options: Options) -> None:
-    """Check that the model can be split over the ranks. Raises ConfigError: it cannot."""
+    """Check that the model can be split over the ranks."""
     c = model.config
     for what, count in (
         ("num_query_groups", c.num_groups),
@@ -138,17 +137,17 @@ def require_layout(model: Model, options: Options) -> None:
         ),
     ):
         if (count or 0) % options.tp:
-            raise ConfigError(f"{what} ({count}) must be a multiple of --target-tensor-parallel-size ({options.tp}): use a divisor")
+            raise ConfigError(f"{what} ({count}) must be a multiple of --target-tensor-parallel-size ({options.tp}):"
+                              " use a divisor")  # fmt: skip
     if (c.num_layers or 0) % options.pp:
-        raise ConfigError(
-            f"num_layers ({c.num_layers}) must be a multiple of --target-pipeline-parallel-size ({options.pp}): use a divisor"
-        )
+        raise ConfigError(f"num_layers ({c.num_layers}) must be a multiple of --target-pipeline-parallel-size"
+                          f" ({options.pp}): use a divisor")  # fmt: skip
     if options.ep > 1 and not c.has_experts:
-        raise ConfigError(f"--target-expert-parallel-size ({options.ep}) is for models with experts, and this one has none: leave it out")
+        raise ConfigError(f"--target-expert-parallel-size ({options.ep}) is for models with experts, and this one has"
+                          " none: leave it out")  # fmt: skip
     if (c.num_experts or 0) % options.ep:
-        raise ConfigError(
-            f"num_experts ({c.num_experts}) must be a multiple of --target-expert-parallel-size ({options.ep}): use a divisor"
-        )
+        raise ConfigError(f"num_experts ({c.num_experts}) must be a multiple of --target-expert-parallel-size"
+                          f" ({options.ep}): use a divisor")  # fmt: skip
 
 
 def _places(model: Model, options: Options) -> list[Shard]:
@@ -163,19 +162,20 @@ def _places(model: Model, options: Options) -> list[Shard]:
 
 
 def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Progress) -> dict[str, Any]:
-    """Return the contents of one rank's file."""
     names = options.megatron_names
     mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
     ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
     flat = {_written(name, place, plan, names): lazy(plan.weights, name, progress) for name in ordered}
     args = namespace(
-        model, tp=options.tp, pp=options.pp, ep=options.ep, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
-        params_dtype=next(iter(mine.values())).dtype, rank=plan.places.index(place),
+        model, tp=options.tp, pp=options.pp, ep=options.ep, padded_vocab_size=plan.cut.padded_vocab_size,
+        legacy=names == "legacy", params_dtype=next(iter(mine.values())).dtype, rank=plan.places.index(place),
     )  # fmt: skip
     tree: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
-        "model": nested(flat) if names == "legacy" else {**flat, **dict.fromkeys(extra_states(flat) if names == "core" else ())},
+        "model": nested(flat) if names == "legacy" else flat,
     }  # fmt: skip
+    if names == "core":
+        tree["model"] = {**flat, **dict.fromkeys(extra_states(flat))}
     if plan.states:
         listed = registered(list(flat))
         ours = {_written(name, place, plan, names): name for name in ordered}
@@ -211,8 +211,8 @@ def lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:
 
 _LEGACY_PARTS = (
     "language_model.embedding.word_embeddings.", "language_model.embedding.position_embeddings.",
-    "language_model.embedding.tokentype_embeddings.", "language_model.encoder.", "language_model.pooler.", "language_model.output_layer.",
-    "word_embeddings_for_head.", "lm_head.", "binary_head.",
+    "language_model.embedding.tokentype_embeddings.", "language_model.encoder.", "language_model.pooler.",
+    "language_model.output_layer.", "word_embeddings_for_head.", "lm_head.", "binary_head.",
 )  # fmt: skip
 
 
@@ -229,7 +229,6 @@ def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
 
 
 def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progress: Progress) -> dict[str, Any]:
-    """Return the state of ``Float16OptimizerWithFloat16Params``, or of Adam alone for fp32 weights."""
     shapes = {name: plan.weights.tensors()[name].shape for name in names}
     decays = [[n for n in names if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     numbered = [name for group in decays for name in group]
@@ -250,15 +249,15 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progres
 
 
 def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
-    """Return Adam's groups of parameters, with and without weight decay."""
     config, first = training(model).optimizer, 0
     groups = []
     for mult, group in zip((1.0, 0.0), decays, strict=True):
         groups.append({
-            "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False,
-            "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0, "max_lr": config.lr or 0.0, "min_lr": config.min_lr,
-            "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay * mult,
-            "bias_correction": True, "amsgrad": False, "step": model.updates,
+            "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0,
+            "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0,
+            "max_lr": config.lr or 0.0, "min_lr": config.min_lr, "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps, "weight_decay": config.weight_decay * mult, "bias_correction": True,
+            "amsgrad": False, "step": model.updates,
         })  # fmt: skip
         first += len(group)
     return groups
@@ -269,7 +268,9 @@ def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
     shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
     decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     inner = {"state": {"common_step": model.updates}, "param_groups": _groups(model, decays)}
-    outer = {"optimizer": inner, **megatron_scaler(model, training(model).precision)} if "master" in plan.states else inner
+    outer = (
+        {"optimizer": inner, **megatron_scaler(model, training(model).precision)} if "master" in plan.states else inner
+    )
     return {"optimizer": outer, "opt_param_scheduler": scheduler(model)}
 
 
@@ -282,12 +283,14 @@ def training(model: Model) -> Config:
 
 
 def scheduler(model: Model) -> dict[str, Any]:
-    """Return the state of ``OptimizerParamScheduler``, which counts samples; --override-opt_param-scheduler makes flags override it."""
+    """Return the state of ``OptimizerParamScheduler``, which counts samples; --override-opt_param-scheduler makes flags
+    override it.
+    """
     config = training(model)
     o, samples = config.optimizer, config.batch.global_batch_size or 1
     steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)
     return {
-        "max_lr": o.lr or 0.0, "min_lr": o.min_lr, "lr_warmup_steps": o.lr_warmup_iters * samples, "num_steps": model.scheduled,
-        "lr_decay_style": o.lr_decay_style, "lr_decay_steps": steps, "start_wd": o.weight_decay, "end_wd": o.weight_decay,
-        "wd_incr_style": "constant", "wd_incr_steps": steps,
+        "max_lr": o.lr or 0.0, "min_lr": o.min_lr, "lr_warmup_steps": o.lr_warmup_iters * samples,
+        "num_steps": model.scheduled, "lr_decay_style": o.lr_decay_style, "lr_decay_steps": steps,
+        "start_wd": o.weight_decay, "end_wd": o.weight_decay, "wd_incr_style": "constant", "wd_incr_steps": steps,
     }  # fmt: skip

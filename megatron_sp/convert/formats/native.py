@@ -1,4 +1,6 @@
-"""``megatron_sp``: a run of this package. Read from its newest valid checkpoint, written as a run with one checkpoint."""
+"""``megatron_sp``: a run of this package. Read from its newest valid checkpoint, written as a run with one
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,9 @@ from megatron_sp.utils.strict_json import is_count
 
 WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
 TOKENIZER_FOLDER = "tokenizer"
-_NOTE = (
-    "a training goes on from here with the optimizer's state, the number of its updates, the loss scale, the step and the consumed samples;"
-    " the learning rate's schedule, the data and random states are not taken from the files: they are as the flags of the training say"
-)
+_NOTE = ("a training goes on from here with the optimizer's state, the number of its updates, the loss scale, the step"
+         " and the consumed samples; the learning rate's schedule, the data and random states are not taken from the"
+         " files: they are as the flags of the training say")  # fmt: skip
 
 
 class Native:
@@ -43,7 +44,11 @@ class Native:
     name, holds_optimizer = "megatron_sp", True
 
     def recognises(self, path: Path) -> bool:
-        return (path / "MANIFEST.json").exists() or any(path.glob("step-[0-9]*")) or any(path.glob("checkpoints/step-[0-9]*"))
+        return (
+            (path / "MANIFEST.json").exists()
+            or any(path.glob("step-[0-9]*"))
+            or any(path.glob("checkpoints/step-[0-9]*"))
+        )
 
     def read(self, path: Path, options: Options) -> Model:
         folder = find_step(path, options.step)
@@ -55,7 +60,11 @@ class Native:
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
         found = match_tensors(
-            str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={}
+            str(folder),
+            Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)),
+            reader,
+            {},
+            tied={},
         )
         converted = state.get("converted")
         tokenizer, notes = tokenizer_of(config, state, folder, options)
@@ -63,16 +72,19 @@ class Native:
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
             num_classes=num_classes, fates=found.fates, tokenizer=tokenizer, notes=notes,
-            tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None, eod_id=config.data.eod_id,
-            settings={**(converted if isinstance(converted, dict) else {}), "native": state},
-            num_updates=_count(state, "num_updates") if "num_updates" in state else None, loss_scale=_loss_scale(state.get("loss_scaler")),
+            tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None,
+            eod_id=config.data.eod_id, settings={**(converted if isinstance(converted, dict) else {}), "native": state},
+            num_updates=_count(state, "num_updates") if "num_updates" in state else None,
+            loss_scale=_loss_scale(state.get("loss_scaler")),
         )  # fmt: skip
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         path.mkdir()
         store = _Cast(model, options)
         state = _state(model, store, path, options)
-        tensors = {name: Source(info.shape, info.dtype, _Reading(store, name)) for name, info in store.tensors().items()}
+        tensors = {
+            name: Source(info.shape, info.dtype, _Reading(store, name)) for name, info in store.tensors().items()
+        }
         if model.tokenizer:
             (path / TOKENIZER_FOLDER).mkdir()
             copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
@@ -84,7 +96,6 @@ class Native:
 
 
 def find_step(path: Path, step: int | None) -> Path:
-    """Return a run's step folder, verified. Raises CheckpointError in the words of a conversion."""
     try:
         return Checkpointer(None).find(path, step)
     except CheckpointError as error:  # the message names a flag of a training
@@ -100,7 +111,8 @@ class _Reading:
 
 
 class _Cast:
-    """A model's tensors as they are written: depending on the options without the optimizer, or in another dtype (a ``TensorStore``).
+    """A model's tensors as they are written: depending on the options without the optimizer, or in another dtype (a
+    ``TensorStore``).
 
     With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit
     optimizer.
@@ -118,7 +130,12 @@ class _Cast:
             self._tensors[name] = TensorInfo(info.shape, dtype)
             copy = f"{OPTIMIZER}master.{name}"
             has_moments = options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there
-            if has_moments and copy not in there and info.dtype == torch.float32 and dtype.itemsize < info.dtype.itemsize:
+            if (
+                has_moments
+                and copy not in there
+                and info.dtype == torch.float32
+                and dtype.itemsize < info.dtype.itemsize
+            ):
                 self._tensors[copy], self._wide[copy] = info, name
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -149,7 +166,6 @@ def _rows_of(reader: NativeReader, name: str) -> int:
 
 
 def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the optimizer's tensors in the files; frozen parameters have none."""
     found = {}
     for name in reader.tensors():
         if name.startswith(OPTIMIZER):
@@ -168,17 +184,20 @@ def _loss_scale(state: Any) -> LossScale | None:
     if not isinstance(state, dict) or state.get("dynamic") is not True:
         return None
     scale, good_steps, left = (state.get(name) for name in ("scale", "good_steps", "hysteresis_left"))
-    if not isinstance(scale, float) or not 0 < scale < math.inf or not isinstance(good_steps, int) or not isinstance(left, int):
+    if (
+        not isinstance(scale, float)
+        or not 0 < scale < math.inf
+        or not isinstance(good_steps, int)
+        or not isinstance(left, int)
+    ):
         return None
     return {"dynamic": True, "scale": scale, "good_steps": good_steps, "hysteresis_left": left}
 
 
-def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: Options) -> tuple[dict[str, Path], list[str]]:
-    """Return the files of the tokenizer that a run used, and notes for the user if there are none.
-
-    Raises:
-        DataError: the run's own copy is damaged.
-    """
+def tokenizer_of(
+    config: Config, state: dict[str, Any], folder: Path, options: Options
+) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of the tokenizer that a run used, and notes for the user if there are none."""
     if options.tokenizer is not None:
         return find_files(options.tokenizer), []
     record = kept.Record.from_json(state.get("tokenizer"))
@@ -189,7 +208,9 @@ def tokenizer_of(config: Config, state: dict[str, Any], folder: Path, options: O
         kept.take(config.data, record, folder)
     except DataError as error:
         return {}, [f"no tokenizer goes along: {error}".replace("--tokenizer-model", "--tokenizer")]
-    named = [Path(path) for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path]
+    named = [
+        Path(path) for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path
+    ]
     kind = _tokenizer_type(config, state)
     if not named and kind is not None:
         return {}, [f"no tokenizer goes along: {kind} has no files"]
@@ -205,7 +226,6 @@ def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
 
 
 def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the record in state.json of the tokenizer whose files are in a folder; None if they are not a tokenizer."""
     data = DataConfig()
     enter_tokenizer(data, {name: folder / name for name in model.tokenizer}, folder)
     before, kind = kept.Record.from_json(state.get("tokenizer")), model.tokenizer_type or data.tokenizer_type
@@ -217,7 +237,6 @@ def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any]
 
 
 def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:
-    """Return state.json as a run would have written it, as far as it is known."""
     native = model.settings.get("native")
     has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
     if isinstance(native, dict):  # a rewritten checkpoint: everything except the optimizer's part is unchanged
@@ -227,9 +246,15 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
         model.notes.append(_NOTE)
     config = Config(model=replace(model.config))
     settle_gelu(config.model)
-    dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER) and not is_expert_bias(name)}
+    dtypes = {
+        info.dtype
+        for name, info in store.tensors().items()
+        if not name.startswith(OPTIMIZER) and not is_expert_bias(name)
+    }
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
-    enter_tokenizer(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
+    enter_tokenizer(
+        config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER
+    )
     return {
         "consumed_samples": model.consumed_samples, "scheduled_samples": model.scheduled, "consumed_tokens": 0,
         "bad_steps": 0, "skipped_steps": 0,

@@ -17,13 +17,13 @@ FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 
 def detect(path: Path) -> Format:
-    """Return the only format whose files are in a folder.
-
-    Raises:
-        CheckpointError: no format matches, or several do.
-    """
+    """Return the only format whose files are in a folder."""
     found = [format for format in FORMATS.values() if format.recognises(path)]
     if len(found) == 1:
         return found[0]
-    what = "looks like " + " and ".join(format.name for format in found) if found else "holds no checkpoint that is known here"
+    what = (
+        "looks like " + " and ".join(format.name for format in found)
+        if found
+        else "holds no checkpoint that is known here"
+    )
     raise CheckpointError(f"{path} {what}: give --from with one of {', '.join(FORMATS)}")
