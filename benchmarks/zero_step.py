@@ -379,7 +379,7 @@ class Ours(Contender):
 
         sharded = build_sharded(build, config, ParallelContext(), groups, device)
         self.weights = sharded.weights
-        self.num_parameters = sum(slot.numel for unit in sharded.units for slot in unit.slots)
+        self.num_parameters = sum(slot.shape.numel() for unit in sharded.units for slot in unit.slots)
 
         def sums(model: Any, batch: Any, context: Any, events: Any) -> list[Any]:
             return [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)[0]]

@@ -1,19 +1,10 @@
-"""Main gradients of a model: weight gradients accumulate in flat buffers and are all-reduced or reduce-scattered over the ranks.
-
-``start_step`` begins a step; ops ``reserve`` views; when backward has finished a unit, ``unit_done`` may start the
-unit's collective, which overlaps with the rest of backward; ``finish_step`` waits for all collectives.
+"""Main gradients of a model: they accumulate in flat buffers and are all-reduced or reduce-scattered over the ranks.
 
     stage 0   all_reduce in the last micro-batch, in place
     stage 1   reduce_scatter in the last micro-batch; micro-batches accumulate in the full buffers
     stage 2,3 reduce_scatter in every micro-batch; micro-batches accumulate in the shards
 
-With several stages of a pipeline on a rank, the units of a stage have their micro-batches at other times than those of
-another one: ``last_micro_batch`` and ``finish_micro_batch`` say which units they are about. A backward pass may put off
-the gradients of some units (``put_off``): what writes them is kept until ``catch_up``. Those of ``delayed`` weights are
-written when an exchange is under way that they can cover, at the latest when the unit is done.
-
-Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that
-several tp ranks hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
+Gradients are summed, never averaged: the loss is already divided by the global token count.
 """
 
 from __future__ import annotations
@@ -28,7 +19,8 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.optim.flat import FlatUnit, Slot
+from megatron_sp.comm.shard_spec import Sum
+from megatron_sp.optim.flat import FlatUnit
 
 if TYPE_CHECKING:
     from megatron_sp.optim.offload import HostCopies
@@ -38,29 +30,24 @@ _IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ra
 
 
 class FlatGradients:
-    """Main gradients of one model (implements ``ops.main_grad.MainGrad``).
+    """Main gradients of one model (implements ``ops.main_grad.MainGrad``): ops ``reserve`` views and write into them.
 
     Args:
-        units: the flat units.
         group: the group over which gradients are summed, and sharded from stage 1 on.
         tp: ranks that hold other parts of the same parameters.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
         reduce_dtype: dtype in which gradients are reduced; None: that of the buffers.
-        host: receives reduced gradients at once (``--offload-optimizer``); None: they stay on the device.
+        host: receives reduced gradients at once (``--offload-optimizer``).
         own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
         delayed: weights whose gradients wait for an exchange that they can cover (``--delay-wgrad``).
-
-    Attributes:
-        more_follows: the micro-batch has further backward passes, of other slices of its rows: no unit is complete.
-        defers, held: see ``MainGrad``.
     Raises:
         ValueError: a parameter is in two units.
     """
 
     def __init__(
         self, units: list[FlatUnit], group: Group, *, tp: Group = SINGLE_RANK, overlap: bool = True,
-        reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None, own_groups: Mapping[int, Group] = _NONE,
-        delayed: Iterable[Tensor] = (),
+        reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None,
+        own_groups: Mapping[int, Group] = _NONE, delayed: Iterable[Tensor] = (),
     ) -> None:  # fmt: skip
         self.host, self._own_groups = host, own_groups
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
@@ -71,18 +58,19 @@ class FlatGradients:
                 other = self._unit_of.setdefault(id(slot.param), index)
                 if other != index:  # it can be a view of one buffer only; the other would go stale
                     raise ValueError(
-                        f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules that share a"
-                        " parameter into one unit, as a tied embedding and head are"
+                        f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules"
+                        " that share a parameter into one unit, as a tied embedding and head are"
                     )
-        self._params = [slot.param for unit in units for slot in unit.slots]
         self.held: Container[int] = self._unit_of
-        self._written: set[int] = set()
-        self._ahead: set[int] = set()
+        self._written: set[int] = (
+            set()
+        )  # parameters whose views have a gradient of this step (stages 2, 3: micro-batch)
+        self._ahead: set[int] = set()  # parameters reserved in the forward pass
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
         self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
         self._completing: set[int] = set()  # units whose next reduction is the step's last
         self._last: set[int] = set()  # units whose reduction under way is the step's last
-        self.more_follows = False
+        self.more_follows = False  # the micro-batch has backward passes of other rows to come: no unit is complete
         self._put_off: tuple[Hashable, Collection[int]] = None, ()
         self._kept: dict[Hashable, list[tuple[int, Callable[[], object]]]] = {}
         self._delays = {id(param) for param in delayed}
@@ -93,36 +81,36 @@ class FlatGradients:
     def start_step(self) -> None:
         """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
         assert not self._handles, "finish_step() was not called"
-        self._written.clear()
-        self._ahead.clear()
-        self._reduced.clear()
-        self._completing.clear()
-        self._last.clear()
-        self._kept.clear()
-        self._delayed.clear()
-        self._sums.clear()
+        for kept in (
+            self._written,
+            self._ahead,
+            self._reduced,
+            self._completing,
+            self._last,
+            self._kept,
+            self._delayed,
+            self._sums,
+        ):
+            kept.clear()
         self.more_follows = False
         if self.host is not None:
             self.host.start_step()
+        # so a step holds activations at the end of forward and gradients at the end of backward, which frees the former
+        # while it produces the latter, instead of both at once
         for unit in self.units:
-            unit.release_grads()
-        for param in self._params:
-            param.grad = None
+            unit.put_grads()
+            for slot in unit.slots:
+                slot.param.grad = None
 
     def last_micro_batch(self, units: Collection[int] | None = None) -> None:
-        """Announce that the next gradients are the step's last, so that units may be reduced as they complete.
-
-        Args:
-            units: of these units; None: of all.
+        """Announce that the next gradients of units (None: all) are the step's last: they may be reduced as they
+        complete.
         """
         self._completing.update(range(len(self.units)) if units is None else units)
 
     def put_off(self, key: Hashable = None, units: Collection[int] = ()) -> None:
-        """Keep what writes the gradients of ``units`` for later, from now on.
-
-        Args:
-            key: by which ``catch_up`` finds it; None: nothing is kept any more.
-            units: indices.
+        """Keep what writes the gradients of ``units`` for ``catch_up(key)``, from now on; without a key keep nothing
+        any more.
         """
         self._put_off = key, units
         self.defers = key is not None or bool(self._delays)
@@ -149,7 +137,9 @@ class FlatGradients:
 
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:
-        """Write the gradients that were put off under ``key``, in the order in which they came, and complete their units."""
+        """Write the gradients that were put off under ``key``, in the order in which they came, and complete their
+        units.
+        """
         kept = self._kept.pop(key)
         to_come = Counter(index for index, _ in kept)  # a block and its experts come in turn
         kept.reverse()
@@ -167,9 +157,10 @@ class FlatGradients:
         if index is None:
             return None
         assert key not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
-        if index in self._handles:
-            self._before_more(index)
         unit, is_first = self.units[index], key not in self._written
+        if index in self._handles:  # its gradients of the micro-batch before are still on their way
+            assert index not in self._reduced, f"{unit.name} got a gradient after it was complete"
+            self._wait(index)
         if not is_first and self._sums:
             self._finish_sums()  # one may be of this parameter
         self._written.add(key)
@@ -178,10 +169,10 @@ class FlatGradients:
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
         if id(param) not in self._unit_of or id(param) in self._written:
             return None
-        found = self.reserve(param)
-        assert found is not None
+        reserved = self.reserve(param)
+        assert reserved is not None
         self._ahead.add(id(param))
-        return found[0]
+        return reserved[0]
 
     def finish(self, param: Tensor) -> None:
         self._ahead.remove(id(param))
@@ -195,11 +186,6 @@ class FlatGradients:
         biases.finish(self._sums)
         self._sums.clear()
 
-    def _before_more(self, index: int) -> None:
-        """Wait for a unit's gradients of the micro-batch before, which are still on their way."""
-        assert index not in self._reduced, f"{self.units[index].name} got a gradient after it was complete"
-        self._wait(index)
-
     def unit_done(self, index: int) -> None:
         """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
         if self._delayed:
@@ -211,20 +197,16 @@ class FlatGradients:
             return  # ``catch_up`` completes it
         if self.more_follows:
             return
-        if self.overlap and (index in self._completing or self._stage(index) >= 2):
+        if self.overlap and (index in self._completing or self.units[index].zero.stage >= 2):
             self._reduce(index)
 
     def finish_micro_batch(self, units: Collection[int] | None = None) -> None:
-        """Start the reduction of the units not reduced yet (stages 2 and 3); to be called after each backward pass.
-
-        Args:
-            units: those whose backward pass it was; None: all.
-        """
+        """Start the reduction of units (None: all) not reduced yet (stages 2 and 3), after their backward pass."""
         self.cover()
         if self._sums:
             self._finish_sums()
         for index in sorted(range(len(self.units)) if units is None else units, reverse=True):
-            if self._stage(index) < 2:
+            if self.units[index].zero.stage < 2:
                 continue
             if index not in self._reduced:
                 self._reduce(index)
@@ -232,7 +214,7 @@ class FlatGradients:
             self._written.difference_update(id(slot.param) for slot in self.units[index].slots)
 
     def settle(self) -> None:
-        """Wait for all reductions under way: a graph ends with nothing under way."""
+        """Wait for all reductions under way."""
         for index in list(self._handles):
             self._wait(index)
 
@@ -242,8 +224,8 @@ class FlatGradients:
 
     def finish_step(self) -> None:
         """Reduce what has not been reduced yet and wait for everything."""
-        for index in range(len(self.units)):
-            if self._stage(index) < 2 and index not in self._reduced:
+        for index, unit in enumerate(self.units):
+            if unit.zero.stage < 2 and index not in self._reduced:
                 self._reduce(index)
         self.settle()
 
@@ -253,35 +235,34 @@ class FlatGradients:
         if index in self._handles:
             self._wait(index)
         unit = self.units[index]
-        if self._stage(index) < 2 and index not in self._reduced:
+        if unit.zero.stage < 2 and index not in self._reduced:
             unit.grads[0] = float("nan")
         else:
             unit.grad_shard.fill_(float("nan"))  # its beginning may be rows that pad a vocabulary
 
-    def _stage(self, index: int) -> int:
-        """Return the ZeRO stage of a unit."""
-        return self.units[index].zero.stage
-
     def _reduce(self, index: int) -> None:
-        unit, stage = self.units[index], self._stage(index)
+        unit, stage = self.units[index], self.units[index].zero.stage
         assert index not in self._reduced, f"unit {unit.name} was completed twice in one backward pass"
         if index in self._handles:  # of the micro-batch before, in which this one left no gradient
             self._wait(index)
         for slot in unit.slots:
-            if slot.param.grad is not None or id(slot.param) not in self._written:
-                self._collect(slot, unit.grad_of(id(slot.param)))
+            key, from_autograd = id(slot.param), slot.param.grad
+            if from_autograd is not None:  # of ops that are not ours
+                view = unit.grad_of(key)
+                view.copy_(from_autograd) if key not in self._written else view.add_(from_autograd)
+                slot.param.grad = None
+            elif key not in self._written:
+                unit.grad_of(key).zero_()
+            self._written.add(key)
         if self.tp.size() > 1:
             self._sum_over_tp(unit)
         self._reduced.add(index)
         if index in self._completing or stage < 2:
             self._last.add(index)
         group = self._own_groups.get(index, self.group)
-        as_it_is = self.reduce_dtype in (None, unit.grad_dtype) or group.size() == 1
-        travels = unit.grads if as_it_is else unit.grads.to(self.reduce_dtype)
-        if stage == 0:
-            self._handles[index] = all_reduce_async(travels, group)
-        else:
-            self._handles[index] = reduce_scatter_async(travels, group)
+        is_cast = self.reduce_dtype not in (None, unit.grad_dtype) and group.size() > 1
+        sent = unit.grads.to(self.reduce_dtype) if is_cast else unit.grads
+        self._handles[index] = all_reduce_async(sent, group) if stage == 0 else reduce_scatter_async(sent, group)
         # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the
         # backward pass
         if stage >= 1 or self.host is not None:
@@ -290,7 +271,7 @@ class FlatGradients:
 
     def _wait(self, index: int) -> None:
         unit, result = self.units[index], self._handles.pop(index).wait()
-        if self._stage(index) > 0:
+        if unit.zero.stage > 0:
             unit.add_to_shard(result.to(unit.grad_dtype))
         elif result is not unit.grads:
             unit.grads.copy_(result)
@@ -298,27 +279,20 @@ class FlatGradients:
             self.host.fetch(index)
 
     def _sum_over_tp(self, unit: FlatUnit) -> None:
-        """Sum rows shared by tp ranks in one all_reduce; each has a place of its own, where ranks with other rows contribute zeros."""
-        parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
+        # rows that several tp ranks hold but use on other positions or heads, in one all_reduce: each set of rows has a
+        # place of its own, where ranks with other rows contribute zeros
+        parts: list[tuple[Sum, Tensor]] = []
+        for slot in unit.slots:
+            parts += [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for s in slot.spec.sums]
         if not parts:
             return
         packed = unit.grads.new_zeros(sum(s.num_slots * view.numel() for s, view in parts))
-        places, at = [], 0
+        places, start = list[Tensor](), 0
         for s, view in parts:
-            places.append(packed[at + s.slot * view.numel() : at + (s.slot + 1) * view.numel()].view(view.shape))
-            at += s.num_slots * view.numel()
-        for (_, view), place in zip(parts, places, strict=True):
-            place.copy_(view)
+            places.append(
+                packed[start : start + s.num_slots * view.numel()].view(s.num_slots, *view.shape)[s.slot].copy_(view)
+            )
+            start += s.num_slots * view.numel()
         all_reduce(packed, self.tp)
         for (_, view), place in zip(parts, places, strict=True):
             view.copy_(place)
-
-    def _collect(self, slot: Slot, view: Tensor) -> None:
-        """Add the gradient that autograd has left in ``p.grad`` (external ops); zero the view of a parameter without a gradient."""
-        key = id(slot.param)
-        if slot.param.grad is not None:
-            view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
-            slot.param.grad = None
-        else:
-            view.zero_()
-        self._written.add(key)

@@ -1,10 +1,9 @@
 """Learning rate and weight decay as pure functions of the run's progress.
 
-Progress is counted in samples whatever unit the flags use, so that a batch size ramp-up or another number of ranks does
-not distort the curve. A length in steps is converted to the samples of these steps, including a ramp-up: a warm-up of N
-steps reaches the peak after N steps. The value of a step depends on the samples of the steps *before* it, so a warm-up
-begins at its start value; skipped steps do not count. Shapes and names are Megatron's, and without a ramp-up in steps
-the values are bitwise the same (optimizer_param_scheduler.py).
+Progress is counted in samples whatever unit the flags use, so that a ramp-up of the batch does not distort the
+curve. A
+step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes and names are
+Megatron's, and without a ramp-up the values are bitwise the same (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
@@ -20,37 +19,29 @@ from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A resolved schedule; lengths are in samples.
+    """A resolved schedule; lengths are in samples."""
 
-    Attributes:
-        peak, floor, start: learning rate at the end of warm-up, at the end of decay, at the start of warm-up.
-        warmup, horizon: samples of warm-up, and of warm-up plus decay.
-        style, wsd_style, wsd_length: shape of the decay.
-        decay_start, decay_end, decay_style: ramp of the weight decay over the ``length`` of the run.
-        length: samples of the run.
-        decoupled_peak, decoupled_floor: those of word embeddings and output layer; None: as all others.
-        unit: "tokens" where sequences have several lengths and the flags count tokens: ``warmup`` and ``horizon`` are in tokens then.
-    """
-
-    peak: float
-    floor: float
-    start: float
+    peak: float  # learning rate at the end of warm-up
+    floor: float  # at the end of decay
+    start: float  # at the start of warm-up
     warmup: float
-    horizon: int
+    horizon: int  # warm-up plus decay
     style: str
     wsd_style: str
     wsd_length: int
-    decay_start: float
+    decay_start: float  # ramp of the weight decay over the ``length`` of the run
     decay_end: float
     decay_style: str
     length: int
-    decoupled_peak: float | None = None
+    decoupled_peak: float | None = None  # of word embeddings and output layer; None: as all others
     decoupled_floor: float | None = None
-    unit: Literal["tokens"] | None = None
+    unit: Literal["tokens"] | None = None  # of ``warmup`` and ``horizon``, where sequences have several lengths
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> LRSchedule:
-        """Create the schedule from the flags; ``samples_after(n)`` returns the number of samples of the first n steps."""
+    def from_config(
+        cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]
+    ) -> LRSchedule:
+        """Create the schedule from the flags; ``samples_after(n)`` is the number of samples of the first n steps."""
 
         def samples(iters: int | None, in_samples: int | None) -> int | None:
             return in_samples if in_samples else samples_after(iters) if iters else None
@@ -62,12 +53,18 @@ class LRSchedule:
         else:
             warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
         wsd_length = config.lr_wsd_decay_samples or 0
-        if config.lr_wsd_decay_iters and (last := config.lr_decay_iters or batch.train_iters):  # the last steps, not the first
+        if config.lr_wsd_decay_iters and (
+            last := config.lr_decay_iters or batch.train_iters
+        ):  # the last steps, not the first
             wsd_length = horizon - samples_after(max(last - config.lr_wsd_decay_iters, 0))
         unit: Literal["tokens"] | None = None
         if (in_tokens := horizon_in_tokens(config, batch)) is not None:
             unit, horizon = "tokens", in_tokens
-            warmup = (config.lr_warmup_tokens or 0) if config.lr_warmup_fraction is None else config.lr_warmup_fraction * horizon
+            warmup = (
+                (config.lr_warmup_tokens or 0)
+                if config.lr_warmup_fraction is None
+                else config.lr_warmup_fraction * horizon
+            )
         decay = config.weight_decay
         return cls(
             peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,
@@ -96,7 +93,9 @@ class LRSchedule:
         return self.floor + share * (self.peak - self.floor)
 
     def decoupled_lr(self, samples: int) -> float | None:
-        """Return the learning rate of word embeddings and output layer in a step, given the samples before it; None: ``lr``."""
+        """Return the learning rate of word embeddings and output layer in a step, given the samples before it; None:
+        ``lr``.
+        """
         if self.decoupled_peak is None:
             return None
         floor = self.floor if self.decoupled_floor is None else self.decoupled_floor

@@ -1,10 +1,8 @@
 """Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
 
-The order in which a step uses its units is known in advance, so the optimal replacement is too: evict the unit whose
-next use is farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: prefetch the next
-block while one computes, and keep the last ones for the backward pass.
-
-Plain Python: the same object drives a run (``optim/weights.py``) and counts the fetches of a planned run.
+The order in which a step uses its units is known, so the optimal replacement is possible: evict the unit whose next
+use
+is farthest away (Belady 1966). Plain Python: the same object drives a run and counts the fetches of a planned one.
 """
 
 from __future__ import annotations
@@ -17,28 +15,24 @@ LOOK_AHEAD = 2  # micro-batches: each unit that comes again comes within this
 
 @dataclass(frozen=True)
 class Pool:
-    """Units that share ``num_buffers`` buffers, each as large as the largest unit.
-
-    Attributes:
-        lasting: the buffers live as long as the run; else a buffer exists only while its unit is in use or next.
-    """
+    """Units that share ``num_buffers`` buffers, each as large as the largest unit."""
 
     units: tuple[int, ...]
     num_buffers: int
-    lasting: bool = True
+    lasting: bool = True  # the buffers live as long as the run; else while their unit is in use or next
 
 
 def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
     """Return the pools of a model's units.
 
     Args:
-        alike: for each unit, what it is one of many of (blocks, experts of blocks), which share ``num_buffers``; empty or False for
-            others; "whole" for those that are in no pool.
-        num_buffers: number of buffers for the blocks, and for the experts.
-        tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own.
-            Otherwise they are used far apart in a micro-batch, and share one buffer that exists only during their use.
+        alike: for each unit, what it is one of many of (blocks, experts), which share ``num_buffers``; empty for
+        others;
+            "whole" for those that are in no pool.
+        tied: the head uses the embedding's table, so both are full at the same time.
         keep_all: give every unit a buffer of its own, without eviction.
     """
+    # units that are neither, unless tied, are used far apart in a micro-batch, and share one buffer
     kinds = dict.fromkeys(kind for kind in alike if kind and kind != "whole")
     shared = [tuple(unit for unit, kind in enumerate(alike) if kind == one) for one in kinds]
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
@@ -47,10 +41,10 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
 
 
 class Residency:
-    """Current assignment of units to buffers, which are numbered consecutively over all pools.
+    """Current assignment of units to buffers, which are numbered consecutively over all pools; a unit is in exactly
+    one.
 
     Args:
-        pools: every unit must be in exactly one.
         together: units that are used at the same time, one after the other in the order: a block and its experts.
     """
 
@@ -60,30 +54,19 @@ class Residency:
         self._passing = {unit for pool in pools if not pool.lasting for unit in pool.units}
         self.num_buffers = 0
         for pool in pools:
-            mine = range(self.num_buffers, self.num_buffers + min(pool.num_buffers, len(pool.units)))
-            self.num_buffers = mine.stop
-            self._buffers |= dict.fromkeys(pool.units, mine)
+            buffers = range(self.num_buffers, self.num_buffers + min(pool.num_buffers, len(pool.units)))
+            self.num_buffers = buffers.stop
+            self._buffers |= dict.fromkeys(pool.units, buffers)
         self.holds: list[int | None] = [None] * self.num_buffers
         self.place: dict[int, int] = {}  # unit -> buffer
 
     def take(self, unit: int, upcoming: Sequence[int]) -> int:
-        """Assign a buffer to a unit that has none and is used now.
-
-        Args:
-            unit: the unit in use.
-            upcoming: the uses that follow, in order.
-        """
+        """Assign a buffer to a unit that has none and is used now; ``upcoming``: the uses that follow, in order."""
         buffers = self._buffers[unit]
         return self._give(unit, max(buffers, key=lambda buffer: self._next_use(buffer, upcoming)))
 
     def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
-        """Assign a buffer to a unit that has none, ahead of its use; None if all buffers hold ``busy`` units or units needed earlier.
-
-        Args:
-            unit: the unit to prefetch.
-            upcoming: the uses that follow, in order.
-            busy: units that must keep their buffers, with those that are used together with them.
-        """
+        """Assign a buffer to a unit ahead of its use; None if all hold ``busy`` units or units needed earlier."""
         in_use = {other for one in busy for other in self._beside.get(one, (one,))}
         free = [b for b in self._buffers[unit] if self.holds[b] not in in_use or self.holds[b] is None]
         if not free:
@@ -122,26 +105,19 @@ def list_fetches(
     pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True,
     together: Sequence[tuple[int, ...]] = (),
 ) -> list[tuple[int, bool]]:  # fmt: skip
-    """Return the fetches of a step.
-
-    The look-ahead is limited to ``LOOK_AHEAD`` micro-batches, so once the same units are in the same buffers as at the
-    start of an earlier micro-batch, the fetches repeat: simulating a step of a thousand micro-batches costs as much as
-    one of a few.
-
-    Args:
-        pools: as in the run.
-        order: uses of units within a micro-batch.
-        num_micro_batches: number of micro-batches of the step.
-        ahead: prefetch the next unit while one is used.
-        together: as in the run.
-    Returns:
-        A list of (unit, whether it was prefetched while another one was in use), in order.
-    """
+    """Return the fetches of a step, in order, as (unit, whether it was prefetched while another one was in use)."""
+    # the look-ahead is limited, so once the same units are in the same buffers as at the start of an earlier
+    # micro-batch, the fetches repeat: a step of a thousand micro-batches costs as much as one of a few
     residency, fetched = Residency(pools, together), list[tuple[int, bool]]()
-    seen: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who lay where -> micro-batch, number of fetches before it
+    seen: dict[
+        tuple[int | None, ...], tuple[int, int]
+    ] = {}  # who lay where -> micro-batch, number of fetches before it
     micro_batch = 0
     while micro_batch < num_micro_batches:
-        state, others = tuple(residency.holds), num_micro_batches - LOOK_AHEAD - micro_batch  # that see as far as this one
+        state, others = (
+            tuple(residency.holds),
+            num_micro_batches - LOOK_AHEAD - micro_batch,
+        )  # that see as far as this one
         if state in seen and others > 0:
             first, before = seen[state]
             times = others // (micro_batch - first)
@@ -150,14 +126,19 @@ def list_fetches(
             seen.clear()
         seen[state] = micro_batch, len(fetched)
         uses = list(order) * min(num_micro_batches - micro_batch, 1 + LOOK_AHEAD)
-        for at, unit in enumerate(order):
-            upcoming = uses[at + 1 : at + 1 + LOOK_AHEAD * len(order)]
+        for use, unit in enumerate(order):
+            upcoming = uses[use + 1 : use + 1 + LOOK_AHEAD * len(order)]
             for other in residency.passing(unit, upcoming):
                 residency.leave(other)
             if unit not in residency.place:
                 residency.take(unit, upcoming)
                 fetched.append((unit, False))
-            if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
-                fetched.append((upcoming[0], True))
+            comes_next = upcoming[0] if upcoming else unit
+            if (
+                ahead
+                and comes_next not in residency.place
+                and residency.admit(comes_next, upcoming, (unit,)) is not None
+            ):
+                fetched.append((comes_next, True))
         micro_batch += 1
     return fetched

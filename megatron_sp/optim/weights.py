@@ -1,13 +1,10 @@
 """Gathering of parameters before they are used (ZeRO, arXiv:1910.02054).
 
     stage 0      parameters are always full
-    stages 1, 2  after the update the ranks' ranges are all-gathered, unit by unit, directly into the parameters, overlapped with the
-                 next forward pass
-    stage 3      a unit is fetched into one of a few buffers while the unit before it computes; the buffers of the blocks live as long
-                 as the run; ``optim/residency.py`` decides which unit is in which buffer
+    stages 1, 2  after the update the ranks' ranges are all-gathered into the parameters, under the next forward pass
+    stage 3      a unit is fetched into one of a few buffers while the unit before it computes
 
-Nothing is copied or split: a fetch is one all_gather whose result *is* the parameters. The all_reduce fetch (DeepSpeed #5420)
-moves twice the bytes; it exists for comparison.
+Nothing is copied or split: a fetch is one all_gather whose result *is* the parameters.
 """
 
 from __future__ import annotations
@@ -33,11 +30,10 @@ class WholeWeights:
 
     Args:
         units: the flat units. Beside units of stage 3 there may be others that are always whole.
-        pools: units of stage 3, those that share buffers together.
+        pools, together: which units share buffers, and are used together (``Residency``).
         order: the uses of units in one micro-batch, forward and backward (stage 3).
         overlap: overlap gathers with computation; else wait for each when it is started, and prefetch nothing.
-        fetch: the collective to use at stage 3.
-        together: units that are used at the same time (``Residency``).
+        fetch: all_reduce moves twice the bytes; it exists for comparison (DeepSpeed #5420).
     """
 
     def __init__(
@@ -54,11 +50,11 @@ class WholeWeights:
 
             self._look_ahead, self._ahead = LOOK_AHEAD, LOOK_AHEAD * len(order)
             self._residency = Residency(pools, together)
-            self._pools = [pool for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]  # of each buffer
+            # the pool of each buffer
+            self._pools = [pool for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]
             self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
 
     def _make_buffers(self, pool: Pool) -> tuple[Tensor, Tensor | None]:
-        """Allocate a buffer for the trainable and one for the frozen parameters of a pool's units."""
         units = [self.units[index] for index in pool.units]
         like = units[0].local_params
         alone = units[0].zero.group.size() == 1  # then a unit's range is the unit
@@ -67,12 +63,7 @@ class WholeWeights:
         return like.new_empty(size), like.new_empty(frozen) if frozen else None
 
     def start_step(self, num_micro_batches: int, order: Sequence[int] | None = None) -> None:
-        """Announce the uses of units to come.
-
-        Args:
-            num_micro_batches: number of micro-batches to come.
-            order: the uses in one micro-batch; None: those of a training step.
-        """
+        """Announce the uses of units to come; ``order``: those in one micro-batch, if it is not a training step's."""
         if self.stage == 3:
             uses = [index for index in (self._order if order is None else order) if self.units[index].zero.stage == 3]
             self._uses, self._at = uses * num_micro_batches, 0
@@ -82,7 +73,23 @@ class WholeWeights:
     def need(self, index: int) -> None:
         """Gather unit ``index``, which is used next, and start prefetching the one after it."""
         if self.units[index].zero.stage == 3:
-            self._need_fetched(index)
+            # not what was said (a forward pass without its backward): go on from where that comes next
+            if self._at < len(self._uses) and self._uses[self._at] != index:
+                rest = self._uses[self._at :]
+                self._at = self._at + rest.index(index) if index in rest else len(self._uses)
+            self._at = min(self._at + 1, len(self._uses))
+            upcoming = self._uses[self._at : self._at + self._ahead]
+            for other in self._residency.passing(index, upcoming):
+                self._release(other)
+            held = list(self._residency.holds)
+            if index not in self._residency.place:
+                buffer = self._residency.take(index, upcoming)
+                self._start(index, buffer, held[buffer])
+            # the next unit's gather runs under the computation of this one
+            if self.overlap and upcoming and upcoming[0] not in self._residency.place:
+                free = self._residency.admit(upcoming[0], upcoming, (index,))
+                if free is not None:
+                    self._start(upcoming[0], free, held[free])
         for handle in self._handles.pop(index, ()):
             handle.wait()
 
@@ -119,63 +126,38 @@ class WholeWeights:
         self._handles.clear()
         self.forget()
 
-    # stage 3
-
-    def _need_fetched(self, index: int) -> None:
-        if self._at < len(self._uses) and self._uses[self._at] != index:  # not what was said: go on from where that comes next
-            rest = self._uses[self._at :]
-            self._at = self._at + rest.index(index) if index in rest else len(self._uses)
-        self._at = min(self._at + 1, len(self._uses))
-        upcoming = self._uses[self._at : self._at + self._ahead]
-        for other in self._residency.passing(index, upcoming):
-            self._release(other)
-        held = list(self._residency.holds)
-        if index not in self._residency.place:
-            buffer = self._residency.take(index, upcoming)
-            self._start(index, buffer, held[buffer])
-        if self.overlap and upcoming and upcoming[0] not in self._residency.place:
-            free = self._residency.admit(upcoming[0], upcoming, (index,))
-            if free is not None:
-                self._start(upcoming[0], free, held[free])
-
     def _start(self, index: int, buffer: int, evicted: int | None) -> None:
-        """Start fetching a unit into its assigned buffer, which held ``evicted``."""
         if evicted is not None:
-            for handle in self._handles.pop(evicted, ()):  # fetched, and never used
-                handle.wait()
             self._unbind(evicted)
-        found = self._buffers[buffer] or self._make_buffers(self._pools[buffer])
-        self._buffers[buffer] = found
-        unit, (flat, frozen), lasting = self.units[index], found, self._pools[buffer].lasting
+        memory = self._buffers[buffer] = self._buffers[buffer] or self._make_buffers(self._pools[buffer])
+        unit, (flat, frozen), lasting = self.units[index], memory, self._pools[buffer].lasting
         self._handles[index] = [self._gather(unit, unit.layout, unit.local_params, flat, lasting)]
         if unit.frozen is not None and unit.local_frozen is not None:
             self._handles[index].append(self._gather(unit, unit.frozen, unit.local_frozen, frozen, lasting))
         self.num_fetches += 1
 
     def _gather(self, unit: FlatUnit, layout: FlatLayout, local: Tensor, flat: Tensor | None, lasting: bool) -> Handle:
-        """Start a fetch and make the parameters views of its destination."""
         if unit.zero.group.size() == 1:
             layout.bind(local)
             return all_gather_async(local, unit.zero.group)
         assert flat is not None
-        whole = flat[: layout.numel]
-        layout.bind(whole, lasting=lasting)
+        gathered = flat[: layout.numel]
+        layout.bind(gathered, lasting=lasting)  # before it arrives: what uses the parameters waits first (``need``)
         if self.fetch == "all_gather":
-            return all_gather_async(local, unit.zero.group, out=whole)
-        whole.zero_()
-        whole[layout.shard.start : layout.shard.stop].copy_(local)
-        return all_reduce_async(whole, unit.zero.group)
+            return all_gather_async(local, unit.zero.group, out=gathered)
+        gathered.zero_()
+        gathered[layout.shard.start : layout.shard.stop].copy_(local)
+        return all_reduce_async(gathered, unit.zero.group)
 
     def _release(self, index: int) -> None:
-        """Release a gathered unit, and free its buffer if that is temporary."""
-        for handle in self._handles.pop(index, ()):  # fetched, and never used
-            handle.wait()
         self._unbind(index)
         buffer = self._residency.leave(index)
         if not self._pools[buffer].lasting:
             self._buffers[buffer] = None
 
     def _unbind(self, index: int) -> None:
+        for handle in self._handles.pop(index, ()):  # fetched, and never used: still writes into the buffer
+            handle.wait()
         unit = self.units[index]
         unit.layout.unbind()
         if unit.frozen is not None:
@@ -194,10 +176,8 @@ class UnitWork:
         self._weights, self._gradients = weights, gradients
 
     def before_use(self, unit: int) -> None:
-        """Gather a unit whose parameters are about to be read, in either direction."""
         self._weights.need(unit)
 
     def backward_done(self, unit: int) -> None:
-        """Report that a unit's gradients of this micro-batch are complete."""
         if self._gradients is not None:
             self._gradients.unit_done(unit)

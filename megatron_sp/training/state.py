@@ -18,7 +18,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
 from megatron_sp.config.schema_experts import is_expert_bias
-from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
+from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, refresh_params, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.training.environment import versions
@@ -166,7 +166,7 @@ class TrainingState:
             if weights_only or not unit.is_16_bit:
                 unit.refresh_master()
             else:
-                unit.refresh_params()
+                refresh_params([unit])
 
 
 def is_ahead(state: dict[str, Any]) -> bool:

@@ -83,7 +83,7 @@ def _resharded() -> None:
         assert all(p.numel() == 0 for p in sharded.model.parameters())
         for unit in sharded.units:
             assert unit.params is None and unit.local_params.numel() == unit.numel // 2
-            unit.release_grads()
+            unit.put_grads()
 
 
 def test_all_units_are_sharded_again_after_the_step(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.optim.flat import FlatUnit, Slot, Zero, squared_norm
+from megatron_sp.optim.flat import FlatUnit, Slot, Zero, refresh_params, squared_norm
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel.linear import row_linear as linear
 
@@ -76,7 +76,7 @@ def test_master_and_parameters_are_refreshed_from_each_other(dtype: torch.dtype)
     module = Odd(dtype)
     unit = FlatUnit("odd", module.named_parameters())
     unit.master.add_(1 / 3)
-    unit.refresh_params()
+    refresh_params([unit])
     assert torch.equal(module.bias, (torch.arange(7, dtype=torch.float32) + 1 / 3).to(dtype))
     module.bias.data.fill_(7.0)
     unit.refresh_master()
@@ -85,7 +85,8 @@ def test_master_and_parameters_are_refreshed_from_each_other(dtype: torch.dtype)
 
 def test_refreshing_costs_nothing_without_a_master_copy() -> None:
     unit = FlatUnit("odd", Odd().named_parameters())
-    unit.refresh_params(), unit.refresh_master()
+    refresh_params([unit])
+    unit.refresh_master()
     assert unit.master.data_ptr() == unit.params.data_ptr() and unit.master.shape == unit.params.shape
 
 
@@ -249,7 +250,7 @@ def test_misuse_is_found() -> None:
 
 def test_a_slot_is_a_view() -> None:
     flat = torch.arange(10.0)
-    view = Slot("x", nn.Parameter(torch.empty(2, 3)), torch.Size([2, 3]), 4, True, ShardSpec.whole((2, 3), 0, 1)).view(flat)
+    view = Slot("x", nn.Parameter(torch.empty(2, 3)), torch.Size([2, 3]), 4, 10, True, ShardSpec.whole((2, 3), 0, 1)).view(flat)
     assert view.tolist() == [[4, 5, 6], [7, 8, 9]] and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
