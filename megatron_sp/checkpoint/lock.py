@@ -130,7 +130,7 @@ class RunLock:
             return None
 
     def _judge(self) -> str | None:
-        """Return the name of the dead holder, or None if the lock has been released meanwhile; raise LockError for a live one."""
+        # the name of the dead holder, or None if the lock has been released meanwhile; raise LockError for a live one
         _require_file(self.path)
         holder, age = _read(self.path), self._age()
         if age is None:

@@ -108,7 +108,6 @@ def write_file(
     """Write and fsync one new file.
 
     Args:
-        path: must not exist.
         items: pieces with distinct names, on any device, contiguous or not.
         reached: called with ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are
             written but not yet fsynced.
@@ -133,8 +132,6 @@ def write_file(
 def write_plain_file(path: Path, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> int:
     """Write whole tensors as a plain safetensors file, without our own header entries and without a hash.
 
-    Args:
-        path, items, contents: as in ``write_file``.
     Returns:
         Its size in bytes.
     Raises:

@@ -174,7 +174,6 @@ def commit_staging(
     """Seal and publish a staging folder, or remove it if any rank failed.
 
     Args:
-        results: those of ``write_own_files`` on all ranks.
         fault: called with the name of each point at which tests inject faults.
     Returns:
         {"num_bytes": bytes written by all ranks} or {"failed": why}.

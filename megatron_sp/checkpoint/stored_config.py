@@ -13,8 +13,6 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 def stored_configuration(state: dict[str, Any], *, normalize: bool = False) -> tuple[Config, list[str]]:
     """Return the configuration stored in a parsed state.json, whose values have not been checked yet.
 
-    Args:
-        normalize: expand its shorthands.
     Returns:
         (configuration, a warning for each entry unknown to this version).
     Raises:

@@ -41,11 +41,7 @@ DATA_PROGRAMS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code of the command, or of the ReportedError whose message was printed.
-    """
+    """Run one command. Returns the exit code of the command, or of the ReportedError whose message was printed."""
     given = list(sys.argv[1:] if argv is None else argv)
     program = _find_program(given)
     if program is not None:
@@ -64,7 +60,7 @@ def program() -> NoReturn:
 
 
 def _find_program(words: list[str]) -> Callable[[], int | None] | None:
-    """Return the program that the first words name, with the rest as its command line; None if they name none."""
+    # the program that the first words name, with the rest as its command line; None if they name none
     table, depth = (DATA_PROGRAMS, 2) if words[:1] == ["data"] else (PROGRAMS, 1)
     name = words[depth - 1] if len(words) >= depth else ""
     if name not in table:

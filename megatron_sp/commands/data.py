@@ -114,7 +114,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _facts(dataset: IndexedDataset) -> dict[str, Any]:
-    """Return the statistics of a data set, without reading its tokens."""
     import numpy as np
 
     sizes = np.diff(np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[dataset.document_index])

@@ -41,11 +41,7 @@ class Finding:
 
 
 def run(as_json: bool = False) -> int:
-    """Print the report.
-
-    Returns:
-        0, or 1 if something required is missing.
-    """
+    """Print the report. Returns 0, or 1 if something required is missing."""
     rows = examine()
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -136,7 +132,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _allocator() -> Iterator[Finding]:
-    """Check whether torch's allocator may grow its segments on a GPU: else long sequences lose memory to holes."""
+    # check whether torch's allocator may grow its segments on a GPU: else long sequences lose memory to holes
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
@@ -203,7 +199,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _apex(look: Callable[[str], availability.Kernel]) -> availability.Kernel:
-    """Look for NVIDIA's apex with the extension modules that have its kernels; apex itself is not imported."""
+    # look for NVIDIA's apex with the extension modules that have its kernels; apex itself is not imported
     apex = availability.installed("apex")
     lacking = [kernel.reason for name in availability.APEX_EXTENSIONS if not (kernel := look(name)).available] if apex.available else []
     return availability.Kernel("apex", False, apex.version or "there", "; ".join(lacking)) if lacking else apex

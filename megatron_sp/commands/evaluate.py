@@ -128,11 +128,7 @@ def measure(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def report(numbers: dict[str, float | int | None], about: dict[str, Any], output: str | None) -> None:
-    """Print the results, one on each line, and write the file.
-
-    Raises:
-        DiskError: the file cannot be written.
-    """
+    """Print the results, one on each line, and write the file. Raises DiskError: the file cannot be written."""
     known = {name: value for name, value in numbers.items() if value is not None}
     for name, value in known.items():
         print(f"{name.replace('_', ' '):18} {value:,}" if isinstance(value, int) else f"{name.replace('_', ' '):18} {value:.6g}")

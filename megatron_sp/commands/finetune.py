@@ -63,7 +63,7 @@ def table_of(options: argparse.Namespace) -> TextTable:
 
 
 def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:
-    """Return the command line of the run; flags that the user has not given follow from the checkpoint or the data."""
+    # the command line of the run; flags that the user has not given follow from the checkpoint or the data
     flags = ["--train-data-path", options.train_data, "--valid-data-path", options.valid_data, "--dataloader-type", "cyclic"]
     if not _names(rest, "--train-iters", "--train-samples"):
         flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
@@ -77,7 +77,7 @@ def _names(words: list[str], *flags: str) -> bool:
 
 
 def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the flags of the checkpoint's tokenizer; empty if the command line names one."""
+    # the flags of the checkpoint's tokenizer; empty if the command line names one
     from megatron_sp.checkpoint.checkpointer import Checkpointer
     from megatron_sp.config.schema import DataConfig
     from megatron_sp.data.tokenizers import kept

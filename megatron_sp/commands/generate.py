@@ -83,7 +83,6 @@ def read_lines(path: str | None) -> list[str]:
 
 
 def ask_for_prompts() -> Iterator[str]:
-    """Yield prompts typed at the terminal."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -135,7 +134,7 @@ class Printer:
 def continue_prompts(
     decoder: Decoder, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
 ) -> None:  # fmt: skip
-    """Generate all continuations of these prompts, on every rank; rank 0 prints them, then the speed."""
+    # generate all continuations of these prompts, on every rank; rank 0 prints them, then the speed
     from megatron_sp.inference.generation import generate, one_after_another
 
     ids = [[*tokenizer.begin, *tokenizer.encode(text)] for text in texts]

@@ -46,7 +46,6 @@ def summary(run: History) -> str:
 
 
 def draw_text(runs: list[History]) -> None:
-    """Print the curves as text."""
     for run in runs:
         for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
             values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
@@ -139,7 +138,7 @@ def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Return a number in short form: 3200000 -> 3.2M."""
+    # a number in short form: 3200000 -> 3.2M
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"

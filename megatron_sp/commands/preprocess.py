@@ -23,7 +23,7 @@ _TOKENIZERS = (*SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORD
 
 
 def build_parser(prog: str | None = None) -> CommandParser:
-    """Return the parser; flags have Megatron's names."""
+    # the parser; flags have Megatron's names
     parser = CommandParser(
         prog=prog,
         description="Tokenize JSONL, plain text (.gz and .zst too), Parquet or Arrow into PREFIX_KEY_document.bin and .idx"
@@ -144,7 +144,7 @@ class _Lines:
 
 @contextmanager
 def _shown() -> Iterator[Progress]:
-    """Yield a progress bar on a terminal, plain lines elsewhere."""
+    # a progress bar on a terminal, plain lines elsewhere
     if not sys.stderr.isatty():
         yield _Lines()
         return

@@ -100,7 +100,7 @@ def parse_config(
 
 
 def _answer(request: Request) -> str:
-    """Return the text to print for --print-config or --dry-run; empty for a run. Raises ReportedError."""
+    # the text to print for --print-config or --dry-run; empty for a run. Raises ReportedError
     assert request.config is not None
     if request.action == "print-config":
         return config_as_yaml(request.config)

@@ -50,21 +50,13 @@ _QUESTIONS = ("-h", "--help", "--print-config", "--dry-run")  # flags that are a
 
 @dataclass(frozen=True)
 class Recipe:
-    """Command of a script.
+    """Command of a script."""
 
-    Attributes:
-        name: name of the script, without path and suffix.
-        program: pretrain_gpt.py or pretrain_bert.py.
-        flags: all flags of the program.
-        config: configuration that follows from the flags.
-        save: run folder.
-    """
-
-    name: str
-    program: str
+    name: str  # name of the script, without path and suffix
+    program: str  # pretrain_gpt.py or pretrain_bert.py
     variables: Variables
-    flags: tuple[str, ...]
-    config: Config
+    flags: tuple[str, ...]  # all flags of the program
+    config: Config  # configuration that follows from the flags
     save: str
 
     @property
@@ -88,7 +80,7 @@ class Recipe:
         return BatchPlan.from_config(config.batch, config.parallel.dp_size(self.world_size), config.model.seq_length or 0)
 
     def tokens_after(self, steps: int) -> int:
-        """Return the number of tokens of the first ``steps`` steps."""
+        # the number of tokens of the first ``steps`` steps
         return self.batches().samples_after(steps) * (self.config.model.seq_length or 0)
 
 
@@ -100,7 +92,6 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
 
     Args:
         script: path of the script.
-        program: training program.
         own, users: flags of the script and of its user.
         environ: environment with the variables.
         scratch: run folder of a smoke test, unless SAVE names one.
@@ -244,7 +235,6 @@ def _step(recipe: Recipe, plan: RunPlan) -> str:
 
 
 def _speed(recipe: Recipe, plan: RunPlan) -> dict[str, str]:
-    """Return rows with the predicted time of a dry run's training and, where the price of a GPU is known, its cost."""
     variables, steps = recipe.variables, recipe.config.batch.train_iters
     if not variables.dry_run or plan.device == "cpu":
         return {}
@@ -272,7 +262,6 @@ def _many(count: int, one: str, more: str) -> str:
 
 
 def gpu_memory() -> list[int]:
-    """Return the memory of every GPU of this host in bytes."""
     import torch
 
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
@@ -298,7 +287,7 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
-    """Run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles."""
+    # run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles
     child: subprocess.Popen[bytes] | None = None
     stopped = False
 
@@ -323,7 +312,7 @@ def _run(command: list[str], environ: dict[str, str]) -> int:
 
 
 def _become(command: list[str], environ: dict[str, str]) -> int:
-    """Replace this process by a command, so that signals reach the launcher itself."""
+    # replace this process by a command, so that signals reach the launcher itself
     sys.stdout.flush()
     os.execvpe(command[0], command, environ)
 

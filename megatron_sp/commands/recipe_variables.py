@@ -32,16 +32,12 @@ class RankCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Variables:
-    """Validated environment variables of a script.
-
-    Attributes:
-        sp: sequence-parallel size; 0: the processes of a host that tp leaves, and cp * pp if larger than the number of
-            hosts.
-    """
+    """Validated environment variables of a script."""
 
     nproc: int
     nnodes: int
     tp: int
+    # sequence-parallel size; 0: the processes of a host that tp leaves, and cp * pp if larger than the number of hosts
     sp: int
     cp: int
     pp: int
@@ -154,7 +150,6 @@ def _plain(name: str) -> str:
 
 
 def _is_slip(typed: str, meant: str) -> bool:
-    """Return whether two names, of which the latter has five letters or more, differ by one slip."""
     if len(meant) < 5 or abs(len(typed) - len(meant)) > 1:
         return False
     start = next((i for i, pair in enumerate(zip(typed, meant, strict=False)) if pair[0] != pair[1]), min(len(typed), len(meant)))

@@ -123,7 +123,6 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def name_of(run: str) -> str:
-    """Return the name of the run's folder, also if the path is that of a step folder."""
     path = Path(run).resolve()
     return next((p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-")), "model")
 

@@ -117,7 +117,7 @@ def _drop(config: Config, field: _Conditional, why: str, wrong: Wrong, *, keeps:
 
 
 def _zeros_that_mean_off(config: Config) -> None:
-    """Normalize Megatron's values for "never": 0 for an interval, -1 for validation batches."""
+    # normalize Megatron's values for "never": 0 for an interval, -1 for validation batches
     batch, checkpoint = config.batch, config.checkpoint
     batch.exit_interval, batch.eval_interval = batch.exit_interval or None, batch.eval_interval or None
     checkpoint.save_interval = checkpoint.save_interval or None
@@ -126,7 +126,6 @@ def _zeros_that_mean_off(config: Config) -> None:
 
 
 def _attention(config: Config) -> Iterator[str]:
-    """Let --use-flash-attn mean --attention-backend flash, unless that names another kernel."""
     kernels = config.kernels
     if kernels.use_flash_attn and (kernels.attention_backend != "auto" or ("kernels", "attention_backend") in config.given):
         if kernels.attention_backend != "flash":

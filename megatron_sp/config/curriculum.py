@@ -26,17 +26,14 @@ class Curriculum:
 
     Attributes:
         shortest, longest: lengths at the beginning and at the end.
-        steps: steps from one to the other.
-        multiple: a length is rounded down to a multiple of this.
-        degree: of the root along which the length grows; 1: a straight line.
-        stages: instead of all that, pairs of a length and the last step with it; the length of ``longest`` follows.
     """
 
     shortest: int
     longest: int
-    steps: int = 1
-    multiple: int = 1
-    degree: float = 1.0
+    steps: int = 1  # steps from one to the other
+    multiple: int = 1  # a length is rounded down to a multiple of this
+    degree: float = 1.0  # of the root along which the length grows; 1: a straight line
+    # instead of all that, pairs of a length and the last step with it; the length of ``longest`` follows
     stages: tuple[tuple[int, int], ...] = ()
 
     def length(self, step: int) -> int:

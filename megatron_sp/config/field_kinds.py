@@ -25,21 +25,13 @@ _FALSE = ("false", "no", "off")
 
 @dataclass(frozen=True)
 class FieldKind:
-    """Type of one field.
+    """Type of one field."""
 
-    Attributes:
-        base: ``int``, ``float``, ``str``, ``bool`` or ``choice``.
-        optional: None is allowed.
-        many: a tuple of ``base``, written as several words.
-        choices: the words allowed if ``base`` is ``choice``.
-        word: a word allowed instead of a value of ``base``, such as "auto"; "" if there is none.
-    """
-
-    base: str
-    optional: bool = False
-    many: bool = False
-    choices: tuple[str, ...] = ()
-    word: str = ""
+    base: str  # ``int``, ``float``, ``str``, ``bool`` or ``choice``
+    optional: bool = False  # None is allowed
+    many: bool = False  # a tuple of ``base``, written as several words
+    choices: tuple[str, ...] = ()  # the words allowed if ``base`` is ``choice``
+    word: str = ""  # a word allowed instead of a value of ``base``, such as "auto"; "" if there is none
 
     @property
     def metavar(self) -> str:
@@ -150,7 +142,6 @@ def _number(word: str) -> float:
 
 
 def _short(text: str) -> str:
-    """Shorten untrusted text to one line of at most 60 printable characters."""
     line = "".join(c if c.isprintable() else "?" for c in text)
     return line if len(line) <= 60 else line[:57] + "..."
 

@@ -24,17 +24,12 @@ _WORLDS = (1, 2, 3, 48)
 
 @dataclass
 class OpenFields:
-    """Fields, as (group, name), of which the command line does not say the value in a readable way.
+    """Fields, as (group, name), of which the command line does not say the value in a readable way."""
 
-    Attributes:
-        meant: they were given, so they have some value other than "nothing".
-        perhaps: they may have been meant, or will be given instead of something that is refused.
-        world_size: the number of processes is unknown, too.
-    """
-
-    meant: set[Field] = field(default_factory=set)
+    meant: set[Field] = field(default_factory=set)  # they were given, so they have some value other than "nothing"
+    # they may have been meant, or will be given instead of something that is refused
     perhaps: set[Field] = field(default_factory=set)
-    world_size: bool = False
+    world_size: bool = False  # the number of processes is unknown, too
 
 
 def certain_violations(config: Config, world_size: int, unread: OpenFields) -> list[str]:
@@ -62,7 +57,7 @@ def certain_violations(config: Config, world_size: int, unread: OpenFields) -> l
 
 
 def _stand_in(group: str, name: str, number: int) -> Any:
-    """Return the field's ``number``-th plausible value: it is within the field's own bounds."""
+    # the field's ``number``-th plausible value: it is within the field's own bounds
     about = GROUPS[group].__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
     kind = field_kinds(GROUPS[group])[name]
     one = _one(kind, number, about["low"], about["high"])

@@ -24,20 +24,13 @@ PROGRAMS: dict[str, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model.
+    """A published model."""
 
-    Attributes:
-        family: model family, whose program trains it.
-        flags: fields of ``ModelConfig`` and their values.
-        num_params: parameters of the whole model, without vocabulary padding; for BERT with pooler, binary head and
-            masked-word head.
-        source: publication of the shape and the number of parameters.
-    """
-
-    family: Family
-    flags: dict[str, Any]
+    family: Family  # model family, whose program trains it
+    flags: dict[str, Any]  # fields of ``ModelConfig`` and their values
+    # parameters of the whole model, without vocabulary padding; for BERT with pooler, binary head and masked-word head
     num_params: int
-    source: str
+    source: str  # publication of the shape and the number of parameters
 
 
 def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int) -> dict[str, Any]:
@@ -48,7 +41,7 @@ def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: in
 
 
 def _classic(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int, dropout: float) -> dict[str, Any]:
-    """Flags of GPT-2's block, shared by GPT-3 and BERT: pre-LayerNorm, biases, GELU, learned positions, tied head."""
+    # flags of GPT-2's block, shared by GPT-3 and BERT: pre-LayerNorm, biases, GELU, learned positions, tied head
     return {
         **_shape(layers, hidden, heads, seq_length, vocab_size), "max_position_embeddings": seq_length,
         "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "norm_epsilon": 1e-5,
@@ -71,26 +64,16 @@ def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
 
 @dataclass(frozen=True)
 class _Llama:
-    """Properties that the sizes of one Llama release share; all have rotary positions, RMSNorm, SwiGLU and no biases.
-
-    Attributes:
-        source: publication of the shapes.
-        seq_length: tokens of a training sequence.
-        vocab_size: entries of the vocabulary.
-        theta: base of the rotary frequencies.
-        tied: the output layer is the embedding.
-        window_size: sliding window, if there is one.
-    """
+    """Properties that the sizes of one Llama release share; all have rotary positions, RMSNorm, SwiGLU and no biases."""
 
     source: str
-    seq_length: int
+    seq_length: int  # tokens of a training sequence
     vocab_size: int
-    theta: float
-    tied: bool = False
-    window_size: int | None = None
+    theta: float  # base of the rotary frequencies
+    tied: bool = False  # the output layer is the embedding
+    window_size: int | None = None  # sliding window, if there is one
 
     def of(self, layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int) -> Preset:
-        """Return the preset of one size."""
         flags = {
             **_shape(layers, hidden, heads, self.seq_length, self.vocab_size),
             "num_query_groups": None if groups == heads else groups,
@@ -131,10 +114,6 @@ def _experts(
 ) -> Preset:  # fmt: skip
     """Preset of a Llama with experts in all layers, and the coefficient of their balance loss, over sequences unless
     said.
-
-    Args:
-        sizes: layers, hidden, heads, groups.
-        more: further flags.
     """
     preset = llama.of(*sizes, ffn, num_params)
     chosen = {"num_experts": experts, "moe_router_topk": top_k, "moe_aux_loss_coeff": aux_coeff}

@@ -83,13 +83,12 @@ def _asks(group: Any, *words: str) -> bool:
 
 @cache
 def _defaults(cls: type, words: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Return (name, default) of a group's fields with one of ``words`` in their name."""
+    # (name, default) of a group's fields with one of ``words`` in their name
     named = (item for item in dataclasses.fields(cls) if any(word in item.name for word in words))
     return tuple((item.name, item.default) for item in named)
 
 
 def _wrong_values(config: Config) -> list[str]:
-    """Return what the rules about single values, and about values of one kind, reject."""
     return _range_texts(config) or [
         *variant_violations(config.model),
         *learning_rate_violations(config),

@@ -101,12 +101,12 @@ def delay_violations(config: Config) -> Iterator[str]:
 
 
 def _kinds(parallel: ParallelConfig) -> list[str]:
-    """Return the different types given, spelled our way; Megatron takes one for all layers, or one for each."""
+    # the different types given, spelled our way; Megatron takes one for all layers, or one for each
     return list(dict.fromkeys(_SPELLINGS.get(word.lower(), word.lower()) for word in parallel.cp_comm_type or ("p2p",)))
 
 
 def _contradiction(parallel: ParallelConfig) -> str:
-    """Return what is wrong with Megatron's words; empty if they have a meaning."""
+    # what is wrong with Megatron's words; empty if they have a meaning
     kinds, sizes = _kinds(parallel), parallel.hierarchical_context_parallel_sizes
     cp, sp = parallel.context_parallel_size, parallel.sequence_parallel_size
     if unknown := [kind for kind in kinds if kind not in _TYPES]:

@@ -108,7 +108,6 @@ def shared_expert_violations(config: Config) -> Iterator[str]:
 
 
 def _choice(config: Config) -> Iterator[str]:
-    """Check how tokens choose."""
     model = config.model
     assert model.num_experts
     experts, k, groups, of_groups = model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk

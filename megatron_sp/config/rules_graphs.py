@@ -18,15 +18,10 @@ _EXPERTS = "the host reads how many tokens each expert has (--num-experts)"
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A reason why steps are not captured.
+    """A reason why steps are not captured."""
 
-    Attributes:
-        reason: what it is, and why a graph cannot have it.
-        way_out: what to do about it.
-    """
-
-    reason: str
-    way_out: str
+    reason: str  # what it is, and why a graph cannot have it
+    way_out: str  # what to do about it
 
 
 def obstacles(config: Config) -> list[Obstacle]:

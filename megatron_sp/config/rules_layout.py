@@ -149,11 +149,9 @@ class _Sizes:
 
     @property
     def replica(self) -> int:
-        """Number of ranks that work on the same sequences."""
         return self.tp * self.sp * self.cp * self.pp
 
     def broken(self) -> set[str]:
-        """Return the names of the rules that these sizes violate."""
         groups, width = self.groups or self.heads, (self.hidden or 0) // self.heads if self.heads else 0
         unit = self.micro_batch * max(1, self.processes // self.replica)
         rules = {
@@ -188,9 +186,7 @@ def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more
     ...".
 
     Args:
-        mend: names of rules, as in ``_Sizes.broken``.
         names: sizes to change, keys of ``_WAYS``; the nearest valid values of each are given.
-        more_than: values must be above this.
     """
     sizes = _Sizes.of(config, world_size)
     before, said = sizes.broken(), []

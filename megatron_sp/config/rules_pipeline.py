@@ -86,7 +86,6 @@ def _without_pipeline(config: Config) -> Iterator[str]:
 
 
 def _slices(config: Config) -> Iterator[str]:
-    """Check that sequences can be cut into slices, if they are to be."""
     parallel, model, given = config.parallel, config.model, config.parallel.pipeline_slices
     if parallel.pipeline_kind != "slices":
         if given is not None and parallel.pipeline_schedule != "auto":
@@ -114,7 +113,6 @@ def _slices(config: Config) -> Iterator[str]:
 
 
 def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
-    """Check that all stages can have layers, and that those that are given add up."""
     parallel = config.parallel
     if layers < p * v:
         fewer = ", or fewer stages on a rank" if v > 1 else ""
@@ -142,7 +140,6 @@ def _layers(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
 
 
 def _layout(config: Config, layers: int, p: int, v: int) -> Iterator[str]:
-    """Check that the stages of --pipeline-model-parallel-layout are those of this pipeline."""
     parallel = config.parallel
     assert parallel.pipeline_model_parallel_layout
     try:
@@ -191,7 +188,6 @@ def layers_of_layout(text: str) -> tuple[int, ...]:
 
 
 def _repeated(text: str, flag: str) -> str:
-    """Write repetitions out."""
     for pattern in (_GROUP, _LETTER):
         length = len(text) + sum(len(match[1]) * min(int(match[2][:9]), _LONGEST) for match in pattern.finditer(text))
         if length > _LONGEST:

@@ -57,7 +57,6 @@ def learning_rate_violations(config: Config) -> Iterator[str]:
 
 
 def _decoupled_rate(opt: OptimizerConfig) -> Iterator[str]:
-    """Check the schedule of embeddings and output layer, which has the same shape between other rates."""
     peak, floor = opt.decoupled_lr, opt.decoupled_min_lr
     if peak is None:
         if floor is not None:
@@ -103,7 +102,6 @@ def horizon_in_tokens(optimizer: OptimizerConfig, batch: BatchConfig) -> int | N
 
 
 def _in_tokens(config: Config) -> Iterator[str]:
-    """Yield a message for each violated rule of a learning rate in tokens."""
     opt, horizon = config.optimizer, horizon_in_tokens(config.optimizer, config.batch)
     if horizon is None:
         if opt.lr_warmup_tokens:

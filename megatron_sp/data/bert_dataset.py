@@ -46,23 +46,16 @@ _LITTLE = 0.5  # warn if the samples cover a smaller share of the tokens
 class BERTOptions:
     """Options that determine the BERT samples, besides the data and the tokenizer.
 
-    Attributes:
-        seq_length: s, tokens per row.
-        seed: seed of the sample order and of all random draws.
-        mask_prob: fraction of the tokens to predict.
-        short_seq_prob: fraction of samples with a shorter target length.
-        binary_head: two segments, which may be swapped; otherwise one.
-        pack: pack several samples into a row.
     Raises:
         ConfigError: ``seq_length`` leaves no room for a sample, or packing with two segments.
     """
 
     seq_length: int
-    seed: int
-    mask_prob: float = 0.15
-    short_seq_prob: float = 0.1
-    binary_head: bool = True
-    pack: bool = False
+    seed: int  # seed of the sample order and of all random draws
+    mask_prob: float = 0.15  # fraction of the tokens to predict
+    short_seq_prob: float = 0.1  # fraction of samples with a shorter target length
+    binary_head: bool = True  # two segments, which may be swapped; otherwise one
+    pack: bool = False  # pack several samples into a row
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -253,8 +246,6 @@ def make_piece(
 
     Args:
         sentences: int64 ids of each sentence; at least two with the binary head.
-        target_length: maximum number of text tokens to keep.
-        random: freshly seeded generator.
     """
     pivot, swapped = len(sentences), None
     if binary_head:

@@ -107,11 +107,7 @@ def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: i
 
 
 def left_out(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> str:
-    """Describe the documents of several sentences that yield no sample for one of these is too long; empty if there are none.
-
-    Args:
-        bounds, lengths, min_sentences: as for ``build_bert_index``.
-    """
+    """Describe the documents of several sentences that yield no sample for one of these is too long; empty if there are none."""
     sizes = np.diff(bounds.astype(np.int64))
     long = int((sizes >= max(2, min_sentences)).sum())  # a document of one sequence may be of any length
     kept = eligible_documents(bounds, lengths, max(2, min_sentences)).first.size
@@ -124,11 +120,7 @@ def left_out(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> str
 
 
 def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
-    """Describe how much of a data set of sentences BERT can use; empty if no document has two sentences.
-
-    Args:
-        bounds, lengths: as for ``build_bert_index``.
-    """
+    """Describe how much of a data set of sentences BERT can use; empty if no document has two sentences."""
     sizes = np.diff(bounds)
     if not sizes.size or int(sizes.max()) < 2:
         return ""

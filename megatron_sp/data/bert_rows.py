@@ -45,7 +45,6 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
 
     Args:
         pieces: one sample, or with ``packed`` as many as fit.
-        pad: padding id.
     Returns:
         ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is predicted) and ``loss_mask`` float32
         [s] (1 where a token is predicted). A single sample also has ``length`` int64 [] (tokens before the padding)
@@ -99,16 +98,14 @@ class MaskRule(NamedTuple):
     """Parameters of the masking.
 
     Attributes:
-        mask_prob: fraction of the tokens to mask, in (0, 1).
         cls, sep, mask: ids of [CLS], [SEP] and [MASK].
-        vocab_size: random ids are below this.
     """
 
-    mask_prob: float
+    mask_prob: float  # fraction of the tokens to mask, in (0, 1)
     cls: int
     sep: int
     mask: int
-    vocab_size: int
+    vocab_size: int  # random ids are below this
 
 
 def mask_tokens(

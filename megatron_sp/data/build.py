@@ -87,7 +87,6 @@ def build_datasets(
     see ``index_cache``.
 
     Args:
-        data: the flags.
         seq_length: s, tokens per sample.
         seed: seed of the sample order.
         tokenizer: tokenizer of the data.
@@ -95,8 +94,8 @@ def build_datasets(
         vocab_size: entries of the model's vocabulary; ids not below this are errors (default: the tokenizer's).
         evaluation: how validation and test data are read; None: all samples at once.
     Raises:
-        DataError: a file is missing or damaged, or a split is empty; or a flag goes by the ends of documents, and the data
-            do not have them.
+        DataError: a file is missing or damaged, or a split is empty; or a flag goes by the ends of documents, and the
+            data do not have them.
         ConfigError: no data is given, or a flag cannot be parsed.
     """
     options = GPTOptions(seq_length, seed, data.eod_mask_loss)

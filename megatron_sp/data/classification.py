@@ -28,16 +28,14 @@ class TextTable:
     Attributes:
         first, second, label, group: names of columns (keys in JSONL), or their numbers from 0 if there is no header;
             ``second`` and ``group`` may be None. For exact match, a group is correct only if all its examples are.
-        header: True if the first line names the columns.
-        labels: all labels, in order; None: those of the training file, sorted.
     """
 
     first: str | int = "text"
     second: str | int | None = None
     label: str | int = "label"
     group: str | int | None = None
-    header: bool = True
-    labels: tuple[str, ...] | None = None
+    header: bool = True  # True if the first line names the columns
+    labels: tuple[str, ...] | None = None  # all labels, in order; None: those of the training file, sorted
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -291,7 +289,6 @@ def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], group
 
     Args:
         predicted, true: int [n], class ids.
-        labels: the class labels.
         groups: group of each example; with groups, exact match is the fraction of groups that are fully correct,
             otherwise of examples.
     Returns:

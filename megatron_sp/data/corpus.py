@@ -66,7 +66,6 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
     """Write the corpus as JSONL with the keys ``text`` and ``source``.
 
     Args:
-        stdlib: as for ``gather``.
         max_bytes: maximum bytes of text (UTF-8); the documents are mixed, so the first ones are a fair sample. None:
             all.
     Returns:
@@ -108,7 +107,7 @@ def _first(documents: list[Document], max_bytes: int) -> tuple[list[Document], i
 
 
 def _is_table(text: str) -> bool:
-    """Return whether a source is data rather than prose and code; a small model would learn to count before it learns to write."""
+    # whether a source is data rather than prose and code; a small model would learn to count before it learns to write
     return sum(map(str.isdigit, text)) > 0.08 * len(text)
 
 

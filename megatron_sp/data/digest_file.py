@@ -26,7 +26,6 @@ def text_of(prefix: str, digests: Mapping[str, str]) -> str:
     """Return the contents of a digest file.
 
     Args:
-        prefix: prefix of the data set.
         digests: suffix (".bin", ".idx") -> SHA-256 in hexadecimal digits.
     """
     return "".join(f"{digest}  {os.path.basename(prefix)}{suffix}\n" for suffix, digest in digests.items())

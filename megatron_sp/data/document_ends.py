@@ -71,14 +71,11 @@ class _Ends:
 def check_document_ends(stretches: Sequence[Stretch], eod: int, flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Look at the ends of some documents of a run's data.
 
-    Args:
-        stretches: what the run reads.
-        eod: id that ends documents.
-        flags: those that go by it, for messages.
     Returns:
         Notes and warnings about data that fit in part, at most one of each.
     Raises:
-        DataError: most documents of a data set do not end with the id, and nothing says that they are pieces, or joined.
+        DataError: most documents of a data set do not end with the id, and nothing says that they are pieces, or
+            joined.
     """
     count = max(_AT_LEAST, _LOOKED_AT // max(1, len(stretches)))
     misfits = [ends for stretch in stretches if (ends := _look(stretch, eod, count)).others]

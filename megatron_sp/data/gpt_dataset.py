@@ -306,7 +306,7 @@ class PackedDataset:
 
 
 def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Return the document number of each token within the sample, int64 [s]."""
+    # the document number of each token within the sample, int64 [s]
     ended = np.cumsum(tokens == eod, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), ended[:-1]]) if tokens.size else ended
 

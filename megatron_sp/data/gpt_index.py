@@ -98,8 +98,6 @@ def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan:
     Args:
         lengths: int32 [N], tokens per sequence of the whole data set.
         ids: [docs], the sequences of this split.
-        seq_length: S, tokens per sample.
-        seed: seed of both shuffles.
     """
     random = np.random.RandomState(seed)
     document = build_document_index(ids, plan, random)

@@ -46,9 +46,7 @@ def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build
 
     Args:
         folder: folder of the files; None keeps everything in memory.
-        key: part of the file names.
         expected: shape (``ANY_LENGTH`` for unknown dimensions) and dtype that each array must have.
-        build: builds the arrays; called at most once.
     """
     if folder is None:
         return build()

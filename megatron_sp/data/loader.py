@@ -189,7 +189,7 @@ def cyclic_ids(consumed: int, count: int, total: int, seed: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of an epoch, int64 [total], read-only; it never changes, as numpy has frozen RandomState's streams."""
+    # the permutation of an epoch, int64 [total], read-only; it never changes, as numpy has frozen RandomState's streams
     permutation = np.random.RandomState(np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)).permutation(total)
     permutation.flags.writeable = False
     return permutation

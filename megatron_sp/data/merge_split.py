@@ -47,7 +47,6 @@ def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str])
     """Split a data set into several with consecutive documents.
 
     Args:
-        prefix: as for ``merge_datasets``.
         weights: relative numbers of documents, one for each output.
         outputs: prefixes of the new pairs.
     Returns:

@@ -58,11 +58,9 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
     """Select the passages of a task.
 
     Args:
-        documents: (source, text), as in the corpus.
         num_classes: number of classes; those with the most passages are taken.
         num_train: maximum number of training passages per class; all classes get as many as the smallest one can
             provide.
-        num_valid: number of validation passages per class.
     Raises:
         DataError: there are too few classes or passages.
     """

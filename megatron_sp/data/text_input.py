@@ -149,11 +149,7 @@ def read_chunks(
     """Read inputs as chunks of whole documents, in order.
 
     Args:
-        paths: files, folders, or "-".
-        input_format: as --input-format.
         text_unit: unit of plain text that is one document.
-        keys: columns to read from inputs with columns.
-        part: documents to read.
     Raises:
         DataError: an input cannot be read, is damaged or lacks a column.
     """

@@ -166,7 +166,7 @@ class IndexedDatasetWriter:
         yield np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data
 
     def abort(self) -> None:
-        """Remove the temporary files; an older pair of this name stays."""
+        # remove the temporary files; an older pair of this name stays
         with contextlib.suppress(OSError):
             self._bin.close()
         for path in self._temporary.values():

@@ -59,16 +59,13 @@ class NewToken:
 
     Attributes:
         prompt, sample: indices of its prompt and sample.
-        position: position in its sequence, prompt included.
-        token: the token id.
-        finish: why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is
-            reached.
     """
 
     prompt: int
     sample: int
-    position: int
+    position: int  # position in its sequence, prompt included
     token: int
+    # why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is reached.
     finish: FinishReason
 
 
@@ -77,7 +74,6 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: [v], finite.
-        sampling: temperature > 0.
     Returns:
         (ids int64 [c], most probable first, on ties the lower id first; probabilities fp64 [c], which sum to 1).
     """
@@ -147,9 +143,8 @@ def generate(
         vocab_size: only ids below this are generated (a model may have more entries than its tokenizer); None: all.
         num_samples: number of continuations of each prompt.
         use_cache: use a KV cache; else every token runs the whole sequence again (for comparison).
-        kernel: attention kernel.
-        decoder: of the model, in place of ``vocab_size``, ``use_cache`` and ``kernel``; with several rows it generates several
-            sequences at once, whose tokens come in turn.
+        decoder: of the model, in place of ``vocab_size``, ``use_cache`` and ``kernel``; with several rows it generates
+            several sequences at once, whose tokens come in turn.
     Raises:
         ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty
             without ``eod``. All arguments are checked at the call, before any token is generated.

@@ -85,7 +85,6 @@ def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_di
 
 
 def as_text(model: nn.Module, directives: list[Directive], seq_dim: int) -> str:
-    """Return the contents of a schedule file."""
     head: dict[str, Any] = {"schema": SCHEMA}
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(model_type, str) and model_type:
@@ -211,7 +210,6 @@ def _version() -> tuple[int, int, int] | None:
 
 
 def _within(version: tuple[int, ...], spec: Any, name: str) -> bool:
-    """Return whether a version is in a range such as ">=5.23,<6"."""
     parts = [re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+){0,2})\s*", part) for part in str(spec).split(",")]
     if not isinstance(spec, str) or not all(parts):
         raise ConfigError(f"{name}: transformers is {spec!r}, and must be a range of versions such as '>=5.23,<6'")
@@ -229,7 +227,7 @@ def _holds(sign: str, version: tuple[int, ...], bound: tuple[int, ...]) -> bool:
 
 
 def _read(path: str | Path) -> tuple[Any, list[int]]:
-    """Return (contents of a file, line number of each entry of ``lines``)."""
+    # (contents of a file, line number of each entry of ``lines``)
     text = read_text(path, str(path), MAX_FILE_BYTES, "a schedule")
     try:
         _require_shallow(text, str(path))
@@ -254,7 +252,6 @@ def _require_shallow(text: str, name: str) -> None:
 
 
 def _require_once(node: Any, name: str) -> None:
-    """Check that no key occurs twice, as YAML would silently take the last one. Raises ConfigError."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:

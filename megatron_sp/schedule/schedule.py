@@ -59,11 +59,7 @@ class Schedule:
         return Selection(self, glob)
 
     def add(self, on: str, do: str, **args: Any) -> None:
-        """Add a line.
-
-        Raises:
-            ConfigError: the schedule has been applied already (E15).
-        """
+        """Add a line. Raises ConfigError: the schedule has been applied already (E15)."""
         if self.applied is not None:
             raise ConfigError(
                 f"{do} on {on!r} comes after apply(): a schedule is applied once, as a whole; write all lines first, then apply() (E15)"
@@ -108,7 +104,6 @@ class Schedule:
 
         Args:
             axis: axis of the mesh.
-            options: see ``ulysses_options.ContextOptions``.
         Raises:
             ConfigError: an unknown option.
         """
@@ -124,7 +119,6 @@ class Schedule:
         Args:
             stage: 1: optimizer state; 2: also gradients; 3: also parameters; 0: nothing, every rank has everything.
             optimizer: an OptimizerConfig, or a dict of its fields.
-            micro_batches: micro-batches per step.
             blocks: glob of the modules that are separate units (default: the items of the outermost lists of modules of
                 one class).
         """
@@ -298,8 +292,6 @@ class Selection:
         Args:
             input: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of
                 its weight; prepared: a sync at an enclosing module does (one for q, k and v together).
-            blocks, heads, replicas: as for ``shard``.
-            gather: gather the result.
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
@@ -309,7 +301,6 @@ class Selection:
         Args:
             reduce: all_reduce, or reduce_scatter along ``axis``.
             axis: dim of the result (default: the sequence).
-            blocks, heads: as for ``shard``.
         """
         return self._add("row", reduce=reduce, axis=axis, blocks=blocks, heads=heads)
 

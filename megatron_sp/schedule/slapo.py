@@ -78,7 +78,6 @@ class ShardMethod:
 
     @staticmethod
     def infer_output_type(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> tuple[str | None, int | None]:
-        """Return ("partition", split axis of the result), ("partial", None) for a partial sum, or (None, None) if unknown."""
         return None, None
 
     @staticmethod
@@ -102,12 +101,12 @@ class Primitive:
 
     @staticmethod
     def init_metadata() -> Any:
-        """Return the initial value of ``sch.metadata.primitives[name]``."""
+        # the initial value of ``sch.metadata.primitives[name]``
         return None
 
 
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], _M]:
-    """Decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing."""
+    # decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing
 
     def decorate(method: _M) -> _M:
         if module_cls is None:
@@ -125,7 +124,7 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], 
 
 
 def register_primitive() -> Callable[[_P], _P]:
-    """Decorate a Primitive, to register it. Raises ConfigError: it is not a Primitive, or its name is taken."""
+    # decorate a Primitive, to register it. Raises ConfigError: it is not a Primitive, or its name is taken
 
     def decorate(primitive: _P) -> _P:
         if not issubclass(primitive, Primitive):
@@ -140,7 +139,7 @@ def register_primitive() -> Callable[[_P], _P]:
 
 
 def method_of(module: nn.Module) -> type[ShardMethod]:
-    """Return the method of the first registered class that the module is an instance of, else the default."""
+    # the method of the first registered class that the module is an instance of, else the default
     return next((method for cls, method in _METHODS.items() if isinstance(module, cls)), ShardMethod)
 
 
@@ -151,27 +150,26 @@ BUILT_IN = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "sha
 
 
 def all_gather_forward_output(inp: Tensor, dim: int, group: Group | None = None, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """Gather all ranks' tensors along ``dim``."""
+    # gather all ranks' tensors along ``dim``
     return gather_from(inp, group or world_group(), dim, "reduce_scatter" if tensor_parallel_output_grad else "slice")
 
 
 def reduce_scatter_forward_output(inp: Tensor, dim: int, group: Group | None = None) -> Tensor:
-    """Return this rank's share, along ``dim``, of the sum over the ranks. Raises ValueError: the dim is not divisible."""
+    # this rank's share, along ``dim``, of the sum over the ranks. Raises ValueError: the dim is not divisible
     return reduce_scatter_to(inp, group or world_group(), dim)
 
 
 def scatter_forward_output(inp: Tensor, dim: int, group: Group | None = None) -> Tensor:
-    """Return this rank's share, along ``dim``, of what all ranks have. Raises ValueError: the dim is not divisible."""
+    # this rank's share, along ``dim``, of what all ranks have. Raises ValueError: the dim is not divisible
     return scatter_to(inp, group or world_group(), dim)
 
 
 def reduce_forward_output(inp: Tensor, group: Group | None = None) -> Tensor:
-    """Return the sum over the ranks."""
     return reduce_from(inp, group or world_group())
 
 
 def reduce_backward_grad(inp: Tensor, group: Group | None = None) -> Tensor:
-    """Return ``inp`` itself; its gradient is summed over the ranks."""
+    # ``inp`` itself; its gradient is summed over the ranks
     return copy_to(inp, group or world_group())
 
 
@@ -190,12 +188,12 @@ class RngTracker:
 
 
 def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
-    """Return the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator."""
+    # the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator
     return RngTracker(group or world_group())
 
 
 def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
-    """Seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp."""
+    # seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp
     seed += 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -253,7 +251,6 @@ def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator
 
 
 def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
-    """Return ("partition", axis), ("partial", None), or (None, None), from the lines so far."""
     known, module = find_kind(sch.mod), sch.mod
     found: tuple[str | None, int | None] = (None, None)
     for line in sch.schedule.directives:
@@ -275,18 +272,17 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
 
 
 def is_by_channels(module: nn.Module) -> bool:
-    """Return whether each output depends on one input only, as in BatchNorm: if split, there is nothing to sum."""
+    # whether each output depends on one input only, as in BatchNorm: if split, there is nothing to sum
     kind = find_kind(module)
     return kind is not None and kind.by_channel
 
 
 def is_reshard(op: str) -> bool:
-    """Return whether an operation is one of the reshards of early versions, such as "RS->SR"."""
     return op in RESHARDS
 
 
 def put_reshard(line: Selection, path: str, mode: str, op: str, kwargs: dict[str, Any]) -> None:
-    """Add a change of split of the last two dims, R whole and S split. Raises ConfigError: bwd_post, or keywords."""
+    # add a change of split of the last two dims, R whole and S split. Raises ConfigError: bwd_post, or keywords
     if kwargs:
         raise ConfigError(f"sync on {path}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
     if mode == "bwd_post":
@@ -384,7 +380,6 @@ class SlapoSchedule:
         return any(name == path for name, _ in self.mod.named_modules() if name)
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, SlapoSchedule]]:
-        """Yield (path from here, schedule) of this module and of all its submodules."""
         for path, _ in self.mod.named_modules():
             yield f"{prefix}.{path}".strip("."), self[path] if path else self
 
@@ -404,7 +399,7 @@ class SlapoSchedule:
         method_of(self.mod).sync(self, _OLD_MODES.get(mode, mode), sync_op_or_fn, **kwargs)
 
     def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
-        """Add the collective of ``sync`` for a class without its own ShardMethod."""
+        # add the collective of ``sync`` for a class without its own ShardMethod
         if mode not in MODES:
             raise ConfigError(
                 f"sync on {self.path}: mode {mode!r} is not known, only {', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
@@ -500,7 +495,6 @@ class SlapoSchedule:
 def create_schedule(
     root: nn.Module, name: str = "", path: str = "", parent: SlapoSchedule | None = None, group: Group | None = None
 ) -> SlapoSchedule:
-    """Create a schedule with Slapo's API."""
     if parent is None:
         return SlapoSchedule(Schedule(root, Mesh(tp=group or world_group()), seq_dim=0), name=name)
     found = parent.schedule.model.get_submodule(path)
@@ -517,7 +511,6 @@ def _remember(model: nn.Module) -> Metadata:
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
-    """List the primitives, or return them by name."""
     if name_only:
         return [*BUILT_IN, *PRIMITIVES]
     return {**{name: getattr(SlapoSchedule, name) for name in BUILT_IN}, **{name: cls.apply for name, cls in PRIMITIVES.items()}}
@@ -575,7 +568,6 @@ def _device(model: nn.Module, group: Group) -> torch.device:
 
 
 def _mark(t: Tensor) -> Tensor:
-    """Fill a tensor with a value that no initialiser draws."""
     return t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min)
 
 
@@ -618,7 +610,7 @@ def _draw(model: nn.Module, init: bool | Callable[..., Any], only: set[str] | No
 
 
 def _arguments(function: Callable[..., Any]) -> int:
-    """Return the number of arguments to pass: 1, or 2 if the function takes the path as well."""
+    # the number of arguments to pass: 1, or 2 if the function takes the path as well
     try:
         kinds = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
@@ -702,7 +694,6 @@ def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
 
 
 def _follow(split: list[tuple[SlapoSchedule, str, int]], step: str, ranks: int) -> None:
-    """Call preproc or postproc of the shard methods of these modules."""
     for sub, name, axis in split:
         tensor = tensor_of(sub.mod, name)
         if tensor is not None and -tensor.ndim <= axis < tensor.ndim:
@@ -710,7 +701,7 @@ def _follow(split: list[tuple[SlapoSchedule, str, int]], step: str, ranks: int) 
 
 
 def _note_shapes(applied: Applied) -> None:
-    """Set ``orig_shape`` of split parameters, which Slapo's users rely on."""
+    # set ``orig_shape`` of split parameters, which Slapo's users rely on
     for name, parameter in applied.model.named_parameters():
         if name in applied.splits:
             parameter.orig_shape = torch.Size(applied.specs[name].shape)  # type: ignore[attr-defined]
@@ -793,7 +784,6 @@ class Verify:
         )
 
     def _settled(self, model: nn.Module) -> nn.Module:
-        """Copy a model and initialise it, ready to compute."""
         copied = copy.deepcopy(model)
         settle_weights(copied, self.options.init_weights, self.sch.group)
         if self.device is not None:
@@ -823,7 +813,7 @@ def _seed(*_: Any) -> None:
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Return positional inputs by their names in the forward's signature. Raises ConfigError: it has too few names."""
+    # positional inputs by their names in the forward's signature. Raises ConfigError: it has too few names
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     kinds = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -836,7 +826,6 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def _take_over(now: nn.Module, whole: nn.Module) -> None:
-    """Copy the weights that both models have, which one of them may have initialised separately."""
     known = dict((*whole.named_parameters(), *whole.named_buffers()))
     with torch.no_grad():
         for name, tensor in (*now.named_parameters(), *now.named_buffers()):

@@ -74,8 +74,6 @@ def documented_parser(prog: str | None, text: str | None, epilog: str | None = N
 
     Args:
         prog: name of the program; None: the script's.
-        text: the docstring.
-        epilog: end of --help.
     """
     return CommandParser(prog=prog, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
 

@@ -58,7 +58,6 @@ class FaultPlan:
 
         Args:
             enabled: whether --enable-fault-injection was given.
-            rank: this process's rank.
             attempt: number of restarts of the job so far.
         Raises:
             ConfigError: the variable is set but not enabled, or cannot be parsed.

@@ -210,7 +210,6 @@ def read_text(path: str | Path, name: str, max_bytes: int, kind: str) -> str:
 
     Args:
         name: name of the file in messages, with the flag that gave it.
-        max_bytes: size limit.
         kind: the expected kind, such as "a file of flags".
     Raises:
         ConfigError: it cannot be read, is too large, or not UTF-8.

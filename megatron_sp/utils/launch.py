@@ -55,18 +55,16 @@ class Launch:
     Attributes:
         rank, world_size: among all processes.
         local_rank, local_world_size: among those of this host.
-        attempt: how often this host has started it again: torchrun's count, and that of scripts/launch.sh.
-        address: host and port at which the ranks meet; None: there is one rank.
-        launcher: program that started it, torchrun, mpirun or srun; empty: none.
     """
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    attempt: int
+    attempt: int  # how often this host has started it again: torchrun's count, and that of scripts/launch.sh
+    # host and port at which the ranks meet; None: there is one rank
     address: Address | None = field(default=None, compare=False)
-    launcher: str = field(default="", compare=False)
+    launcher: str = field(default="", compare=False)  # program that started it, torchrun, mpirun or srun; empty: none
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Launch:
@@ -166,7 +164,7 @@ class _Variables:
         return self.number(name, high=max(0, size - 1), rule=f"at least 0 and less than {of} ({size})")
 
     def address(self, size: int, host: str | None = None, port: int = _DEFAULT_PORT) -> Address | None:
-        """Return where the ranks meet: MASTER_ADDR and MASTER_PORT, else these defaults; without a host the first is required."""
+        # where the ranks meet: MASTER_ADDR and MASTER_PORT, else these defaults; without a host the first is required
         if size <= 1:
             return None
         address = self.env.get("MASTER_ADDR") or host
@@ -204,7 +202,7 @@ class _Variables:
         return Launch(rank, local_rank, size, here, self.attempt(), self.address(size), "torchrun")
 
     def mpi(self) -> _Mpi | None:
-        """Return the variables of the MPI that started this process; None if there are none, or if srun did it in its stead."""
+        # the variables of the MPI that started this process; None if there are none, or if srun did it in its stead
         matching = next((mpi for mpi in _MPIS if mpi.rank in self.env and mpi.size in self.env), None)
         if matching is not None and self.is_step():
             env = self.env

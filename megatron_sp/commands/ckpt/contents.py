@@ -83,7 +83,7 @@ def show(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Sequ
 
 
 def _matching(tensors: Tensors, pattern: str) -> list[str]:
-    """Return the names that equal the pattern or match it as a shell pattern. Raises CheckpointError: no name does."""
+    # the names that equal the pattern or match it as a shell pattern. Raises CheckpointError: no name does
     names = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
     if not names:
         near = difflib.get_close_matches(pattern, list(tensors), n=3, cutoff=0.4) or sorted(tensors)[:3]
@@ -207,8 +207,6 @@ class TensorDifference(NamedTuple):
     Attributes:
         a, b: dtype and shape; None if the tensor is absent.
         max_abs, max_rel: max|a-b|, and max|a-b| / max|b|; None if values were not compared.
-        beyond: number of values beyond the tolerances.
-        values: number of all values.
     """
 
     name: str
@@ -216,7 +214,7 @@ class TensorDifference(NamedTuple):
     b: str | None
     max_abs: float | None = None
     max_rel: float | None = None
-    beyond: int = 0
+    beyond: int = 0  # number of values beyond the tolerances
     values: int = 0
 
 
@@ -273,7 +271,7 @@ def diff(a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: flo
 
 
 def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
-    """Return the differences of ``state.json``: progress, schedule, flags; layout and versions do not count."""
+    # the differences of ``state.json``: progress, schedule, flags; layout and versions do not count
     states = [read_state(folder) for folder in folders]
     layouts = [layout_words(layout_of(listed, state)) for listed, state in zip(lists, states, strict=True)]
     rows = [Difference(key, states[0].get(key), states[1].get(key)) for key in (*_PROGRESS, *_STATE)]
@@ -292,7 +290,7 @@ def _state_differences(folders: Sequence[Path], lists: Sequence[Manifest]) -> li
 def _tensor_differences(
     folders: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None
 ) -> list[TensorDifference]:  # fmt: skip
-    """Return the tensors that are in one checkpoint only, or differ in dtype, shape or values."""
+    # the tensors that are in one checkpoint only, or differ in dtype, shape or values
     from megatron_sp.commands.ckpt.tensors import distances
 
     def words(tensor: tuple[str, tuple[int, ...]] | None) -> str | None:

@@ -37,17 +37,11 @@ _HEADINGS = ("folder", "saved", "size", "files", "tensors", "parameters", "optim
 
 
 class CheckpointPath(NamedTuple):
-    """Meaning of a path on the command line.
+    """Meaning of a path on the command line."""
 
-    Attributes:
-        folder: folder of the step folders.
-        run: run folder, with LOCK and metrics.jsonl; None for step folders outside of a run.
-        only: the step folder, if the path names a single one; else None.
-    """
-
-    folder: Path
-    run: Path | None
-    only: Path | None = None
+    folder: Path  # folder of the step folders
+    run: Path | None  # run folder, with LOCK and metrics.jsonl; None for step folders outside of a run
+    only: Path | None = None  # the step folder, if the path names a single one; else None
 
 
 def resolve(path: Path) -> CheckpointPath:
@@ -65,7 +59,7 @@ def resolve(path: Path) -> CheckpointPath:
 
 
 def resolve_runs(path: Path) -> list[CheckpointPath]:
-    """Resolve a path like ``resolve``, and a folder of runs to all of them."""
+    # resolve a path like ``resolve``, and a folder of runs to all of them
     place = resolve(path)
     if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
         runs = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir())
@@ -90,23 +84,18 @@ class Entry:
     """One folder of a survey.
 
     Attributes:
-        kind: ``step``, or the kind of leftover: ``part``, ``replaced``, ``abandoned``.
         num_bytes, num_files: bytes and files now on disk, whatever the manifest lists.
-        saved: time of the save, in seconds since 1970.
-        manifest: None if there is no valid one.
-        state: contents of ``state.json``; empty if it cannot be read.
-        problems: problems that manifest, state and sizes show.
     """
 
     path: Path
     step: int
-    kind: str
+    kind: str  # ``step``, or the kind of leftover: ``part``, ``replaced``, ``abandoned``
     num_bytes: int = 0
     num_files: int = 0
-    saved: float = 0.0
-    manifest: Manifest | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    saved: float = 0.0  # time of the save, in seconds since 1970
+    manifest: Manifest | None = None  # None if there is no valid one
+    state: dict[str, Any] = field(default_factory=dict)  # contents of ``state.json``; empty if it cannot be read
+    problems: list[str] = field(default_factory=list)  # problems that manifest, state and sizes show
 
 
 @dataclass
@@ -115,22 +104,18 @@ class Survey:
 
     Attributes:
         steps, leftovers: step folders, and partial, abandoned and replaced ones, in order of steps.
-        latest: the step that the file ``latest`` names.
-        writer: holder of the run's lock.
-        losses: step -> its training record in ``metrics.jsonl``, without records that a resume has undone.
-        notes: irregularities of the folder.
     """
 
     place: CheckpointPath
     steps: list[Entry] = field(default_factory=list)
     leftovers: list[Entry] = field(default_factory=list)
-    latest: int | None = None
-    writer: Holder | None = None
+    latest: int | None = None  # the step that the file ``latest`` names
+    writer: Holder | None = None  # holder of the run's lock
+    # step -> its training record in ``metrics.jsonl``, without records that a resume has undone
     losses: dict[int, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def is_written(self) -> bool:
-        """Return whether a job may be saving here."""
         return self.writer is not None and self.writer.may_write
 
     def newest(self) -> Entry | None:
@@ -140,7 +125,7 @@ class Survey:
         return max(aside, key=lambda entry: entry.step) if aside else newest
 
     def resumes_from(self) -> Entry | None:
-        """Return the entry that a resume would load; None if the newest one is not complete."""
+        # the entry that a resume would load; None if the newest one is not complete
         newest = self.newest()
         return None if newest is None or newest.problems else newest
 
@@ -259,7 +244,7 @@ def _row(listing: Survey, entry: Entry) -> tuple[str, ...]:
 
 
 def _health(listing: Survey, entry: Entry) -> str:
-    """Return the state of an entry: complete, damaged, being written or deleted, unfinished, set aside, abandoned."""
+    # the state of an entry: complete, damaged, being written or deleted, unfinished, set aside, abandoned
     if entry.kind == "part":
         return "being written or deleted" if listing.is_written() else "unfinished"
     word = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}[entry.kind]
@@ -267,7 +252,6 @@ def _health(listing: Survey, entry: Entry) -> str:
 
 
 def _advice(listing: Survey) -> list[str]:
-    """Return notes and advice for the user, one line each."""
     run, newest, lines = listing.place.run or listing.place.folder, listing.newest(), list(listing.notes)
     if listing.is_written() and listing.writer is not None:
         lines.append(f"a job is writing here: {listing.writer.who}, last sign of life {listing.writer.age_s:.0f} s ago")
@@ -385,7 +369,6 @@ def prune(path: Path, *, keep_last: int | None, keep_every: int | None, leftover
         keep_last: number of sound checkpoints to keep; None: no step is deleted.
         keep_every: also keep multiples of this step number.
         leftovers: also delete unfinished and set-aside folders.
-        dry_run: delete nothing.
     Raises:
         ConfigError: the flags request nothing, or are out of range.
         LockError: a job is writing to this run.
@@ -440,7 +423,7 @@ def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None,
 
 
 def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
-    """Delete unfinished and set-aside folders, unless one may still be needed; return the freed bytes."""
+    # delete unfinished and set-aside folders, unless one may still be needed; return the freed bytes
     left = {
         entry.name: kind
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)

@@ -56,9 +56,7 @@ class Values:
     """Statistics of a tensor; all except the counts are of finite values only.
 
     Attributes:
-        count: number of all values.
         nans, infinities, zeros: number of such values.
-        norm: square root of the sum of squares.
     """
 
     count: int = 0
@@ -68,7 +66,7 @@ class Values:
     smallest: float = math.inf
     largest: float = -math.inf
     mean: float = 0.0
-    norm: float = 0.0
+    norm: float = 0.0  # square root of the sum of squares
     _squares: float = 0.0  # of the distances from the mean
     _finite: int = 0
 
@@ -122,18 +120,11 @@ def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, dict[str, Any
 
 @dataclass
 class Distance:
-    """Distance of values a from values b.
+    """Distance of values a from values b."""
 
-    Attributes:
-        max_abs: max|a-b|; inf if only one of the two is finite, or they are different infinities.
-        largest: max|b| over finite values.
-        beyond: number of values with |a-b| > atol + rtol*|b|; NaN equals NaN.
-        count: number of all values.
-    """
-
-    max_abs: float = 0.0
-    largest: float = 0.0
-    beyond: int = 0
+    max_abs: float = 0.0  # max|a-b|; inf if only one of the two is finite, or they are different infinities
+    largest: float = 0.0  # max|b| over finite values
+    beyond: int = 0  # number of values with |a-b| > atol + rtol*|b|; NaN equals NaN
     count: int = 0
 
     @classmethod
@@ -226,7 +217,6 @@ def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
 
 
 def _unpaired(tensors: Tensors) -> Iterator[str]:
-    """Yield optimizer state that is of no weight or of another shape, and kinds of it that a weight lacks."""
     weights, owned = weights_of(tensors), defaultdict(set)
     for name, (_, shape) in sorted(tensors.items()):
         kind, weight = kind_of(name)
@@ -271,7 +261,6 @@ def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int
     """Return the global shape of every parameter of a configuration's model, which is built without memory for it.
 
     Args:
-        stored_config: configuration in ``state.json``.
         tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does
             not.
     Raises:
@@ -350,7 +339,7 @@ def merge(
 
 
 def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
-    """Return the tensors to write; weights of another dtype come from the master weights, to round only once."""
+    # the tensors to write; weights of another dtype come from the master weights, to round only once
 
     def read(name: str, wanted: torch.dtype) -> Tensor:
         return finite.look(name, reader.read(name), wanted).to(wanted)
@@ -366,7 +355,6 @@ def _sources(reader: NativeReader, finite: FiniteTensors, weights_only: bool, dt
 
 
 def _copy_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:
-    """Copy the run's tokenizer to the output. Raises DataError if it is damaged, DiskError if it cannot be written."""
     record = kept.Record.from_json(state.get("tokenizer"))
     if record is None:
         return

@@ -55,7 +55,7 @@ def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: 
 
 
 def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``megatron-sp schedule train`` with its own flags; all others are those of a training."""
+    # add ``megatron-sp schedule train`` with its own flags; all others are those of a training
     text = "train a transformers model from a local folder; start it with torchrun -m megatron_sp; other flags: those of pretrain_gpt.py"
     parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".")
     plan = "plan.yaml; `auto`: the preset of the model's family; your own MODULE:FUNCTION, which gets (schedule, seq)"

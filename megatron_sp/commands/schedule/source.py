@@ -159,7 +159,6 @@ def _module(place: str, name: str) -> ModuleType:
 
 
 def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
-    """Return a description of an error in the user's own code, with its place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frames[-1].filename}:{frames[-1].lineno}"
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

@@ -86,7 +86,6 @@ class Writer:
             raise ConfigError(f"{self.plan} says zero, which is a flag of a training: take the line out, and give --zero-stage")
 
     def _require_same(self, s: Schedule, seq: bool) -> None:
-        """Raise ConfigError if the plan and --sequence-parallel differ about sharding activations between the layers."""
         says = any(d.do == "sequence" for d in s.directives)
         if says != seq and s.mesh.tp.size() > 1:
             raise ConfigError(
@@ -115,10 +114,7 @@ def parse_external(
     """Return (configuration, folder of the model or None), for an entry point; prints and exits like ``parse_config``.
 
     Args:
-        argv: the arguments after the program's name (default: this process's).
-        description: first line of --help.
         family: "gpt" or "bert": the kind of data that the model is trained on.
-        prog: the program's name in --help.
     """
     from megatron_sp.commands.pretrain import parse_config  # not for `megatron-sp --help`
 
@@ -140,7 +136,7 @@ def parse_external(
 
 
 def _shape(folder: str) -> dict[str, int]:
-    """Return the shape of a folder's model; transformers is imported only if the file does not name it as most do."""
+    # the shape of a folder's model; transformers is imported only if the file does not name it as most do
     shape = shape_of(folder)
     if all(field in shape for field in REQUIRED):
         return shape
@@ -150,14 +146,14 @@ def _shape(folder: str) -> dict[str, int]:
 
 
 def _told(error: ReportedError) -> int:
-    """Print a message, on the first rank; return the exit code."""
+    # print a message, on the first rank; return the exit code
     if is_first_rank():
         print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 
 
 def take_folder(words: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without ``--model FOLDER``, and the folder."""
+    # the arguments without ``--model FOLDER``, and the folder
     rest, folder, at = [], None, 0
     while at < len(words):
         name, equals, value = words[at].partition("=")

@@ -45,19 +45,12 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the action to perform, and its configuration.
+    """A parsed command line: the action to perform, and its configuration."""
 
-    Attributes:
-        action: "run", or "help", "print-config" or "dry-run" instead of a run.
-        config: normalised and validated; None if ``action`` is "help".
-        world_size: number of processes that the configuration is for.
-        dry_run: output format of a dry run, "text" or "json".
-    """
-
-    action: str
-    config: Config | None
-    world_size: int = 1
-    dry_run: str = "text"
+    action: str  # "run", or "help", "print-config" or "dry-run" instead of a run
+    config: Config | None  # normalised and validated; None if ``action`` is "help"
+    world_size: int = 1  # number of processes that the configuration is for
+    dry_run: str = "text"  # output format of a dry run, "text" or "json"
 
 
 def read_request(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Request:
@@ -127,7 +120,6 @@ def _configure(line: CommandLine, world_size: int | None, family: str | None) ->
 
 
 def _broken_rules(draft: Draft, line: CommandLine, world_size: int) -> list[str]:
-    """Return a message for each rule that is violated, whatever is meant by the settings that could not be read."""
     trial = normalize(copy.deepcopy(draft.config))
     if not draft.problems and not out_of_range(trial):
         return violations(trial, world_size)
@@ -141,7 +133,6 @@ def _broken_rules(draft: Draft, line: CommandLine, world_size: int) -> list[str]
 
 
 def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
-    """Return the program's own settings, then those of the files, then those of the command line."""
     own = [] if family is None else [Setting("model-family", (family,), "this program")]
     of_files: list[Setting] = []
     for path in line.config_files:
@@ -222,7 +213,6 @@ def _note(line: CommandLine, setting: Setting) -> None:
 
 
 def _num_words(name: str, rest: list[str]) -> int:
-    """Return how many of the words that follow a flag belong to it."""
     following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
     if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
         return 1
@@ -233,7 +223,7 @@ def _num_words(name: str, rest: list[str]) -> int:
 
 
 def _arity(name: str) -> int:
-    """Return how many words a flag takes; ``ANY``: as many as follow."""
+    # how many words a flag takes; ``ANY``: as many as follow
     if name in targets():
         kind = targets()[name].kind
         return 0 if kind.base == "bool" else ANY if kind.many else 1
@@ -252,7 +242,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Draft:
-    """Return the configuration that ``settings`` describe, with everything that is wrong with them."""
+    # the configuration that ``settings`` describe, with everything that is wrong with them
     config = Config()
     of_preset = _start_from_preset(config, settings)
     draft, foreign = Draft(config, [*problems, *of_preset]), None
@@ -291,14 +281,13 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Dra
 
 
 def _is_plain(setting: Setting) -> bool:
-    """Return whether a setting is the value of one of our fields, or a preset."""
     name = setting.name
     is_list = name == "num-experts" and len(setting.words) > 1  # Megatron-DeepSpeed's
     return name == "preset" or (name in targets() and name not in TOKEN_FLAGS and not is_list)
 
 
 def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
-    """Set the model's fields from the last --preset; return problems with it."""
+    # set the model's fields from the last --preset; return problems with it
     given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
     if "preset" not in given:
         return []

@@ -18,21 +18,13 @@ _SHOWN = 60  # most keys that the note about ignored ones names
 
 
 class Claim(NamedTuple):
-    """A value in the file for one of our fields.
-
-    Attributes:
-        field: "group.name".
-        value: the field's value.
-        where: for messages, such as "ds.json: zero_optimization.stage (2)".
-        weak: a default of DeepSpeed, which applies if no value is given and contradicts none.
-        needs: (field, value), a condition without which it does not apply.
-    """
+    """A value in the file for one of our fields."""
 
     field: str
     value: Any
-    where: str
-    weak: bool = False
-    needs: tuple[str, Any] | None = None
+    where: str  # for messages, such as "ds.json: zero_optimization.stage (2)"
+    weak: bool = False  # a default of DeepSpeed, which applies if no value is given and contradicts none
+    needs: tuple[str, Any] | None = None  # (field, value), a condition without which it does not apply
 
 
 @dataclass
@@ -40,16 +32,12 @@ class DeepSpeedConfig:
     """Contents of a file.
 
     Attributes:
-        name: name of the file, for messages.
-        claims: values of our fields.
-        accumulation: micro-batches per step; there is no such flag, it follows from the batch sizes.
         ignored, unknown: paths of keys.
-        problems: error messages.
     """
 
-    name: str
+    name: str  # name of the file, for messages
     claims: list[Claim] = field(default_factory=list)
-    accumulation: int | None = None
+    accumulation: int | None = None  # micro-batches per step; there is no such flag, it follows from the batch sizes
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -70,7 +58,6 @@ def settle(found: DeepSpeedConfig, config: Config, world_size: int) -> list[str]
     """Write the file's values into ``config``.
 
     Args:
-        found: the file.
         config: configuration from the command line, neither normalised nor validated; modified in place, ``given`` too.
         world_size: number of processes, for the batch sizes.
     Returns:

@@ -40,7 +40,6 @@ def read_deepspeed_config(path: str, rate: str | None = None) -> DeepSpeedConfig
     """Read and interpret a file.
 
     Args:
-        path: the file.
         rate: where the learning rate is given outside of it, for the message that the ``optimizer`` block is not read.
     Raises:
         ConfigError: it cannot be read, is not a JSON object, has a duplicate name, or exceeds the limits.

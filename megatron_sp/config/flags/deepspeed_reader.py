@@ -20,7 +20,6 @@ def short(value: Any) -> str:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether the value of an unsupported key disables its feature."""
     if isinstance(value, dict):
         return value.get("enabled") is False or all(map(_is_off, value.values()))
     return value in (None, False, 0, "auto", "none")
@@ -31,17 +30,11 @@ Handler = Callable[["Reader", str, Any], None]
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of a block.
+    """Keys of a block."""
 
-    Attributes:
-        handlers: keys with a meaning, and their handlers.
-        ignored: keys without a meaning.
-        refused: unsupported keys -> what to use instead.
-    """
-
-    handlers: Mapping[str, Handler]
+    handlers: Mapping[str, Handler]  # keys with a meaning, and their handlers
     ignored: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)  # unsupported keys -> what to use instead
 
 
 class Reader:

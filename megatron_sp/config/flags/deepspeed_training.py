@@ -110,7 +110,6 @@ def handle_scheduler(reader: Reader, place: str, value: Any) -> None:
 
 
 def _ways(kind: Any, params: dict[str, Any]) -> str:
-    """Return the flags of the most similar schedule."""
 
     def word(key: str, default: str) -> str:
         value = params.get(key)
@@ -157,7 +156,6 @@ _PARTS = {
 
 
 def _lengths(reader: Reader, place: str, block: dict[str, Any]) -> None:
-    """Claim a curriculum of the sequences' length."""
     kind, config = block.get("schedule_type"), reader.object(f"{place}.schedule_config", block.get("schedule_config", {}))
     if not isinstance(kind, str) or kind not in _PARTS:
         reader.refuse(f"{place}.schedule_type", kind, f"the schedules are {', '.join(_PARTS)}; use one of them, or remove the block")

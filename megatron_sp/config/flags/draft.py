@@ -15,21 +15,13 @@ from megatron_sp.config.schema import GROUPS, Config
 
 @dataclass
 class Draft:
-    """A configuration, and what is known of the settings that could not be read.
-
-    Attributes:
-        config: the configuration so far.
-        problems: everything that is wrong so far; one error lists it all.
-        meant: fields that were given in a way that cannot be read.
-        perhaps: fields that may have been meant.
-        unread: names of the settings that could not be read.
-    """
+    """A configuration, and what is known of the settings that could not be read."""
 
     config: Config
-    problems: list[str]
-    meant: set[tuple[str, str]] = field(default_factory=set)
-    perhaps: set[tuple[str, str]] = field(default_factory=set)
-    unread: set[str] = field(default_factory=set)
+    problems: list[str]  # everything that is wrong so far; one error lists it all
+    meant: set[tuple[str, str]] = field(default_factory=set)  # fields that were given in a way that cannot be read
+    perhaps: set[tuple[str, str]] = field(default_factory=set)  # fields that may have been meant
+    unread: set[str] = field(default_factory=set)  # names of the settings that could not be read
 
     def attempt(self, setting: Setting, handle: Callable[[Setting], None]) -> None:
         """Call ``handle`` for a setting; what is wrong with it is one of the draft's problems."""

@@ -55,7 +55,6 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
         config: all other settings; neither normalised nor validated. Modified in place, ``given`` too.
         settings: all of them, for the names that were used.
         held: those of ``HELD``, and --num-experts with its words if they are several, by name.
-        processes: of the run.
     Returns:
         A line for each flag without effect; what was assumed is told in ``config.understood``.
     Raises:
@@ -96,7 +95,6 @@ def settle_expert_dialect(config: Config, settings: Sequence[Setting], held: dic
 
 
 def _defaults(config: Config, whose: str) -> dict[str, Any]:
-    """Return what the program assumes of the fields that were not given."""
     layers = config.model.num_layers or 1
     found: dict[str, Any] = {
         "moe_router_topk": 1,
@@ -108,7 +106,7 @@ def _defaults(config: Config, whose: str) -> dict[str, Any]:
 
 
 def _assume(config: Config, assumed: dict[str, Any], whose: str) -> list[str]:
-    """Set fields; return one line about those that this changes."""
+    # set fields; return one line about those that this changes
     changed = [name for name, value in assumed.items() if ("model", name) not in config.given and getattr(config.model, name) != value]
     for name in changed:
         setattr(config.model, name, assumed[name])
@@ -117,7 +115,7 @@ def _assume(config: Config, assumed: dict[str, Any], whose: str) -> list[str]:
 
 
 def _left_to_megatron(config: Config, whose: str, name: str) -> list[str]:
-    """Say which defaults are not those of ``whose``, because a name of Megatron's was given."""
+    # say which defaults are not those of ``whose``, because a name of Megatron's was given
     left = [f"--{field.replace('_', '-')} {getattr(config.model, field):g}" for field in ("moe_router_topk", "moe_aux_loss_coeff")
             if ("model", field) not in config.given]  # fmt: skip
     left += ["experts in every layer"] if ("model", "moe_layer_freq") not in config.given else []
@@ -127,7 +125,7 @@ def _left_to_megatron(config: Config, whose: str, name: str) -> list[str]:
 
 
 def _places(config: Config, setting: Setting) -> list[bool]:
-    """Set the number of experts from a list; return which of its places have any."""
+    # set the number of experts from a list; return which of its places have any
     counts: list[int] = [_value("int", Setting(setting.name, (word,), setting.where)) for word in setting.words]
     several = sorted({count for count in counts if count != 1})
     if len(several) > 1:
@@ -165,7 +163,6 @@ def _layers(config: Config, setting: Setting | None, places: list[bool] | None) 
 
 
 def _loss_weight(config: Config, held: dict[str, Setting]) -> list[str]:
-    """Set the coefficient of the balance loss, which megablocks divides by the number of layers."""
     setting = held.get("moe-loss-weight")
     if setting is None:
         return []
@@ -175,7 +172,6 @@ def _loss_weight(config: Config, held: dict[str, Setting]) -> list[str]:
 
 
 def _shares(config: Config, held: dict[str, Setting], processes: int) -> list[str]:
-    """Deal the experts to as many ranks as can have the same number of them."""
     setting, parallel = held.get("moe-expert-model-parallelism"), config.parallel
     if setting is None or ("parallel", "expert_model_parallel_size") in config.given:
         return []

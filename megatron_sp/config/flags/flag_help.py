@@ -61,7 +61,6 @@ def flags_of(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def _described_flags(cls: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of each flag of a group, with a placeholder of its value, and its description."""
     kinds = field_kinds(cls)
     for item in flags_of(cls):
         kind = kinds[item.name]
@@ -91,5 +90,5 @@ def _entry(names: str, text: str, width: int) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int) -> str:
-    """Wrap text between words; flags are not broken at their hyphens, so that they can be copied."""
+    # wrap text between words; flags are not broken at their hyphens, so that they can be copied
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)

@@ -87,7 +87,6 @@ class ForeignFlags:
         self.draft.assign(Setting(names.GROUP_FILES[setting.name], texts, setting.where))
 
     def _split_profile_steps(self, setting: Setting) -> None:
-        """Assign Megatron-DeepSpeed's "first,last" to our two flags."""
         steps = FieldKind("str").parse(setting.words).split(",")
         if len(steps) != 2:
             raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
@@ -95,7 +94,6 @@ class ForeignFlags:
             self.draft.assign(Setting(flag, (step,), setting.where))
 
     def _take_step_of_tag(self, setting: Setting) -> None:
-        """Assign the step in the name of one of Megatron-DeepSpeed's folders."""
         tag = FieldKind("str").parse(setting.words)
         found = re.fullmatch(r"(?:global_step|step-)0*(\d+)(?:_universal)?", tag)
         if found is None:
@@ -186,7 +184,6 @@ class ForeignFlags:
 
 
 def _asks(setting: Setting) -> bool:
-    """Return whether a setting enables the feature that it is about, if there is one."""
     harmless = (*names.HARMLESS_VALUES.get(setting.name, ()), *names.OFF_VALUES.get(setting.name, ()), "0")
     return not setting.words or not (_is_off(setting.words) or all(word in harmless for word in setting.words))
 

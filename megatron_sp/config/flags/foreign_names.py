@@ -21,15 +21,10 @@ from megatron_sp.config.flags.flag_names import ANY, OWN_SPECIAL, targets
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Translation of one flag to settings of other flags.
+    """Translation of one flag to settings of other flags."""
 
-    Attributes:
-        to: (flag, value) pairs; the value None stands for the flag's own words.
-        weak: applies only if the other flag is not given itself.
-    """
-
-    to: tuple[tuple[str, str | None], ...]
-    weak: bool = False
+    to: tuple[tuple[str, str | None], ...]  # (flag, value) pairs; the value None stands for the flag's own words
+    weak: bool = False  # applies only if the other flag is not given itself
 
     @property
     def takes_value(self) -> bool:
@@ -121,7 +116,7 @@ GROUP_FILES = {f"{part}-weighted-split-paths-path": f"{part}-weighted-split-path
 
 
 def _read_tables(path: Path) -> dict[str, dict[str, str]]:
-    """Return the sections of the table of flags: by title, the reason of each name."""
+    # the sections of the table of flags: by title, the reason of each name
     tables: dict[str, dict[str, str]] = {}
     names: dict[str, str] = {}
     reason, is_whole = "", True
@@ -230,7 +225,6 @@ def foreign_arity(name: str) -> int:
 
 @cache
 def offered() -> tuple[str, ...]:
-    """Return every flag name that is accepted, our own first."""
     tables = (targets(), SPECIAL, REWRITTEN, IGNORED_SWITCHES, IGNORED_VALUES)
     return tuple(name for table in tables for name in table)
 

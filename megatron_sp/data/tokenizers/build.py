@@ -22,7 +22,6 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     NullTokenizer.
 
     Args:
-        data: the flags.
         vocab_size: --vocab-size, entries of the model's vocabulary; it may exceed the tokenizer's, never the other way
             round.
     Raises:

@@ -164,11 +164,7 @@ def name_kept(data: DataConfig, record: Record, folder: Path) -> None:
 
 
 def find_moved(data: DataConfig, step_dir: Path) -> None:
-    """Redirect tokenizer paths that no longer exist to files of the same name in the run, if there are any.
-
-    Args:
-        data, step_dir: as for ``take``.
-    """
+    """Redirect tokenizer paths that no longer exist to files of the same name in the run, if there are any."""
     run = _places(step_dir)[0]
     for field in _PATHS:
         named = getattr(data, field)

@@ -51,7 +51,6 @@ def train_sentencepiece(
     """Train a SentencePiece model on ``texts`` and write it to ``model``, atomically.
 
     Args:
-        texts: documents.
         model: path of the ``.model`` file.
         vocab_size: number of ids, including the 256 bytes and the end-of-document token (``<eod>``).
         sample_bytes: approximate amount of text to train on.

@@ -41,7 +41,6 @@ class BertEvaluation:
 
         Args:
             split: weights of the parts, as in training; None: use the whole data set.
-            part: one of ``PARTS``.
         """
         with self.team.agree():
             dataset = self._dataset(prefix, split, part)

@@ -48,7 +48,6 @@ class GPTEvaluation:
 
         Args:
             split: weights of the parts, as in training; None: use the whole data set.
-            part: one of ``PARTS``.
         Raises:
             DataError: a file cannot be read, a token is outside the vocabulary, or there are fewer than two tokens.
         """

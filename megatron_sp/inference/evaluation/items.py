@@ -156,11 +156,7 @@ def last_word(scores: Sequence[RowScore]) -> Numbers:
 
 
 def multiple_choice(items: Sequence[Choices], losses: Sequence[Sequence[float]]) -> Numbers:
-    """Compute accuracy by the likeliest choice (acc) and by the likeliest per byte (acc_norm); ties go to the first.
-
-    Args:
-        losses: the losses of each item's choices.
-    """
+    """Compute accuracy by the likeliest choice (acc) and by the likeliest per byte (acc_norm); ties go to the first."""
     plain, normed = [], []
     for item, of_item in zip(items, losses, strict=True):
         per_byte = [loss / len(choice.encode()) for loss, choice in zip(of_item, item.choices, strict=True)]

@@ -153,7 +153,6 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
 
     Args:
         length: tokens that the model reads at once.
-        where: for messages.
     Raises:
         DataError: the text alone is too long, or has no tokens.
     """

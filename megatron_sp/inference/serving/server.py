@@ -206,7 +206,7 @@ class _Answer:
         return self.object(self._choices, usage=True)
 
     def object(self, pieces: list[Piece], usage: bool = False) -> dict[str, Any]:
-        """Return the JSON of pieces; without any, and with ``usage``, it is the last chunk of a stream with ``include_usage``."""
+        # the JSON of pieces; without any, and with ``usage``, it is the last chunk of a stream with ``include_usage``
         choices = []
         for piece in pieces:
             lists = [(t.text, t.logprob, t.top, t.offset) for t in piece.tokens]

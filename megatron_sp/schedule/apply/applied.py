@@ -25,29 +25,18 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass
 class Applied:
-    """A model to which a schedule has been applied.
-
-    Attributes:
-        model: the model.
-        mesh: over which it is split.
-        specs: where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed
-            over tp.
-        splits: by name, under all names of split parameters.
-        ulysses: how sequences are cut over sp; None: they are not.
-        zero: owner of parameters, gradients and optimizer state; None: the modules own them.
-        seq_dim: the dim of activations that runs over positions.
-        region: length of the sequence that was cut over tp.
-        lines: all lines that were applied, including those that others imply.
-    """
+    """A model to which a schedule has been applied."""
 
     model: nn.Module
-    mesh: Mesh
+    mesh: Mesh  # over which it is split
+    # where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed over tp
     specs: dict[str, ShardSpec]
-    splits: dict[str, Split] = field(default_factory=dict)
-    ulysses: Ulysses | None = None
-    zero: ZeroTraining | None = None
-    seq_dim: int = 1
-    region: RegionLength = field(default_factory=RegionLength)
+    splits: dict[str, Split] = field(default_factory=dict)  # by name, under all names of split parameters
+    ulysses: Ulysses | None = None  # how sequences are cut over sp; None: they are not
+    zero: ZeroTraining | None = None  # owner of parameters, gradients and optimizer state; None: the modules own them
+    seq_dim: int = 1  # the dim of activations that runs over positions
+    region: RegionLength = field(default_factory=RegionLength)  # length of the sequence that was cut over tp
+    # all lines that were applied, including those that others imply
     lines: list[Directive] = field(default_factory=list)
 
     def complete(self, result: Any) -> Any:
@@ -72,7 +61,7 @@ class Applied:
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def _is_record_share(self, heads: int | None, t: Tensor) -> bool:
-        """Return whether a tensor looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
+        # whether a tensor looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention
         size, length = self.mesh.tp.size(), self.region.positions
         cut = t.ndim == 3 and length > 0 and t.shape[self.seq_dim] * size == length
         return cut or (t.ndim == 4 and t.shape[1] * size == heads and t.shape[2] == t.shape[3])

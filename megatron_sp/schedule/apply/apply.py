@@ -110,7 +110,6 @@ def _cut_sequences(job: ApplyJob) -> Ulysses | None:
 
 
 def _context(job: ApplyJob, line: Directive | None, inner: Directive | None) -> Context | None:
-    """Return attention over the cp ranks, if there is more than one."""
     if line is None:
         return None
     options = {name: value for name, value in line.args.items() if name != "axis"}
@@ -130,7 +129,6 @@ def _shard_parameters(job: ApplyJob, specs: dict[str, ShardSpec]) -> ZeroTrainin
 
 
 def _only_line(job: ApplyJob, do: str) -> Directive | None:
-    """Return the line of a kind that there may be one of. Raises ConfigError if there are several (E10)."""
     lines = [d for d in job.directives if d.do == do]
     if len(lines) > 1:
         raise ConfigError(f"{do} was asked for twice, at {lines[0].where} and at {lines[1].where}: leave one out (E10)")

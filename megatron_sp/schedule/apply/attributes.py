@@ -41,7 +41,6 @@ def set_attributes(job: ApplyJob) -> None:
 
 
 def _require_settable(path: str, module: nn.Module, line: Directive) -> None:
-    """Raise ConfigError if a line has two values, or its attribute is a method, a tensor, a module or a dunder attribute."""
     attribute, value = line.args["attribute"], line.args.get("value")
     if value is not None and "divide" in line.args:
         raise ConfigError(f"set {attribute!r} on {path} wants a value, or divide=, and not both ({line.where})")
@@ -93,7 +92,6 @@ def implied(model: nn.Module, lines: Iterable[Line], size: int) -> list[Directiv
 
 
 def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int, size: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield (attribute, arguments of its set line) for the module around a layer with this number of heads."""
     numbers = {name: value for name, value in vars(attention).items() if type(value) is int}
     few = bool(line.args.get("replicas")) and heads < size and size % heads == 0  # several ranks have the same head
     if heads % size and not few:
@@ -108,7 +106,7 @@ def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int
 
 
 def _width(line: Directive, module: nn.Module) -> int:
-    """Return the width of all heads: the layer's number of outputs, or that of each of its equal blocks; 0: unknown."""
+    # the width of all heads: the layer's number of outputs, or that of each of its equal blocks; 0: unknown
     kind, blocks = find_kind(module), line.args.get("blocks")
     weight = None if kind is None else module._parameters.get(kind.main)
     if kind is None or weight is None or line.do == "row" or not isinstance(blocks, (int, type(None))) or kind.main not in kind.out_dims:

@@ -36,19 +36,14 @@ Ends = tuple[tuple[int, ...], ...]
 
 
 class _NumberOfMask(Tensor):
-    """Number of a mask, in place of the tensor that a model expects. It may be moved and cast; nobody can compute with it.
-
-    Attributes:
-        number: of the mask.
-        why_not: message for a model that wants to see its values or its shape, as those do that choose keys by themselves.
-    """
+    """Number of a mask, in place of the tensor that a model expects. It may be moved and cast; nobody can compute with it."""
 
     number: int
+    # message for a model that wants to see its values or its shape, as those do that choose keys by themselves
     why_not: str
 
     @staticmethod
     def of(number: int, why_not: str) -> _NumberOfMask:
-        """Return the tensor for a number."""
         made = torch.empty(()).as_subclass(_NumberOfMask)
         made.number, made.why_not = number, why_not
         return made
@@ -116,7 +111,7 @@ class Context:
         return cut._replace(shares=cut_row(row, self.cp.size, self._num_chunks(packed)), cp_rank=self.cp.rank)
 
     def _real_tokens(self, mask: Any) -> tuple[int, ...]:
-        """Return the number of tokens of each row from a padding mask [b, s]."""
+        # the number of tokens of each row from a padding mask [b, s]
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ConfigError(
@@ -149,7 +144,6 @@ class Context:
         return _NumberOfMask.of(self._num_masks, self._not_known("is looked into by the model itself"))
 
     def _recognised(self, function: Callable[..., Any], length: int, batch: int) -> tuple[bool, int | None]:
-        """Return (causal, window) of a mask's function."""
         some = torch.linspace(0, length - 1, min(length, _ROWS)).long().unique()[:, None]
         every, keys = torch.arange(length)[:, None], torch.arange(length)
         seen = self._looked_at(function, torch.zeros(1, 1, 1, dtype=torch.long), some, keys[None])[0]
@@ -172,7 +166,7 @@ class Context:
         return causal, window
 
     def _looked_at(self, function: Callable[..., Any], sequences: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return whether queries see keys, [sequences, rows, keys]."""
+        # whether queries see keys, [sequences, rows, keys]
         try:
             seen = torch.as_tensor(function(sequences, torch.zeros_like(sequences), rows, keys)).cpu()
         except Exception as error:  # of a model's own, for tensors of its own
@@ -183,7 +177,7 @@ class Context:
         return f"a mask of the model {what}, and context() knows no others ({self.where}): give these ranks to sp"
 
     def _mask_of(self, name: str, module: nn.Module, cut: Cut, mask: Any, more: Mapping[str, Any]) -> RowMask:
-        """Return the mask of a call of attention, from what the model was given by ``mask``, or from its flags if there is none."""
+        # the mask of a call of attention, from what the model was given by ``mask``, or from its flags if there is none
         if isinstance(mask, _NumberOfMask):
             return self._masks[mask.number]
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (cut.length, cut.length):
@@ -195,7 +189,7 @@ class Context:
         return self._row_mask(cut.padded, causal, None)
 
     def _of_dense(self, mask: Tensor, cut: Cut) -> RowMask:
-        """Return the mask that a tensor [b, 1, s, s] means, as modules between ``enter`` and ``leave`` are given it."""
+        # the mask that a tensor [b, 1, s, s] means, as modules between ``enter`` and ``leave`` are given it
         seen = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0].cpu()  # else 0 and a very small number
         rows, keys = torch.arange(cut.length)[:, None], torch.arange(cut.length)
         causal = not bool((seen & (keys > rows)).any())
@@ -246,7 +240,6 @@ class Context:
 
 
 def _kernel_for(x: Tensor) -> PieceKernel:
-    """Return the fastest kernel that takes a tensor."""
     try:
         return piece_kernel("sdpa", x)
     except ValueError:  # a GPU without a fused kernel for the dtype
@@ -254,7 +247,7 @@ def _kernel_for(x: Tensor) -> PieceKernel:
 
 
 def _ends_of(packed: Tensor, padded: int) -> Ends:
-    """Return the ends of the documents of each row from their numbers [b, s]; padding is a document of its own."""
+    # the ends of the documents of each row from their numbers [b, s]; padding is a document of its own
     found = []
     for row in packed.cpu():
         ends = (row.diff().nonzero().flatten() + 1).tolist()

@@ -98,7 +98,7 @@ class OpTrace(TorchFunctionMode):
 
 
 def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]) -> str | None:
-    """Return a function, with the numbers passed to it, as text; None if it only moves values."""
+    # a function, with the numbers passed to it, as text; None if it only moves values
     name = func.__name__ if func.__name__ != "__get__" else getattr(func.__self__, "__name__", "")
     name = name.strip("_")
     if name in _MOVES or (name in ("to", "type_as", "float") and made[0].dtype == given[0].dtype):
@@ -165,7 +165,7 @@ class EarlyExchanges:
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
     def _rotated(self, path: str, module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate [b, s/sp, n, d] as the module would do it. Raises ConfigError if it is not known how."""
+        # rotate [b, s/sp, n, d] as the module would do it. Raises ConfigError if it is not known how
         rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         heads = x.transpose(1, 2)
         try:
@@ -221,7 +221,6 @@ class EarlyExchanges:
 
 
 def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...], int]]:
-    """Return (path, names of its projections, width of a head) of all attention modules whose exchanges can start early."""
     found: list[tuple[str, tuple[str, ...], int]] = []
     for path, module in model.named_modules():
         names = next((names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)), None)
@@ -236,7 +235,7 @@ def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...],
 
 
 def _width(path: str, module: nn.Module, where: str) -> int:
-    """Return the width of a head. Raises ConfigError as ``projecting`` does."""
+    # the width of a head. Raises ConfigError as ``projecting`` does
     changed = [n for n, _ in module.named_children() if "norm" in n.lower()]
     if changed:
         raise ConfigError(
@@ -250,11 +249,11 @@ def _width(path: str, module: nn.Module, where: str) -> int:
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Group heads by rank: [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]."""
+    # group heads by rank: [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]
     # torch's own functions, not einops: they run while ``OpTrace`` records
     return x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()
 
 
 def _joined(x: Tensor) -> Tensor:
-    """Join the positions of all ranks: [ranks, b, s/sp, m, d] -> [b, m, s, d]."""
+    # join the positions of all ranks: [ranks, b, s/sp, m, d] -> [b, m, s, d]
     return rearrange(x, "ranks b s m d -> b m (ranks s) d")

@@ -46,7 +46,7 @@ def _register_hook(job: ApplyJob, line: Directive, module: nn.Module) -> None:
 
 
 def _is_folded(plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> bool:
-    """Return whether the sum of a sync after a layer split by rows is made in the layer itself, before its bias."""
+    # whether the sum of a sync after a layer split by rows is made in the layer itself, before its bias
     sums = ("all_reduce",) if isinstance(module, nn.Embedding) else ("all_reduce", "reduce_scatter")
     over_tp = line.args.get("over", "tp") == "tp"  # a row layer's parts lie on the tp ranks
     return over_tp and plan.sums_itself(path, module) and line.args["op"] in sums
@@ -55,7 +55,7 @@ def _is_folded(plan: SplitPlan, line: Directive, path: str, module: nn.Module) -
 def _along_outputs(
     job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module, change: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return ``change``, checked: an all_gather right after a layer split by its outputs must join along these."""
+    # ``change``, checked: an all_gather right after a layer split by its outputs must join along these
     kind, args = find_kind(module), line.args
     first = next(d for d, _, at in job.each("sync", "hook") if at is module and d.args["mode"] == "fwd_post")
     if kind is None or args["op"] != "all_gather" or first is not line or not plan.by_outputs(path, kind):
@@ -86,7 +86,7 @@ def _enter_region(length: RegionLength, seq_dim: int, scatter: Callable[[Tensor]
 
 
 def _modules_inside(model: nn.Module, line: Directive, enter: str) -> list[str]:
-    """Return the modules in a region: those of ``inside=``, or all items of the list that the first belongs to; and the last."""
+    # the modules in a region: those of ``inside=``, or all items of the list that the first belongs to; and the last
     inside = line.args.get("inside", f"{enter.rpartition('.')[0]}.*")
     return [*expand(model, inside), *expand(model, line.args["leave"])]
 

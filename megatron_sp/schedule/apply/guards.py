@@ -97,7 +97,6 @@ class _Before:
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return (container, copy of its contents) of all attributes that are containers."""
     return [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, list, set)) and hasattr(value, "copy")]
 
 

@@ -28,7 +28,6 @@ class _Layer:
     """A layer whose main parameter is split.
 
     Attributes:
-        split: of the main parameter.
         do, args: of the line that splits the whole layer; "" and {}: ``shard`` lines split its parameters one by one.
     """
 
@@ -67,7 +66,7 @@ def replace_forwards(job: ApplyJob, plan: SplitPlan, whole: WholeModel) -> set[s
 
 
 def _split_table(job: ApplyJob, plan: SplitPlan, whole: WholeModel, layer: _Layer, table: nn.Embedding) -> None:
-    """Replace the forward of an embedding split by words, unless hooks of the user's look after the words of other ranks."""
+    # replace the forward of an embedding split by words, unless hooks of the user's look after the words of other ranks
     if id(table) in plan.hooked:
         _set_size(layer, layer.kind.in_attribute, layer.kind.in_dims[layer.kind.main])
         return
@@ -91,7 +90,7 @@ def _split_by_outputs(job: ApplyJob, whole: WholeModel, layer: _Layer) -> None:
 
 
 def _split_by_inputs(job: ApplyJob, layer: _Layer) -> set[str]:
-    """Replace the forward of a layer split by rows; returns the name of its bias if the bias' gradient is a partial sum."""
+    # replace the forward of a layer split by rows; returns the name of its bias if the bias' gradient is a partial sum
     path, module, kind, where = layer.path, layer.module, layer.kind, layer.split.where
     _set_size(layer, kind.in_attribute, kind.in_dims[kind.main])
     reduce, axis = _reduction(job, layer)
@@ -109,7 +108,7 @@ def _split_by_inputs(job: ApplyJob, layer: _Layer) -> set[str]:
 
 
 def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
-    """Return (how a layer split by rows sums, along which axis) from its line, or from a sync right after it; None: it does not."""
+    # (how a layer split by rows sums, along which axis) from its line, or from a sync right after it; None: it does not
     reduce, axis = layer.args.get("reduce"), layer.args.get("axis")
     if reduce is not None:
         return reduce, axis
@@ -126,7 +125,6 @@ def _reduction(job: ApplyJob, layer: _Layer) -> tuple[Any, int | None]:
 
 
 def _set_size(layer: _Layer, attribute: str | None, dim: int) -> None:
-    """Set an attribute that holds a size of the layer to this rank's size."""
     weight = layer.module._parameters[layer.kind.main]
     if weight is not None and attribute is not None and isinstance(getattr(layer.module, attribute, None), int):
         setattr(layer.module, attribute, weight.shape[dim])
@@ -136,7 +134,7 @@ Forward = Callable[..., Tensor]
 
 
 def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
-    """Return a decorator for a forward of one input: it is called as the module's own is, by position or by name."""
+    # a decorator for a forward of one input: it is called as the module's own is, by position or by name
     own = module.forward
 
     def named(forward: Forward) -> Forward:
@@ -154,14 +152,13 @@ def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
 
 
 def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
-    """Return the weight [out, in], a view, and the bias."""
+    # the weight [out, in], a view, and the bias
     weight, bias = module.weight, module.bias if "bias" in module._parameters else None
     assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
     return (weight if kind.out_dims["weight"] == 0 else weight.t()), bias
 
 
 def is_matrix(module: nn.Module, kind: Kind) -> bool:
-    """Return whether a module computes y = x W + b, for which this project has layers."""
     weight = module._parameters.get("weight")
     ours = computes_as_known(module) and not is_taught(module)
     return ours and kind.product is not None and weight is not None and weight.ndim == 2
@@ -186,7 +183,7 @@ def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | 
 
 
 def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
-    """Return the forward of ``column`` for layers that are no matrix: convolutions, embeddings by features, registered classes."""
+    # the forward of ``column`` for layers that are no matrix: convolutions, embeddings by features, registered classes
     inner = module.forward
 
     def enter(x: Any) -> Any:
@@ -239,7 +236,6 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
 
 
 def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_axis: int) -> Tensor:
-    """Return the part of a bias that belongs to a result, which may be scattered along one axis, in a shape that can be added to it."""
     if scattered is not None and scattered % y.ndim == out_axis % y.ndim:
         each = y.shape[out_axis]
         bias = bias.narrow(0, group.rank() * each, each)
@@ -249,7 +245,7 @@ def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_a
 
 
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
-    """Return a forward for a table split by rows: each rank looks up what it has, and the results are summed."""
+    # a forward for a table split by rows: each rank looks up what it has, and the results are summed
     own = None if computes_as_known(module) else module.forward
 
     @_called_as(module)
@@ -310,7 +306,6 @@ def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
 
 
 def vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forward:
-    """Return a forward that computes the logits of this rank's words and gathers those of all."""
 
     @_called_as(module)
     def forward(x: Tensor) -> Tensor:

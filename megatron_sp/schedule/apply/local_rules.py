@@ -62,12 +62,11 @@ class Lines:
 
     @cached_property
     def has_hooks(self) -> bool:
-        """True if functions of the user run at modules, which may make any sum."""
         return any(d.do == "hook" for d in self.directives)
 
     @cached_property
     def sums_elsewhere(self) -> bool:
-        """True if some sync sums before a split part, not around it (at a norm, say); only a run shows what it reaches."""
+        # whether some sync sums before a split part, not around it (at a norm, say); only a run shows what it reaches
         for directive, path, _ in self.of("sync"):
             inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
             if is_sync(directive) and not inside and _sums(directive.args):
@@ -75,17 +74,15 @@ class Lines:
         return False
 
     def sums_input_gradient(self, path: str) -> list[tuple[str, Directive]]:
-        """Return (path, line) of the syncs on a module, or around it, that sum the gradient of an input."""
         return [(p, d) for p, d in self.around(path) if is_sync(d) and d.args["mode"] != "fwd_post" and _sums(d.args)]
 
 
 def is_sync(directive: Directive) -> bool:
-    """Return whether a line is a sync over tp."""
     return directive.do == "sync" and directive.args.get("over", "tp") == "tp"
 
 
 def _sums(args: dict[str, Any]) -> bool:
-    """Return whether a sync sums in backward; a user's function is assumed to."""
+    # whether a sync sums in backward; a user's function is assumed to
     op = args["op"]
     return callable(op) or op == "copy" or args["mode"] == "bwd_post" or (op == "all_gather" and args.get("grad") != "slice")
 
@@ -149,7 +146,6 @@ def inputs(lines: Lines) -> Problem:
 
 
 def _sums_all_inputs(lines: Lines, path: str, module: nn.Module) -> bool:
-    """Return whether the gradient of each input is summed, by lines around the layer or by one line per input on the layer itself."""
     found, kind = lines.sums_input_gradient(path), find_kind(module)
     here = {d.args.get("arg") or 0 for at, d in found if at == path}
     return any(at != path for at, _ in found) or len(here) >= (kind.inputs if kind is not None else 1)
@@ -161,7 +157,7 @@ def _forgets_bias(lines: Lines, directive: Directive, path: str, module: nn.Modu
 
 
 def doubled_inputs(lines: Lines) -> Problem:
-    """E5: a sync sums a gradient that every layer inside has already summed."""
+    # E5: a sync sums a gradient that every layer inside has already summed
     for directive, path, _ in lines.of("sync"):
         if not is_sync(directive) or directive.args["mode"] == "fwd_post" or not _sums(directive.args) or callable(directive.args["op"]):
             continue
@@ -177,7 +173,7 @@ def doubled_inputs(lines: Lines) -> Problem:
 
 
 def same_sync(lines: Lines) -> Problem:
-    """E5: the same exchange is written twice."""
+    # E5: the same exchange is written twice
     by_module: dict[int, list[tuple[str, Directive]]] = defaultdict(list)  # one with several names is one
     for directive, path, module in lines.of("sync", "sequence"):
         by_module[id(module)].append((path, directive))
@@ -264,7 +260,7 @@ def heads(lines: Lines) -> Problem:
 
 
 def _heads_around(model: nn.Module, path: str, module: nn.Module) -> dict[str, int]:
-    """Return the head counts of the attention module around a layer; {} if there is none, or the weight is no matrix."""
+    # the head counts of the attention module around a layer; {} if there is none, or the weight is no matrix
     parent = model.get_submodule(path.rpartition(".")[0])
     if "attention" not in type(parent).__name__.lower() or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
         return {}
@@ -305,7 +301,7 @@ def regions(lines: Lines) -> Problem:
 
 
 def _any_column_outside(lines: Lines, path: str) -> bool:
-    """Return whether some layer outside of ``path`` leaves a share of its outputs."""
+    # whether some layer outside of ``path`` leaves a share of its outputs
     return any(d.do in ("column", "shard") and not p.startswith(f"{path}.") and not d.args.get("gather") for d, p, _ in lines.each)
 
 
@@ -327,7 +323,6 @@ def owners(lines: Lines) -> Problem:
 
 
 def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
-    """Return whether a sum_gradients line on a module around names these parameters."""
     for at, directive in lines.around(path):
         inside = path[len(at) + 1 :] if at else path
         names = directive.args.get("names") or [] if directive.do == "sum_gradients" else []
@@ -345,14 +340,14 @@ def once(lines: Lines) -> Problem:
 
 
 def of_the_model(lines: Lines) -> Problem:
-    """E10: a line about the whole model is written on a part of it."""
+    # E10: a line about the whole model is written on a part of it
     for d in lines.directives:
         if d.do in ("ulysses", "context", "zero") and d.on:
             yield f"{d.do} is about {_called(lines)} as a whole, but is written on {d.on!r}: give on: '' ({d.where}, E10)"
 
 
 def cut_over(lines: Lines) -> Problem:
-    """E10: sequences are cut over ranks that each have a batch, or parameters, of their own."""
+    # E10: sequences are cut over ranks that each have a batch, or parameters, of their own
     for do, own in (("ulysses", "sp"), ("context", "cp")):
         for d in (d for d in lines.directives if d.do == do and d.args.get("axis", own) != own):
             axis: str = d.args["axis"]
@@ -363,7 +358,7 @@ def cut_over(lines: Lines) -> Problem:
 
 
 def spoken_of(lines: Lines) -> Problem:
-    """E5: no line cuts anything over sp, or over cp, so its ranks do the same, and their gradients are summed."""
+    # E5: no line cuts anything over sp, or over cp, so its ranks do the same, and their gradients are summed
     size = lines.mesh.cp.size()
     if size > 1 and not any(d.do == "context" for d in lines.directives):
         yield (

@@ -20,18 +20,12 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The parameters that are split, and what follows for their layers.
+    """The parameters that are split, and what follows for their layers."""
 
-    Attributes:
-        splits: by name, under all names of tied parameters.
-        hooked: modules with hooks of the user's, by identity.
-    """
-
-    splits: dict[str, Split]
-    hooked: frozenset[int]
+    splits: dict[str, Split]  # by name, under all names of tied parameters
+    hooked: frozenset[int]  # modules with hooks of the user's, by identity
 
     def is_split(self, path: str, name: str, dim: int) -> bool:
-        """Return whether a parameter is split along this dim."""
         split = self.splits.get(joined(path, name))
         return split is not None and split.dim == dim
 
@@ -52,14 +46,10 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Facts about the model before it is split.
+    """Facts about the model before it is split."""
 
-    Attributes:
-        shapes: of all parameters, and of the buffers that are split, by name.
-        counts: attributes that count what is split (groups, channels), by (id of the module, attribute).
-    """
-
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # of all parameters, and of the buffers that are split, by name
+    # attributes that count what is split (groups, channels), by (id of the module, attribute)
     counts: dict[tuple[int, str], int]
 
     @classmethod
@@ -97,7 +87,6 @@ def sync_args(job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module
 
 
 def _requested(job: ApplyJob) -> Iterator[Split]:
-    """Yield all splits that lines ask for."""
     for line, path, module in job.each("shard", "column", "row", "vocab_parallel"):
         if line.do == "shard":
             yield _split_of(job, path, module, line.args["tensor"], _request(line, line.args["axis"]))
@@ -113,7 +102,6 @@ def _request(line: Directive, axis: int) -> SplitRequest:
 
 
 def _splits_of_layer(job: ApplyJob, line: Directive, path: str, module: nn.Module) -> Iterator[Split]:
-    """Yield the splits of a whole layer."""
     kind = kind_of(module, path)
     if kind.main not in module._buffers and module._parameters.get(kind.main) is None:
         raise ConfigError(no_parameter(path, module, kind.main, line.where))
@@ -123,7 +111,6 @@ def _splits_of_layer(job: ApplyJob, line: Directive, path: str, module: nn.Modul
 
 
 def _dims(line: Directive, path: str, module: nn.Module, kind: Kind) -> dict[str, int]:
-    """Return the dim along which a line splits each parameter of a layer. Raises ConfigError if it cannot split this layer."""
     main, is_table = module._parameters.get(kind.main), isinstance(module, nn.Embedding)
     if line.do == "column":
         return kind.out_dims
@@ -147,7 +134,6 @@ def _split_of(job: ApplyJob, path: str, module: nn.Module, name: str, request: S
 
 
 def _extend_to_aliases(model: nn.Module, splits: dict[str, Split]) -> None:
-    """Split the other names of a split parameter along with it, in modules that compute nothing with it themselves."""
     for names in names_of(model).values():
         chosen = [splits[name] for name in names if name in splits]
         for name in names:
@@ -158,7 +144,6 @@ def _extend_to_aliases(model: nn.Module, splits: dict[str, Split]) -> None:
 
 
 def _check_biases(model: nn.Module, plan: SplitPlan) -> None:
-    """Raise ConfigError if outputs are split and the bias that is added to them is not (E4)."""
     for name, split in plan.splits.items():
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
@@ -174,7 +159,6 @@ def _check_biases(model: nn.Module, plan: SplitPlan) -> None:
 
 
 def _check_layers(job: ApplyJob, plan: SplitPlan) -> None:
-    """Raise ConfigError if a layer computes more than the forward that replaces its own, or a sum is repeated (E5)."""
     heads = {id(module) for _, _, module in job.each("vocab_parallel")}
     for path, module in job.model.named_modules():
         kind = find_kind(module)
@@ -188,19 +172,12 @@ def _check_layers(job: ApplyJob, plan: SplitPlan) -> None:
 
 @dataclass(frozen=True)
 class ApplyJob:
-    """Input of all phases.
+    """Input of all phases."""
 
-    Attributes:
-        model: changed in place, phase by phase.
-        directives: the lines, in the order in which they were written.
-        mesh: the ranks.
-        seq_dim: the dim of activations that runs over positions.
-    """
-
-    model: nn.Module
-    directives: list[Directive]
+    model: nn.Module  # changed in place, phase by phase
+    directives: list[Directive]  # the lines, in the order in which they were written
     mesh: Mesh
-    seq_dim: int
+    seq_dim: int  # the dim of activations that runs over positions
 
     @property
     def tp(self) -> Group:
@@ -244,7 +221,6 @@ def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
 
 
 def require_splittable(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
-    """Check that one parameter can be split along an axis."""
     tensor, kind, full = tensor_of(module, name), find_kind(module), f"{path}.{name}" if path else name
     if tensor is not None and is_lazy(tensor):
         raise ConfigError(f"{full} has no shape before the model has run: call it with a batch first, then schedule ({where})")
@@ -267,7 +243,6 @@ def require_splittable(path: str, module: nn.Module, name: str, axis: int, size:
 
 
 def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim: int, where: str) -> None:
-    """Raise ConfigError if options change rows, or their gradients, by what a rank does not see."""
     wrong = [] if module.max_norm is None else [f"max_norm={module.max_norm}"]
     if dim == 0:
         wrong += [name for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)]
@@ -277,7 +252,6 @@ def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim:
 
 
 def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
-    """Check a layer that is split by its inputs, whose sum stands between the product and the bias."""
     name, extra = type(module).__name__, [n for n, p in module._parameters.items() if p is not None and n not in (kind.main, "bias")]
     way = "split it by its outputs, or leave it whole"
     if not computes_as_known(module):

@@ -153,7 +153,6 @@ def recompute(module: nn.Module, path: str, policy: str, where: str, streams: St
 
 
 def _no_cache(value: Any) -> Any:
-    """Return None for a key/value cache, which training does not need and a recomputation would fill a second time."""
     return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value
 
 

@@ -15,50 +15,32 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """Split of one parameter.
+    """Split of one parameter."""
 
-    Attributes:
-        name: of the parameter in the model.
-        dim: that is split.
-        blocks: sizes of the parts along it, each of which is split evenly; None: it is one part.
-        heads: number of heads in the parameter, none of which is cut; None: no heads.
-        padded: the last ranks may have fewer rows than the others, and are filled up with padding (vocabularies).
-        copies: number of consecutive ranks that have the same head, if there are fewer heads than ranks.
-        where: file and line that asked for it.
-    """
-
-    name: str
+    name: str  # of the parameter in the model
     dim: int
+    # sizes of the parts along it, each of which is split evenly; None: it is one part
     blocks: tuple[int, ...] | None = None
-    heads: int | None = None
+    heads: int | None = None  # number of heads in the parameter, none of which is cut; None: no heads
+    # the last ranks may have fewer rows than the others, and are filled up with padding (vocabularies)
     padded: bool = False
-    where: str = ""
-    copies: int = 1
+    where: str = ""  # file and line that asked for it
+    copies: int = 1  # number of consecutive ranks that have the same head, if there are fewer heads than ranks
 
     def same_as(self, other: Split) -> bool:
-        """Return whether two splits give each rank the same elements."""
         return (self.dim, self.blocks, self.padded, self.copies) == (other.dim, other.blocks, other.padded, other.copies)
 
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """Request of a line to split one parameter.
+    """Request of a line to split one parameter."""
 
-    Attributes:
-        axis: dim of the parameter; negative ones count from the end.
-        blocks: number of equal parts along it, or their sizes; None: one part.
-        heads: number of heads in the parameter; None: no heads.
-        replicas: allow fewer heads than ranks: several ranks have the same one.
-        padded: the last ranks may have fewer rows (vocabularies).
-        where: file and line that asked for it.
-    """
-
-    axis: int
-    blocks: int | Iterable[int] | None = None
-    heads: int | None = None
-    replicas: bool = False
-    padded: bool = False
-    where: str = ""
+    axis: int  # dim of the parameter; negative ones count from the end
+    blocks: int | Iterable[int] | None = None  # number of equal parts along it, or their sizes; None: one part
+    heads: int | None = None  # number of heads in the parameter; None: no heads
+    replicas: bool = False  # allow fewer heads than ranks: several ranks have the same one
+    padded: bool = False  # the last ranks may have fewer rows (vocabularies)
+    where: str = ""  # file and line that asked for it
 
 
 def make_split(name: str, shape: tuple[int, ...], request: SplitRequest, size: int) -> Split:
@@ -105,11 +87,7 @@ def cannot(name: str, what: str, number: int, size: int, where: str) -> str:
 
 
 def collect(splits: Iterable[Split]) -> dict[str, Split]:
-    """Return splits by parameter name.
-
-    Raises:
-        ConfigError: a parameter is split twice (E10); names both lines.
-    """
+    """Return splits by parameter name. Raises ConfigError: a parameter is split twice (E10); names both lines."""
     found: dict[str, Split] = {}
     for split in splits:
         before = found.get(split.name)
@@ -140,7 +118,6 @@ def check_tied(model: nn.Module, splits: Mapping[str, Split]) -> None:
 
 
 def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
-    """Return the spec of this rank's part."""
     size, rank, rows = group.size(), group.rank(), shape[split.dim]
     if split.padded:
         each = -(-rows // size)

@@ -114,7 +114,6 @@ class Ulysses:
             )
 
     def _require_one_sequence(self) -> None:
-        """Raise ConfigError if the model has two sequences, or computes its attention where no exchange can be put around it."""
         name, instead = type(self.model).__name__, f"give the ranks of {self._axes} to tp or dp ({self.where})"
         config: Any = self.model.config
         if getattr(config, "is_encoder_decoder", False):
@@ -137,7 +136,6 @@ class Ulysses:
 
     @property
     def _axes(self) -> str:
-        """Return the axes over which sequences are cut, in words."""
         return "sp" if self.context is None else "cp" if self.group.size() == 1 else "sp and cp"
 
     def _wrap_core(self, path: str, args: Mapping[str, Any]) -> None:
@@ -294,7 +292,6 @@ class Ulysses:
         self.model.register_forward_hook(self._end_root, with_kwargs=True, always_call=True)
 
     def _refuse_whole_sequences(self) -> None:
-        """Raise ConfigError if the model has a head that works on whole sequences (pooler, classifier)."""
         found = next(
             (n for n, m in self.model.named_modules() if n.rpartition(".")[2] in ("pooler", "score", "classifier", "qa_outputs")), None
         )
@@ -388,7 +385,7 @@ class Ulysses:
     # both
 
     def _begin(self, length: int, what: str, mask: Any = None, rows: int = 1) -> Cut:
-        """Begin a pass over sequences of this length; ``mask``: padding mask [b, s], ``rows``: b."""
+        # begin a pass over sequences of this length; ``mask``: padding mask [b, s], ``rows``: b
         self._attentions = 0
         multiple = self.multiple * (1 if self.context is None else self.context.multiple(self._packed))
         cut = Cut.of(length, self.group, multiple, pads=self.pads, what=what, where=self.where)
@@ -486,7 +483,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Disable the key/value cache of a transformers model, whose blocks have a rank's positions only."""
+    # disable the key/value cache of a transformers model, whose blocks have a rank's positions only
     place = next((i for i, name in enumerate(parameter_names(model)) if name == "use_cache"), None)
     if place is not None and place < len(args):
         return (*args[:place], False, *args[place + 1 :]), kwargs
@@ -496,7 +493,7 @@ def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind | None:
-    """Return how the model makes its loss; None: unknown."""
+    # how the model makes its loss; None: unknown
     if said not in (None, "next_token", "per_token"):
         raise ConfigError(f"loss must be next_token or per_token, not {said!r} ({where})")
     name, of_type = type(model).__name__, getattr(model, "loss_type", None)
@@ -510,7 +507,7 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
 
 
 def _looks_for_documents(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Return whether transformers would take positions that restart for packed documents: without a mask, and without a cache."""
+    # whether transformers would take positions that restart for packed documents: without a mask, and without a cache
     caches = given.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
     return "attention_mask" not in given and (not caches or _recomputes(model))
 
@@ -522,7 +519,7 @@ def _recomputes(model: nn.Module) -> bool:
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:
-    """Return document numbers [b, s] from positions that restart, or None if they do not."""
+    # document numbers [b, s] from positions that restart, or None if they do not
     if positions is None or positions.shape[-1] < 2:
         return None
     starts = F.pad(positions.diff(dim=-1) != 1, (1, 0))
@@ -534,7 +531,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def map_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the floating point tensors of a nested result."""
+    # apply ``change`` to the floating point tensors of a nested result
     if isinstance(result, Tensor):
         return change(result) if result.is_floating_point() else result
     if isinstance(result, dict):

@@ -12,77 +12,54 @@ LossKind = Literal["next_token", "per_token"]
 
 
 class Region(TypedDict, total=False):
-    """Options to cut hidden states between two modules, instead of the model's inputs.
+    """Options to cut hidden states between two modules, instead of the model's inputs."""
 
-    Attributes:
-        enter: the module whose input is cut.
-        leave: the module whose output is whole again.
-        arg: the input of ``enter`` that is cut (default: the first).
-    """
-
-    enter: str
-    leave: str
-    arg: str | int
+    enter: str  # the module whose input is cut
+    leave: str  # the module whose output is whole again
+    arg: str | int  # the input of ``enter`` that is cut (default: the first)
 
 
 class Inputs(TypedDict, total=False):
-    """Options to name the inputs that are cut, for a model that is not of transformers.
+    """Options to name the inputs that are cut, for a model that is not of transformers."""
 
-    Attributes:
-        inputs: names of those that have positions, along ``seq_dim``.
-        positions: the one that takes position ids.
-    """
-
-    inputs: list[str]
-    positions: str
+    inputs: list[str]  # names of those that have positions, along ``seq_dim``
+    positions: str  # the one that takes position ids
 
 
 class Core(TypedDict, total=False):
     """Options to name the attention modules of a model that is not of transformers.
 
     Attributes:
-        core: glob of the modules that compute attention.
         q, k, v: their inputs (default: by these names).
-        out: index or key of their output, if there are several.
-        layout: of these tensors: bshd (default), bhsd or sbhd.
     """
 
-    core: str
+    core: str  # glob of the modules that compute attention
     q: str | int
     k: str | int
     v: str | int
-    out: str | int
-    layout: str
+    out: str | int  # index or key of their output, if there are several
+    layout: str  # of these tensors: bshd (default), bhsd or sbhd
 
 
 class Options(Region, Inputs, Core, total=False):
-    """All options of ``Schedule.ulysses``.
+    """All options of ``Schedule.ulysses``."""
 
-    Attributes:
-        overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections
-            only).
-        pad: pad lengths that the ranks cannot share evenly (default); else they are refused.
-        loss: how a transformers model makes its loss, if its class does not determine it.
-    """
-
+    # start each of q's, k's and v's exchanges as soon as it has been projected (separate projections only)
     overlap_qkv: bool
-    pad: bool
-    loss: LossKind
+    pad: bool  # pad lengths that the ranks cannot share evenly (default); else they are refused
+    loss: LossKind  # how a transformers model makes its loss, if its class does not determine it
 
 
 class ContextOptions(Region, total=False):
     """All options of ``Schedule.context``. Those that ``ulysses()`` has, too, are given there if there is such a line.
 
     Attributes:
-        chunks: chunks of a sequence that each rank is dealt (default: 2, with packed documents 8).
-        stages_ahead: exchanges of keys and values under way while those before are attended to (default: 1).
-        keep_kv: keep the keys and values of other ranks for backward, instead of having them sent again.
         pad, loss: as for ``ulysses()``.
     """
 
-    chunks: int
-    stages_ahead: int
-    keep_kv: bool
+    chunks: int  # chunks of a sequence that each rank is dealt (default: 2, with packed documents 8)
+    stages_ahead: int  # exchanges of keys and values under way while those before are attended to (default: 1)
+    keep_kv: bool  # keep the keys and values of other ranks for backward, instead of having them sent again
     pad: bool
     loss: LossKind
 

@@ -124,7 +124,7 @@ class UnitHooks:
                 self.events.before_use(index)
 
     def _end(self, _: nn.Module, args: Any, result: Any) -> None:
-        """Report unit 0 when backward begins, with what is after the blocks."""
+        # report unit 0 when backward begins, with what is after the blocks
         if self.events is not None:
             _at_gradient(result, lambda: self._needed(0))
 

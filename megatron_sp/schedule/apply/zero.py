@@ -177,7 +177,7 @@ def _config(given: Any, where: str) -> OptimizerConfig:
 
 
 def _require_number(name: str, value: Any, low: float, where: str) -> None:
-    """Raise ConfigError unless a value is a finite number of at least ``low``, or None (not given)."""
+    # raise ConfigError unless a value is a finite number of at least ``low``, or None (not given)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and isfinite(value) and value >= low):
         raise ConfigError(f"zero: {name} of the optimizer must be a number from {low} on, not {value!r} ({where})")

@@ -19,22 +19,17 @@ _HERE = os.path.dirname(os.path.dirname(__file__))
 
 @dataclass(frozen=True)
 class Directive:
-    """One line of a schedule.
-
-    Attributes:
-        on: glob of the modules.
-        do: the action: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set,
-            annotate, hook, sequence, ulysses, context, zero.
-        args: arguments of the action; JSON values, except what only code can provide (functions, modules).
-        where: file and line of the call that added it, for messages.
-        derived: names of arguments that were not given, but measured by ``verify()`` or implied by another line
-            (``head_counts.py``).
-    """
+    """One line of a schedule."""
 
     on: str
+    # the action: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate,
+    # hook, sequence, ulysses, context, zero
     do: str
+    # arguments of the action; JSON values, except what only code can provide (functions, modules)
     args: dict[str, Any] = field(default_factory=dict)
-    where: str = ""
+    where: str = ""  # file and line of the call that added it, for messages
+    # names of arguments that were not given, but measured by ``verify()`` or implied by another line
+    # (``head_counts.py``)
     derived: tuple[str, ...] = ()
 
     @property
@@ -87,7 +82,7 @@ def expand(model: nn.Module, glob: str) -> list[str]:
 
 
 def _tokens(glob: str) -> list[str]:
-    """Split a glob at its dots; a brace is one token, whatever it contains."""
+    # split a glob at its dots; a brace is one token, whatever it contains
     return re.split(r"\.(?![^{}]*\})", glob)
 
 
@@ -123,6 +118,6 @@ def _explain(paths: Iterable[str], glob: str) -> str:
 
 
 def _child(path: str, parent: str) -> str:
-    """Return the name of a module directly inside ``parent``, or "" if it is not."""
+    # the name of a module directly inside ``parent``, or "" if it is not
     inside = path[len(parent) + 1 :] if parent and path.startswith(parent + ".") else path if not parent else ""
     return inside if inside and "." not in inside else ""

@@ -81,7 +81,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 
 def _place(names: list[str], path: str, arg: str | int | None, where: str, module: nn.Module) -> tuple[int | None, str | None]:
-    """Return (index, name) of an input; either may be None if the signature does not give it."""
+    # (index, name) of an input; either may be None if the signature does not give it
     if arg is None or isinstance(arg, int):
         place = arg or 0
         if names and place >= len(names):

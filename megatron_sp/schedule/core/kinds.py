@@ -26,25 +26,21 @@ class Kind:
     """Description of how a class of modules can be split.
 
     Attributes:
-        out_dims: for each parameter, the dim that runs over outputs.
-        in_dims: for each parameter, the dim that runs over inputs; parameters missing here have no such dim.
         out_attribute, in_attribute: module attributes that hold these sizes, and are updated when the module is split.
-        product: (module, x) -> the result without the bias; None: the module cannot be split by rows.
-        out_axis: the axis of the result that runs over outputs.
-        refusal: why such a module cannot be split, and what to do instead; None: it can.
-        inputs: number of inputs whose gradients are sums over the ranks if outputs are split; 0: see ``by_channel``.
-        divided: attributes that hold counts, which are divided by the number of ranks.
     """
 
-    out_dims: dict[str, int] = field(default_factory=dict)
+    out_dims: dict[str, int] = field(default_factory=dict)  # for each parameter, the dim that runs over outputs
+    # for each parameter, the dim that runs over inputs; parameters missing here have no such dim
     in_dims: dict[str, int] = field(default_factory=dict)
     out_attribute: str | None = None
     in_attribute: str | None = None
+    # (module, x) -> the result without the bias; None: the module cannot be split by rows
     product: Callable[[nn.Module, Tensor], Tensor] | None = None
-    out_axis: int = -1
-    refusal: str | None = None
+    out_axis: int = -1  # the axis of the result that runs over outputs
+    refusal: str | None = None  # why such a module cannot be split, and what to do instead; None: it can
+    # number of inputs whose gradients are sums over the ranks if outputs are split; 0: see ``by_channel``
     inputs: int = 1
-    divided: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()  # attributes that hold counts, which are divided by the number of ranks
 
     @property
     def main(self) -> str:
@@ -84,7 +80,7 @@ def _conv(dims: int, out: int = 0) -> Kind:
 
 
 def _grouped(module: _ConvNd) -> Kind:
-    """Return the kind of a grouped convolution: each rank has some of the groups, with their channels."""
+    # the kind of a grouped convolution: each rank has some of the groups, with their channels
     return Kind({"weight": 0, "bias": 0}, inputs=0, divided=("groups", "in_channels", "out_channels"), out_axis=1 - module.weight.ndim)
 
 
@@ -173,12 +169,11 @@ def is_taught(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether the name of a module's class ends with Norm."""
     return type(module).__name__.endswith("Norm")
 
 
 def has_row_for_each_head(module: nn.Module) -> bool:
-    """Return whether a module is a norm with a weight [heads, head_dim]."""
+    # whether a module is a norm with a weight [heads, head_dim]
     weight = module._parameters.get("weight")
     return is_norm(module) and weight is not None and weight.ndim == 2
 

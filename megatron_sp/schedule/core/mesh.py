@@ -33,15 +33,12 @@ class Mesh:
 
     Attributes:
         tp, sp, dp: group along one axis.
-        dp_sp: dp, cp and sp together: all ranks that have the same parameters.
-        world: all ranks.
-        cp: group along that axis.
     """
 
     tp: Group = field(default=SINGLE_RANK)
     sp: Group = field(default=SINGLE_RANK)
     dp: Group = field(default=SINGLE_RANK)
-    dp_sp: Group = field(default=SINGLE_RANK)
+    dp_sp: Group = field(default=SINGLE_RANK)  # dp, cp and sp together: all ranks that have the same parameters
     world: Group = field(default=SINGLE_RANK)
     cp: Group = field(default=SINGLE_RANK)
 
@@ -88,5 +85,5 @@ class Mesh:
 
 
 def imagined(size: int, rank: int = 0) -> Group:
-    """Return a group that only knows its size and rank."""
+    # a group that only knows its size and rank
     return SINGLE_RANK if size == 1 else cast(Group, _Imagined(size, rank))

@@ -24,17 +24,14 @@ class Cut(NamedTuple):
     """Share of one sequence on one rank.
 
     Attributes:
-        length: positions of the whole sequence, without padding.
-        padded: the same with padding at the end.
         ranks, rank: number of sp ranks that share it, and the index of this one.
-        shares: runs of positions of each cp rank, with padding; all have as many. None if there is a single one.
-        cp_rank: this one.
     """
 
-    length: int
-    padded: int
+    length: int  # positions of the whole sequence, without padding
+    padded: int  # the same with padding at the end
     ranks: int
     rank: int
+    # runs of positions of each cp rank, with padding; all have as many. None if there is a single one.
     shares: tuple[Runs, ...] = ()
     cp_rank: int = 0
 
@@ -120,9 +117,7 @@ class Heads(NamedTuple):
     """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions.
 
     Attributes:
-        group: the sp ranks.
         seq, head: dims of the tensors that enter the attention.
-        where: the module, for messages.
     """
 
     group: Group

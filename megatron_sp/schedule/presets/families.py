@@ -284,7 +284,6 @@ def vit(s: Schedule, seq: bool) -> Blocks:
 
 
 def require_even(config: Any, tp: int) -> None:
-    """Check that tp divides the number of patches plus the class token. Raises ConfigError (E12)."""
     image, patch = (tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:

@@ -58,7 +58,7 @@ def plan_of(s: Schedule) -> dict[str, str]:
 
 
 def _sorted(model: nn.Module, plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Separate a plan into modules and parameters. Raises ConfigError: it names none of the model's."""
+    # separate a plan into modules and parameters. Raises ConfigError: it names none of the model's
     modules, tensors = {}, {}
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")
@@ -79,7 +79,7 @@ def _found(model: nn.Module, glob: str) -> list[str]:
 
 
 def _tie(s: Schedule) -> None:
-    """Split modules that are tied to split vocabulary layers, since a plan may name only one of them."""
+    # split modules that are tied to split vocabulary layers, since a plan may name only one of them
     split = {path: s.model.get_submodule(path) for d in s.directives if d.do == "vocab_parallel" for path in s[d.on]}
     weights = {id(module.weight) for module in split.values()}
     for path, module in s.model.named_modules():
@@ -89,14 +89,10 @@ def _tie(s: Schedule) -> None:
 
 @dataclass
 class Plan:
-    """Schedule that is being written from a plan.
-
-    Attributes:
-        modules: glob of modules -> style.
-    """
+    """Schedule that is being written from a plan."""
 
     s: Schedule
-    modules: dict[str, str]
+    modules: dict[str, str]  # glob of modules -> style
 
     def count(self, name: str) -> int | None:
         """Return a number of the configuration; None if it is missing or differs between layers."""

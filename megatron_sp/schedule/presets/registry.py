@@ -14,29 +14,18 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class Around(NamedTuple):
-    """Collectives around layers that are split by columns and then by rows.
+    """Collectives around layers that are split by columns and then by rows."""
 
-    Attributes:
-        enter: operation for ``sync("fwd_pre", ...)`` before the first of them.
-        leave: operation for ``row(...)`` at the last of them.
-    """
-
-    enter: str
-    leave: str
+    enter: str  # operation for ``sync("fwd_pre", ...)`` before the first of them
+    leave: str  # operation for ``row(...)`` at the last of them
 
 
 class Blocks(NamedTuple):
-    """Paths of a model's blocks, as a preset returns them.
-
-    Attributes:
-        glob: glob of the blocks.
-        first: the block before which activations are split along the sequence, if they are.
-        last: the module after which they are whole again: the norm after the blocks, or the last block.
-    """
+    """Paths of a model's blocks, as a preset returns them."""
 
     glob: str
-    first: str
-    last: str
+    first: str  # the block before which activations are split along the sequence, if they are
+    last: str  # the module after which they are whole again: the norm after the blocks, or the last block
 
 
 def around(seq: bool) -> Around:
@@ -91,7 +80,7 @@ def differ(s: Schedule, blocks: str, *split: str, seq: bool) -> None:
 
 
 def write_vocabulary(s: Schedule) -> None:
-    """Split the word embeddings and the output layer along the vocabulary; tied ones together."""
+    # split the word embeddings and the output layer along the vocabulary; tied ones together
     weights = {id(m.weight) for m in _vocabularies(s.model) if isinstance(m, (nn.Embedding, nn.Linear))}
     done = set()
     for path, module in s.model.named_modules():
@@ -101,7 +90,7 @@ def write_vocabulary(s: Schedule) -> None:
 
 
 def _vocabularies(model: Any) -> list[Any]:
-    """Return the word embeddings and the output layer; for a model of several models (CLIP), those of each."""
+    # the word embeddings and the output layer; for a model of several models (CLIP), those of each
     try:
         return [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError:
@@ -180,7 +169,7 @@ def _cut_sequences(s: Schedule, blocks: Blocks, *, ulysses: bool, context: bool)
 
 
 def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
-    """Make dropout differ over sp, but not around the whole model: layerdrop must skip the same blocks on all ranks."""
+    # make dropout differ over sp, but not around the whole model: layerdrop must skip the same blocks on all ranks
     inside = tuple(f"{path}." for path in s[blocks.glob])
     s[blocks.glob].rng("sp")  # after the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
     for path, module in s.model.named_modules() if everywhere else ():
@@ -198,7 +187,6 @@ def _mesh(mesh: Mesh | None, sizes: dict[str, int | None]) -> Mesh:
 
 
 def _is_of_transformers(config: Any) -> bool:
-    """Return whether a configuration is of a family of transformers, whose name is not a misspelling of another's."""
     return type(config).__module__.startswith("transformers.models.")
 
 

@@ -38,13 +38,10 @@ class CollectiveCost:
     """Cost of the collectives at modules whose paths differ only in numbers.
 
     Attributes:
-        path: path of the modules, with a star for each number.
-        words: description of the collective.
-        calls: number of exchanges.
         forward, backward: bytes that a rank sends in one step, at all of these modules together.
     """
 
-    path: str
+    path: str  # path of the modules, with a star for each number
     words: str
     calls: int = 0
     forward: float = 0.0
@@ -53,23 +50,14 @@ class CollectiveCost:
 
 @dataclass
 class Cost:
-    """Cost of one rank.
+    """Cost of one rank."""
 
-    Attributes:
-        places: the collectives, the most expensive first.
-        parameters: bytes of its parameters; gradients take as much.
-        whole_parameters: bytes of the whole model's parameters.
-        gradients: bytes that it sends to sum gradients over tp, sp and dp, once per step.
-        activations: bytes that it saves for backward.
-        notes: remarks on what is not included.
-    """
-
-    places: list[CollectiveCost] = field(default_factory=list)
-    parameters: int = 0
-    whole_parameters: int = 0
-    gradients: float = 0.0
-    activations: int = 0
-    notes: list[str] = field(default_factory=list)
+    places: list[CollectiveCost] = field(default_factory=list)  # the collectives, the most expensive first
+    parameters: int = 0  # bytes of its parameters; gradients take as much
+    whole_parameters: int = 0  # bytes of the whole model's parameters
+    gradients: float = 0.0  # bytes that it sends to sum gradients over tp, sp and dp, once per step
+    activations: int = 0  # bytes that it saves for backward
+    notes: list[str] = field(default_factory=list)  # remarks on what is not included
 
     @property
     def sent(self) -> float:
@@ -95,7 +83,7 @@ class Cost:
 
 
 def show_bytes(count: float) -> str:
-    """Format a number of bytes, such as ``1.5 MiB``."""
+    # format a number of bytes, such as ``1.5 MiB``
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -196,7 +184,7 @@ class _Meter(TorchFunctionMode):
         self._own = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
 
     def run(self, batch: dict[str, Any]) -> None:
-        """Run the model. Raises ConfigError: it does not run without weight values."""
+        # run the model. Raises ConfigError: it does not run without weight values
         handles = []
         for path, module in self.model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._modules.append(path), prepend=True))
@@ -217,7 +205,6 @@ class _Meter(TorchFunctionMode):
                 handle.remove()
 
     def mark(self, path: str, module: nn.Module, policy: str) -> None:
-        """Mark a module as recomputed in backward."""
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +220,7 @@ class _Meter(TorchFunctionMode):
         module.forward = forward  # type: ignore[method-assign]
 
     def _keep(self, t: Tensor) -> Tensor:
-        """Note that a tensor is saved for backward: recomputation repeats the exchanges before it, and saves it itself."""
+        # note that a tensor is saved for backward: recomputation repeats the exchanges before it, and saves it itself
         for path, _, waiting in self._open:
             for each in waiting:
                 each.again.append(path)
@@ -320,7 +307,6 @@ def _shaped(name: str, args: tuple[Any, ...]) -> Tensor:
 
 
 def _on_meta(value: Any) -> Any:
-    """Copy a value with its tensors on the meta device."""
     if isinstance(value, Tensor):
         return value if value.is_meta else value.to("meta")
     if isinstance(value, (tuple, list)):
@@ -330,7 +316,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the tensor of ``x.to(...)`` with only its dtype changed."""
+    # the tensor of ``x.to(...)`` with only its dtype changed
     given = [*args[1:], *kwargs.values()]
     dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
     x: Tensor = args[0]
@@ -349,7 +335,7 @@ def _use_one_expert(model: nn.Module) -> None:
 
 
 def _first_expert(self: Any, x: Tensor, indices: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    """Run the first expert: [tokens, h] -> [tokens, h]."""
+    # run the first expert: [tokens, h] -> [tokens, h]
 
     def product(x: Tensor, name: str) -> Tensor:
         weight = getattr(self, name)[0]

@@ -42,7 +42,6 @@ def count(number: int, noun: str) -> str:
 
 
 def is_quiet(node: Node) -> bool:
-    """Return whether no line affects a module or anything inside it."""
     return all(not (n.parts or n.edges or n.notes) for n in node.walk())
 
 
@@ -61,7 +60,7 @@ def _shown(root: Node, every: bool) -> Iterator[tuple[Node, int]]:
 
 
 def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
-    """Yield rows (name, class, role, one fact) of a module; only the first row has its name."""
+    # rows (name, class, role, one fact) of a module; only the first row has its name
     name = f"{'  ' * depth}{node.name or '(the model)'}{f'  x {node.copies}' if node.copies > 1 else ''}"
     things = [*(edge_words(e) for e in node.edges if e.side == "in"), *(part_words(p) for p in node.parts)]
     things += [*(edge_words(e) for e in node.edges if e.side == "out"), *node.notes]
@@ -71,14 +70,14 @@ def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
 
 
 def part_words(part: Part) -> str:
-    """Format a parameter: ``weight [24 -> 12, 24]``."""
+    # format a parameter: ``weight [24 -> 12, 24]``
     sizes = [f"{whole} -> {local}" if whole != local else str(whole) for whole, local in zip(part.shape, part.local, strict=True)]
     more = ", gradient summed over tp" if part.summed else ""
     return f"{part.name} [{', '.join(sizes)}]{more}{f', tied to {part.tied}' if part.tied else ''}"
 
 
 def edge_words(edge: Edge) -> str:
-    """Format an edge: ``in hidden_states: all_gather dim 1, backward reduce_scatter``."""
+    # format an edge: ``in hidden_states: all_gather dim 1, backward reduce_scatter``
     over = "" if edge.axis == "tp" else f" over {edge.axis}"
     return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}"
 
@@ -111,7 +110,6 @@ def _parts(node: Node, found: Survey) -> Iterator[str]:
 
 
 def _around(found: Survey, path: str) -> Iterator[str]:
-    """Yield the collectives at modules around this one."""
     for node in found.root.walk():
         is_around = node.path != path and (not node.path or path.startswith(f"{node.path}."))
         for edge in node.edges if is_around else ():
@@ -119,7 +117,6 @@ def _around(found: Survey, path: str) -> Iterator[str]:
 
 
 def line_words(directive: Directive) -> str:
-    """Format a line with its file and line number."""
     return f"{directive}{f' at {directive.where}' if directive.where else ''}"
 
 
@@ -162,11 +159,11 @@ class Difference:
 
     Attributes:
         removed, added: lines.
-        effects: (what, before, after) for parameters, collectives, other notes on modules, and the mesh.
     """
 
     removed: list[Directive] = field(default_factory=list)
     added: list[Directive] = field(default_factory=list)
+    # (what, before, after) for parameters, collectives, other notes on modules, and the mesh
     effects: list[tuple[str, str, str]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -193,7 +190,6 @@ def diff(before: Schedule, after: Schedule) -> Difference:
 
 
 def _facts(schedule: Schedule) -> dict[str, str]:
-    """Return the facts of a schedule that can be compared, by name."""
     found = survey(schedule)
     facts = {"mesh": found.mesh}
     for node in found.root.walk():
@@ -301,7 +297,7 @@ def _part(part: Part, found: Survey) -> str:
 
 
 def _shares(part: Part, found: Survey) -> Iterator[str]:
-    """Yield a segment for each rank's share, in the order of the whole parameter; of a parameter with blocks, block by block."""
+    # a segment for each rank's share, in the order of the whole parameter; of a parameter with blocks, block by block
     if part.dim is None:
         yield f'<b class="{"summed" if part.summed else "whole"}"></b>'
         return

@@ -178,7 +178,6 @@ class _Look:
         return _part(key, shape, tuple(tensor.shape), split, spec, "" if before == full else before)
 
     def annotate(self, node: Node, module: nn.Module) -> None:
-        """Set the role, edges and notes of a node."""
         split = next((p for p in node.parts if p.dim is not None), None)
         node.role = "split" if split else ""
         syncs = [d for d in self.by_path.get(node.path, []) if d.do == "sync"]

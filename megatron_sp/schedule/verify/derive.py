@@ -114,7 +114,7 @@ class Draws(TorchFunctionMode):
 
 
 def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call draws random numbers; its own arguments say whether dropout is on."""
+    # whether a call draws random numbers; its own arguments say whether dropout is on
 
     def arg(place: int, word: str, default: Any) -> Any:
         return kwargs.get(word, args[place] if place < len(args) else default)

@@ -98,13 +98,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Found:
-    """Result of a comparison with the whole model's tensor.
+    """Result of a comparison with the whole model's tensor."""
 
-    Attributes:
-        kind: same, share (of it), partial (sum over the ranks of ``axis``), multiple (``factor`` times it), bias (added by
-            each rank), cut (a share with other elements), other.
-    """
-
+    # same, share (of it), partial (sum over the ranks of ``axis``), multiple (``factor`` times it), bias (added by each
+    # rank), cut (a share with other elements), other
     kind: str
     axis: str = ""
     factor: float = 1.0
@@ -134,7 +131,6 @@ class Diagnosis:
         )
 
     def _walk(self, whole: list[Edge], split: list[Edge], what: str) -> str:
-        """Follow the edges of a pass in its order until one differs, or the pass ends with a sum that nobody has completed."""
         expected: dict[tuple[str, str, str], list[Edge]] = defaultdict(list)
         for edge in whole:
             expected[edge.key].append(edge)
@@ -165,7 +161,6 @@ class Diagnosis:
         return ""
 
     def _reaches_parameters(self, edge: Edge) -> bool:
-        """Return whether gradients go on from here to parameters of a module that this one does not contain."""
         inside = f"{edge.path}." if edge.path else ""
         return any(p.requires_grad and not name.startswith(inside) for name, p in self.whole.named_parameters())
 
@@ -199,7 +194,7 @@ class Diagnosis:
         return self._all(float(error) <= self.tolerance * scale + 1e-290)
 
     def _factor(self, made: Tensor, reference: Tensor) -> float:
-        """Return the whole number, or the inverse of one, that a tensor seems to be times its reference on all ranks; 0: none."""
+        # the whole number, or the inverse of one, that a tensor seems to be times its reference on all ranks; 0: none
         squares = float(reference.double().square().sum())
         ratio = float((made.double() * reference).sum()) / squares if squares else 0.0
         large, small = round(max(ratio, 0.0)), round(1 / ratio) if ratio > 1e-3 else 0
@@ -208,7 +203,6 @@ class Diagnosis:
         return whole if self._all(whole == least and abs(ratio - whole) < 1e-3 * whole) else 0.0
 
     def _own_part(self, made: Tensor, whole: Tensor) -> tuple[Tensor | None, bool, bool]:
-        """Return (this rank's part of the whole model's tensor or None, if it is a share over tp, if of positions). Local."""
         by_tp = by_positions = False
         cut, tp = getattr(self.applied.ulysses, "cut", None), self.mesh.tp
         for dim in range(whole.ndim if made.ndim == whole.ndim else 0):
@@ -227,7 +221,6 @@ class Diagnosis:
         return x
 
     def _all(self, fact: bool) -> bool:
-        """Return whether something is true on all ranks."""
         return bool(self._everywhere(torch.tensor(float(fact)), "min"))
 
     # what to say
@@ -251,7 +244,7 @@ class Diagnosis:
         return f"{place}: {it} differs, and what it is computed from does not{self._numbers(edge.path)}"
 
     def _other_share(self, edge: Edge, shape: list[int], place: str) -> str:
-        """Return what to say of a share with which something wrong was computed at ``place``."""
+        # what to say of a share with which something wrong was computed at ``place``
         made, size = list(edge.value.shape), self.mesh.tp.size()
         told = f"{edge.path or 'the model'}: its {edge.side} is {made} of {shape} on each rank, and, as {place} shows,"
         if len(made) == len(shape) and not any(n * size == m for n, m in zip(made, shape, strict=True)):
@@ -266,7 +259,6 @@ class Diagnosis:
         )
 
     def _splits(self, path: str) -> list[Directive]:
-        """Return the lines that split a module."""
         return [d for d in self.lines if d.do in ("column", "row", "shard", "vocab_parallel") and path in expand(self.whole, d.on)]
 
     def _missing_sum(self, sums: list[tuple[Edge, _Found]], what: str) -> str:
@@ -300,7 +292,6 @@ class Diagnosis:
         return "" if axis == "tp" else f", over={axis!r}"
 
     def _twice(self, edge: Edge, factor: float, what: str) -> str:
-        """Return the lines that sum around an edge, of which one is too many."""
         near = [f"{_name(d)} at {d.where}" for d in self.lines if _sums(d, what) and self._is_near(d, edge.path)]
         lines = f" of {', '.join(dict.fromkeys(near))}" if near else ""
         if factor < 1:
@@ -309,11 +300,10 @@ class Diagnosis:
         return f"it is summed where it is complete already; leave one{lines} out{also}"
 
     def _is_near(self, line: Directive, path: str) -> bool:
-        """Return whether one of a line's modules contains the one at ``path``, or is inside of it."""
+        # whether one of a line's modules contains the one at ``path``, or is inside of it
         return any(_contains(p, path) or _contains(path, p) for p in expand(self.whole, line.on))
 
     def _numbers(self, path: str) -> str:
-        """Return the attributes of a module that may count what is split. Local."""
         size = self.mesh.tp.size()
         module = self.whole.get_submodule(path) if path else self.whole
         found = [f"{n} = {v}" for n, v in vars(module).items() if type(v) is int and v > 1 and gcd(v, size) == size and n[0] != "_"]
@@ -410,7 +400,6 @@ def _name(line: Directive) -> str:
 
 
 def _sums(line: Directive, what: str) -> bool:
-    """Return whether a line sums results ("output"), or gradients ("gradient")."""
     if line.do == "sync":
         op = line.args["op"]
         back = op in ("copy", "all_gather") or line.args["mode"] == "bwd_post"

@@ -121,7 +121,6 @@ class _Own:
 
 
 def _candidates(model: nn.Module, lines: list[Directive]) -> Iterator[Candidate]:
-    """Yield functions that make models to verify, the best first."""
     size = sum(p.numel() for p in model.parameters())
     if size <= _SMALL:
         yield _Own(model)
@@ -164,7 +163,7 @@ _INDEX = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
 def _lines_for(small: nn.Module, model: nn.Module, lines: list[Directive]) -> list[Directive]:
-    """Return the lines for a model with fewer layers: those about its first layers, and about the last one, by their numbers."""
+    # the lines for a model with fewer layers: those about its first layers, and about the last one, by their numbers
     sizes = {path: len(m) for path, m in small.named_modules() if isinstance(m, nn.ModuleList)}
     lists = {path: len(m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and sizes.get(path, len(m)) != len(m)}
 
@@ -186,7 +185,6 @@ def _lines_for(small: nn.Module, model: nn.Module, lines: list[Directive]) -> li
 
 
 def _lines_from(measured: list[Directive], said: list[Directive]) -> list[Directive]:
-    """Return the lines of the model with what was measured on one with fewer layers, which stand for all."""
     grads = {(_INDEX.sub(r"\1*", d.on), d.where): d.args["grad"] for d in measured if "grad" in d.derived}
     adjoints = {i: grads.get((_INDEX.sub(r"\1*", d.on), d.where), "") for i, d in enumerate(said) if is_open(d)}
     drawn = [replace(d, on=_INDEX.sub(r"\1*", d.on)) for d in measured if d.do == "rng" and d.derived]
@@ -285,7 +283,6 @@ def example(model: nn.Module, mesh: Mesh | None = None, *, rows: int = 2, tokens
 
 
 def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str) -> None:
-    """Raise ConfigError if something is open that was not measured."""
     found = [
         f"all_gather at {d.on or 'the model'} ({d.where}): give grad='reduce_scatter' if the ranks use the result differently (a split"
         " layer), or grad='slice' if alike"

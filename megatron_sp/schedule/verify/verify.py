@@ -59,22 +59,15 @@ class Comparison:
 
 @dataclass
 class Verdict:
-    """Result of a verification; the same on every rank.
+    """Result of a verification; the same on every rank."""
 
-    Attributes:
-        rows: all comparisons, the worst first.
-        tolerance: maximum error of each.
-        first: the first module whose result differs, or None.
-        without_dropout: True if the model has dropout, which was off in both passes, as shares draw different numbers.
-        why: what is wrong where, and what to write instead; "" if all agree, or it is not known.
-        adjoints: measured adjoint of each all_gather that gives none, by the index of its line.
-    """
-
-    rows: list[Comparison] = field(default_factory=list)
+    rows: list[Comparison] = field(default_factory=list)  # all comparisons, the worst first
     tolerance: float = 1e-10
-    first: str | None = None
+    first: str | None = None  # the first module whose result differs, or None
+    # True if the model has dropout, which was off in both passes, as shares draw different numbers
     without_dropout: bool = False
-    why: str = ""
+    why: str = ""  # what is wrong where, and what to write instead; "" if all agree, or it is not known
+    # measured adjoint of each all_gather that gives none, by the index of its line
     adjoints: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -99,7 +92,6 @@ def verify(
     """Compare one forward and backward pass, without checking the lines. Collective over all ranks, with the same batch on each.
 
     Args:
-        model: not yet split.
         batch: keyword arguments of the model; floating-point tensors are converted to ``dtype``. Gradients of those
             that require one are compared.
         loss: function of the model's result (default: its ``loss``, or else a fixed weighted sum of all its tensors).
@@ -145,7 +137,6 @@ def verify(
 
 
 def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], object], run_split: Callable[[], object]) -> str:
-    """Run both models once more, watching every module, and return what is wrong."""
     whole, split, applied = Trace(), Trace(), diagnosis.applied
     wanted = {name: p.grad.clone() for name, p in diagnosis.whole.named_parameters() if p.grad is not None}
     local = {name: grad.clone() for name, grad in applied.gradients().items()}
@@ -164,7 +155,6 @@ def _explain(verdict: Verdict, diagnosis: Diagnosis, run_whole: Callable[[], obj
 
 
 def _run_or_explain(run_split: Callable[[], _Pass], run_whole: Callable[[], object], diagnosis: Diagnosis) -> _Pass:
-    """Run the split model. Raises DoesNotRun, which names the module, if it fails though the whole model did not."""
     split, model = Trace(), diagnosis.applied.model
     try:
         return run_split()
@@ -228,7 +218,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
 
 
 def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
-    """Compare input gradients, summed over dp, cp and sp: each rank has the gradients of its positions or its part."""
+    # compare input gradients, summed over dp, cp and sp: each rank has the gradients of its positions or its part
     for grad in split.values():
         for group in mesh.replicas:
             all_reduce(grad, group)
@@ -259,7 +249,6 @@ def _shapes(found: Tensor | None, expected: Tensor) -> str:
 
 
 def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
-    """Return the largest error over all ranks."""
     if found is None or found.shape != expected.shape:
         error = float("inf")
     else:
