@@ -38,6 +38,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list[str]]:
+    """Return the ids of special tokens by their names in a Hugging Face configuration, and what to tell the user."""
     tokenizer, why = _tokenizer(model, folder)
     if tokenizer is None:
         notes = (

@@ -402,6 +402,7 @@ class TorchFile:
 
 
 def require_dtype(dtype: torch.dtype, where: str) -> torch.dtype:
+    """Return a dtype that checkpoints can have. Raises CheckpointError for any other one."""
     if dtype not in DTYPES.values():
         raise CheckpointError(f"{where} is of {dtype}, which cannot be converted: save it as one of"
                               f" {', '.join(DTYPES)}")  # fmt: skip

@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:
+    """Return the family that a Hugging Face configuration names. Raises CheckpointError if there is none."""
     name = document.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {str(name)[:100]!r}: only {', '.join(FAMILIES)} can be converted")

@@ -272,6 +272,7 @@ def is_there(path: Path) -> bool:
 
 
 def find(path: Path, step: int | None) -> StepFolder:
+    """Return the folder of a step, or of the newest one. Raises CheckpointError if it is not there."""
     if any(path.glob("*_model_states.pt")):
         if step is not None and (match := _STEP_FOLDER.fullmatch(path.name)) and int(match[1]) != step:
             raise CheckpointError(f"--step {step}, but --input is {path.name}: give the folder above it, or no --step")

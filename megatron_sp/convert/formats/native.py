@@ -96,6 +96,7 @@ class Native:
 
 
 def find_step(path: Path, step: int | None) -> Path:
+    """Return the folder of a step, or of the newest complete one. Raises CheckpointError if it is not there."""
     try:
         return Checkpointer(None).find(path, step)
     except CheckpointError as error:  # the message names a flag of a training
