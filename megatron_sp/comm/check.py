@@ -1,24 +1,13 @@
-"""--check-collectives: the ranks of a group compare each collective before they call it, so that a mismatch is an error, not a hang.
+"""--check-collectives: the ranks of a group compare each collective before they call it: an error instead of a hang.
 
-A collective that one rank skips, or calls with another shape, makes the others wait until a timeout without
-explanation, or corrupts data. Here each rank first writes its call (operation, shape, dtype, counts, place in the code)
-under its number into the job's store, reads the calls of the others, and goes on only if they match. This goes through
-the store because a collective would hang if the faulty rank never calls it.
+Each rank writes its call (operation, shape, dtype, counts, place in the code) under its number into the job's store,
+reads the calls of the others, and goes on only if they match. A collective would hang if the faulty rank never calls
+it.
 
     rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
 
-A rank's call k-1 may be deleted once call k of all others is there, since whoever has written call k has read all of
-k-1; so the store holds at most two calls per rank and group. Every collective synchronizes its group and costs a few
-round trips to the store: nothing overlaps, the mode is for finding bugs. It works with every backend. When off, groups
-are torch's own and no store is used.
-
-There is no global state: a checked group is an object that counts its own calls, made by ``ParallelGroups.create``,
-with the two methods that layers use (``size``, ``rank``); the functions of this folder get the process group from it
-through ``groups.announced``.
-
-Errors: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not call in
-time is a lost peer, exit code 7, on the ranks that wait for it: a hanging rank and one that skipped the call look the
-same from outside, so the message gives its last call, and where it waits if it waits elsewhere.
+Nothing overlaps then: the mode is for finding bugs. Calls that differ are a bug, exit code 1; a rank that has died or
+does not call in time is a lost peer, exit code 7.
 """
 
 from __future__ import annotations
@@ -28,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,18 +45,12 @@ class DivergenceError(ReportedError):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that a rank is about to call.
+    """A collective that a rank is about to call."""
 
-    Attributes:
-        what: operation, shape and dtype, as text; must be the same on all ranks.
-        send, receive: elements to and from each rank, for all-to-alls.
-        place: where in the code it is called.
-    """
-
-    what: str
-    send: list[int]
+    what: str  # operation, shape and dtype; must be the same on all ranks
+    send: list[int]  # elements to each rank, for all-to-alls
     receive: list[int]
-    place: str
+    place: str  # where in the code it is called
 
     def __str__(self) -> str:
         counts = f" sending {self.send}, expecting {self.receive}" if self.send or self.receive else ""
@@ -75,12 +58,7 @@ class Call:
 
 
 def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """Wrap groups in ``CheckedGroup`` (torch.distributed must be initialised); a group with several names becomes one object.
-
-    Args:
-        groups: by name; groups of one rank are returned as they are.
-        timeout: how long to wait for a rank; that of the collectives.
-    """
+    """Wrap groups in ``CheckedGroup``; a group with several names becomes one object."""
     rank = dist.get_rank()
     store = dist.PrefixStore(_SPACE, dist.distributed_c10d._get_default_store())  # has no public name
     generation = store.add(f"made/{rank}", 1)  # groups may be rebuilt within a job, and then count from 1 again
@@ -94,14 +72,7 @@ def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) ->
 
 
 class CheckedGroup:
-    """A process group whose collectives are compared between ranks before they run.
-
-    Args:
-        process_group: torch's process group.
-        name: for messages; together with the first rank it identifies the group.
-        store: a store that all ranks of the job can reach.
-        timeout_s: how long to wait for a rank.
-    """
+    """A process group whose collectives are compared between ranks before they run."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str, store: dist.Store, timeout_s: float) -> None:
         self.process_group, self.name = process_group, name
@@ -110,11 +81,9 @@ class CheckedGroup:
         self._number = 0
 
     def size(self) -> int:
-        """Number of ranks."""
         return self.process_group.size()
 
     def rank(self) -> int:
-        """This rank in the group."""
         return self.process_group.rank()
 
     def announce(self, op: str, x: Tensor | None, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -126,10 +95,11 @@ class CheckedGroup:
         self.check(Call(" ".join(words), list(send), list(receive), _place()))
 
     def check(self, call: Call) -> None:
-        """Compare the next call with those of the other ranks. Raises DivergenceError, PeerError: see ``groups.announced``."""
+        """Compare the next call with those of the other ranks. Raises DivergenceError and PeerError."""
         self._number += 1
         self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
         calls = self._calls(call)
+        # who has written call k has read all of k-1: the store holds at most two calls per rank and group
         if self._number > 1:
             self._store.delete_key(self._key(self.rank(), self._number - 1))
         trouble = _differences(calls, self._ranks)
@@ -167,7 +137,8 @@ class CheckedGroup:
         present = [member for member in range(len(keys)) if member not in absent]
         if self._store.check([verdict]):
             self._fail(PeerError(self._store.get(verdict).decode()), present)
-        dead = [member for member in absent if self._has_ended(member)]
+        processes = {member: self._process(member) for member in absent}
+        dead = [member for member, (_, pid, host) in processes.items() if host == machine() and not is_running(pid)]
         if not dead and waited_s <= self._timeout_s:
             return
         if dead and any(self._store.check([keys[member]]) for member in dead):
@@ -179,10 +150,6 @@ class CheckedGroup:
         text += "\nStart the same command again with --auto-resume." if dead else ""
         self._fail(PeerError(self._store.compare_set(verdict, "", text).decode()), present)
 
-    def _has_ended(self, member: int) -> bool:
-        _, pid, where = self._process(member)
-        return where == machine() and not is_running(pid)
-
     def _process(self, member: int) -> tuple[str, int, str]:
         key = f"process/{self._ranks[member]}"
         host, pid, where = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid(), "?")
@@ -191,11 +158,14 @@ class CheckedGroup:
     def _about(self, member: int, dead: bool) -> str:
         rank, last, waiting = self._ranks[member], self._key(member, self._number - 1), f"waiting/{self._ranks[member]}"
         host, pid, where = self._process(member)
-        text = f"rank {rank} (pid {pid} on {host}) has died" if dead else f"rank {rank} has not come within {self._timeout_s:g} s"
+        text = f"rank {rank} has not come within {self._timeout_s:g} s"
+        if dead:
+            text = f"rank {rank} (pid {pid} on {host}) has died"
         if not dead and where == machine() and is_stopped(pid):
             text += f": it was stopped by a signal (pid {pid} on {host})"
         if self._store.check([last]):
-            text += f", its last collective of this group was {self._number - 1}: {Call(**json.loads(self._store.get(last)))}"
+            last_call = Call(**json.loads(self._store.get(last)))
+            text += f", its last collective of this group was {self._number - 1}: {last_call}"
         else:
             text += ", it has made no collective of this group"
         if self._store.check([f"failed/{rank}"]):  # it ended because of a failure in another group
@@ -205,18 +175,14 @@ class CheckedGroup:
         return text
 
     def _fail(self, error: ReportedError, present: list[int]) -> NoReturn:
-        """Raise ``error`` once the other ``present`` ranks know it too, since this process may be the one that hosts the store."""
+        # once the other ``present`` ranks know it too, since this process may be the one that hosts the store
         error.on_all_ranks = any(self._ranks[member] == 0 for member in present)  # then rank 0 reports it for all
         self._store.set(f"failed/{self._ranks[self.rank()]}", str(error))
         self._store.set(f"{self._key(self.rank())}/seen", "1")
-        _wait_for(lambda: self._store.check([f"{self._key(member)}/seen" for member in present]))
+        seen, deadline = [f"{self._key(member)}/seen" for member in present], time.monotonic() + _FAREWELL_S
+        while not self._store.check(seen) and time.monotonic() < deadline:
+            time.sleep(0.02)
         raise error
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _FAREWELL_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def _differences(calls: list[Call], ranks: list[int]) -> str:
@@ -241,10 +207,10 @@ def _differences(calls: list[Call], ranks: list[int]) -> str:
 
 
 def _alike(texts: list[str]) -> list[list[int]]:
-    found: dict[str, list[int]] = {}
-    for index, text in enumerate(texts):
-        found.setdefault(text, []).append(index)
-    return list(found.values())
+    members: dict[str, list[int]] = {}
+    for member, text in enumerate(texts):
+        members.setdefault(text, []).append(member)
+    return list(members.values())
 
 
 def _name(members: list[int], ranks: list[int]) -> str:

@@ -1,9 +1,8 @@
-"""Collectives as plain functions of (tensor, group); asynchronous ones return a handle.
+"""Collectives as plain functions of (tensor, group), no-ops at group size 1; asynchronous ones return a handle.
 
-At group size 1 they are no-ops, so callers need no special case. Tensors are contiguous, and are split and concatenated
-along dim 0. Adjoints, for writing a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its
-own with the counts swapped; that of an all_reduce (sum) whose result every rank uses in the same computation is the
-identity.
+Tensors are contiguous, and are split and concatenated along dim 0. Adjoints, for writing a backward pass: all_gather
+and reduce_scatter are each other's; all_to_all is its own with the counts swapped; that of an all_reduce (sum) whose
+result every rank uses in the same computation is the identity.
 """
 
 from __future__ import annotations
@@ -30,26 +29,24 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class WaitError(RuntimeError):
-    """A message between two ranks did not arrive: the other one has died or is late. The text names it and the message."""
+    """A message between two ranks did not arrive: the other one has died or is late. The text names both."""
 
 
 class Handle:
-    """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
+    """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this
+    thread).
 
-    Neither the operand nor the result may be touched before; the handle keeps both alive. A handle dropped without
-    ``wait()`` warns.
+    Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if it is
+    dropped.
 
     Args:
-        work: what torch returned; None: there is nothing to wait for.
-        result: the tensor that ``wait()`` returns, unless ``finish`` makes it.
-        name: of the operation, for messages.
-        finish: called after the wait; returns the result.
-        operand: kept alive.
-        expected: what is waited for, for a message about a wait that fails; empty: torch's own error says all that is known.
+        result: the tensor that ``wait()`` returns, unless ``finish`` makes it, which is called after the wait.
+        expected: what is waited for, for a message about a wait that fails; empty: torch's own error says all.
     """
 
     def __init__(
-        self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None, operand: Tensor | None = None,
+        self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None,
+        operand: Tensor | None = None,
         expected: str = "",
     ) -> None:  # fmt: skip
         self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
@@ -66,14 +63,15 @@ class Handle:
         return self
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return its result; may be called only once.
+        """Wait for the collective and return its result.
 
         Raises:
             RuntimeError: called a second time, when the buffer may already have been reused.
             WaitError: a message that is ``expected`` did not arrive.
         """
         if self._waited:
-            raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
+            what = f"{self._name} of {tuple(self._result.shape)}"
+            raise RuntimeError(f"wait() was called twice on {what}: keep its result instead")
         self._waited = True
         if self._work is not None:
             if self._reminder is not None:
@@ -84,8 +82,9 @@ class Handle:
             except RuntimeError as error:
                 if not self.expected:
                     raise
-                seconds, why = time.monotonic() - began, next((line for line in str(error).splitlines() if line.strip()), "")
-                raise WaitError(f"rank {dist.get_rank()} waited {seconds:.0f} s for {self.expected}: {why[:200]}") from error
+                waited = f"rank {dist.get_rank()} waited {time.monotonic() - began:.0f} s for {self.expected}"
+                why = next((line for line in str(error).splitlines() if line.strip()), "")
+                raise WaitError(f"{waited}: {why[:200]}") from error
         result = self._result if self._finish is None else self._finish()
         self._work = self._finish = self._operand = self._flight = None
         return result
@@ -102,8 +101,6 @@ class Handle:
 
 
 class _Reminder:
-    """Warns when it is dropped together with a handle that nobody waited for; a handle without work needs none, nor the call of its end."""
-
     def __init__(self, name: str, result: Tensor) -> None:
         self._name, self._result, self.is_due = name, result, True
 
@@ -113,12 +110,11 @@ class _Reminder:
         if not self.is_due or sys.is_finalizing() or sys.exc_info()[0] is not None:
             return
         what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
-        warnings.warn(f"wait() was never called on {what}: its result may be read before it is complete", RuntimeWarning, stacklevel=1)
+        text = f"wait() was never called on {what}: its result may be read before it is complete"
+        warnings.warn(text, RuntimeWarning, stacklevel=1)
 
 
 class _Done(Handle):
-    """Handle of a result that is there: on one rank every layer makes several, so that it costs the host little."""
-
     _work, _waited, expected = None, False, ""
 
     def __init__(self, result: Tensor, name: str = "nothing") -> None:
@@ -142,7 +138,7 @@ def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum"
 
 
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
-    """Start reducing ``x`` over the group, in place; it must not be touched before ``wait()``."""
+    """Start reducing ``x`` over the group, in place."""
     if group.size() == 1:
         return _Done(x, "all_reduce")
     group = announced(group, f"all_reduce {op}", x)
@@ -151,13 +147,9 @@ def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] =
 
 
 def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start concatenating the ``x`` of all ranks along dim 0, in rank order.
+    """Start concatenating the ``x`` of all ranks along dim 0, in rank order: [n, ...] -> [size * n, ...], into ``out``.
 
-    Args:
-        x: [n, ...], contiguous; the same shape on every rank.
-        out: [size * n, ...], the output; allocated if None. Unused at group size 1.
-    Returns:
-        A handle on [size * n, ...]; at group size 1 on ``x`` itself.
+    At group size 1 the result is ``x`` itself, and ``out`` stays untouched.
     """
     size = group.size()
     if size == 1:
@@ -170,16 +162,10 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
 
 
 def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start summing ``x`` over the ranks; rank r gets the r-th of ``size`` equal parts along dim 0.
+    """Start summing ``x`` over the ranks; rank r gets the r-th part: [size * n, ...] -> [n, ...], into ``out``.
 
-    gloo implements reduce_scatter by an all_reduce. Here, without NCCL, the parts are exchanged and summed in rank
-    order, in fp32 or wider: half the traffic, and at two ranks bitwise the result of an all_reduce.
-
-    Args:
-        x: [size * n, ...], contiguous.
-        out: [n, ...], the output; allocated if None. Unused at group size 1.
-    Returns:
-        A handle on [n, ...]; at group size 1 on ``x`` itself.
+    Without NCCL the parts are exchanged and summed in rank order, in fp32 or wider: half the traffic of gloo's
+    all_reduce. At group size 1 the result is ``x`` itself, and ``out`` stays untouched.
     """
     size = group.size()
     if size == 1:
@@ -196,7 +182,8 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
     work = dist.all_to_all_single(parts, x, group=group, async_op=True)
 
     def add_up() -> Tensor:
-        result = x.new_empty(shape) if out is None else out  # as late as possible: other gradients are computed meanwhile
+        # allocated as late as possible: other gradients are computed meanwhile
+        result = x.new_empty(shape) if out is None else out
         by_rank = parts.view(size, *shape)
         if x.dtype in (torch.bfloat16, torch.float16):
             return result.copy_(by_rank.sum(0, dtype=torch.float32))
@@ -208,16 +195,12 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
     return Handle(work, x if out is None else out, "reduce_scatter", add_up, operand=x)
 
 
-def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group) -> Handle:
-    """Start an all-to-all: the r-th segment of ``send`` goes to rank r, and the r-th segment of ``receive`` comes from rank r.
+def all_to_all_async(
+    send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group
+) -> Handle:
+    """Start an all-to-all: rank r gets the r-th segment of ``send``, and sends the r-th segment of ``receive``.
 
-    Args:
-        send: [sum(send_counts)], contiguous.
-        send_counts: elements for each rank.
-        receive: [sum(receive_counts)], contiguous.
-        receive_counts: elements from each rank.
-    Returns:
-        A handle on ``receive``; at group size 1 on ``send`` itself, and ``receive`` stays untouched.
+    Both are flat; the counts are elements to and from each rank. At group size 1 the result is ``send`` itself.
     """
     if group.size() == 1:
         return done(send)
@@ -227,12 +210,12 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
 
 
 def send_async(x: Tensor, group: Group, target: int, what: str = "a message") -> Handle:
-    """Start sending ``x``, contiguous, to a rank of the world that is in the group; ``what`` it is, for messages about a failure."""
+    """Start sending ``x`` to a rank of the world that is in the group; ``what`` it is, for messages about a failure."""
     return Handle(dist.isend(x, dst=target, group=group), x, "send", expected=f"rank {target} to take {what}")
 
 
 def receive_async(into: Tensor, group: Group, source: int, what: str = "a message") -> Handle:
-    """Start receiving into a contiguous tensor, from a rank of the world that is in the group; ``what`` as with ``send_async``."""
+    """Start receiving into a tensor, from a rank of the world that is in the group."""
     return Handle(dist.irecv(into, src=source, group=group), into, "receive", expected=f"{what} (rank {source})")
 
 

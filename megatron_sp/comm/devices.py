@@ -1,9 +1,7 @@
 """The GPU of a process, and the check that it is nobody else's.
 
-Launchers give GPUs to processes in two ways: each process sees all GPUs of its host and takes the one of its local rank
-(torchrun), or each sees its own alone, as device 0 (Slurm's --gpus-per-task=1). In the second case a wrong setting,
-such as one CUDA_VISIBLE_DEVICES for all, shows only in the GPUs' identity, so the processes compare that before NCCL is
-asked, which would hang or report an internal error.
+With each process seeing one GPU alone, as device 0, a wrong setting, such as one CUDA_VISIBLE_DEVICES for all, shows
+only in the GPUs' identity. It is compared before NCCL is asked, which would hang or report an internal error.
 """
 
 from __future__ import annotations
@@ -27,16 +25,17 @@ def gpu_of(local_rank: int) -> torch.device:
         return torch.device("cuda", 0)
     if local_rank >= visible:
         error = ConfigError(
-            f"local rank {local_rank} has no GPU of its own: this process sees {visible}; start at most that many processes on a host"
-            " (--nproc-per-node), let each see one alone (Slurm's --gpus-per-task=1), or use --device cpu"
+            f"local rank {local_rank} has no GPU of its own: this process sees {visible}; start at most that many"
+            " processes on a host (--nproc-per-node), let each see one alone (Slurm's --gpus-per-task=1), or use"
+            " --device cpu"
         )
-        error.on_all_ranks = local_rank != visible  # rank 0 has a GPU and says nothing; the first one beyond speaks for its host
+        error.on_all_ranks = local_rank != visible  # rank 0 has a GPU; the first rank beyond speaks for its host
         raise error
     return torch.device("cuda", local_rank)
 
 
 def identity_of(device: torch.device) -> str:
-    """Return what tells a GPU from all others, on every host: its UUID, or else host and place on the bus; "" for a CPU."""
+    """Return what tells a GPU from all others: its UUID, or else host and place on the bus; "" for a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -48,11 +47,11 @@ def identity_of(device: torch.device) -> str:
 
 
 def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str) -> None:
-    """Check that no two processes of the job use the same GPU, before any of them calls NCCL. All ranks call this.
+    """Check that no two processes of the job use the same GPU, before any of them calls NCCL. Collective.
 
     Args:
         store: new for this attempt of the job; its timeout ends the wait for ranks that do not come.
-        identity: ``identity_of`` this rank's device; "" if there is nothing to compare.
+        identity: ``identity_of`` this rank's device.
     Raises:
         ConfigError: two do; on every rank, with the same message.
     """
@@ -65,13 +64,14 @@ def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str
     store.get("all gpus compared")  # waits
     if store.check(["gpu shared"]):
         raise ConfigError(
-            f"{store.get('gpu shared').decode()}: each process needs one of its own. Let all processes of a host see all its GPUs, or"
-            " each another one alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task=1), and start no more processes than there are GPUs"
+            f"{store.get('gpu shared').decode()}: each process needs one of its own. Let all processes of a host see"
+            " all its GPUs, or each another one alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task=1), and start no"
+            " more processes than there are GPUs"
         )
 
 
 def available_backends() -> dict[str, bool]:
-    """Return ``{"gloo": bool, "nccl": bool}``; all False if torch was built without distributed support."""
+    """Return ``{"gloo": bool, "nccl": bool}``."""
     if not dist.is_available():
         return {"gloo": False, "nccl": False}
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

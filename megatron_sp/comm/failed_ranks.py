@@ -2,13 +2,9 @@
 
 The processes of this host are inspected directly. For the others there is a roll call: a rank whose collective fails
 leaves a mark in the job's store, and the rank without a mark after a few seconds is the one that the others wait for.
-The first verdict counts for all ranks; otherwise a rank that exits because of it would be reported dead by the next
-one.
 
-A stopped rank, or one that hangs in C++, cannot write its own stack: every rank opens an in-memory file when it joins,
-and registers a signal that dumps the main thread's stack into it; the handler is C code, which does not need the
-interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux only; elsewhere no
-stack is available.
+A stopped rank, or one that hangs in C++, cannot write its own stack: another rank of its host sends it a signal, whose
+handler, in C, dumps the stack into an in-memory file, and reads that through /proc. Linux only.
 """
 
 from __future__ import annotations
@@ -36,7 +32,9 @@ from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _PATIENCE_S = 20.0  # enough for a process that computes on a busy machine; one that has ended is not waited for
 _NONE = -1
-_BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")
+_BROKEN = (
+    "gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store",
+)  # fmt: skip
 _ROLL_CALL_S = 5.0  # the others find their own collectives broken a little later
 _POLL_S = 0.05
 
@@ -86,17 +84,21 @@ class Peers:
         """
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()
-        known = f"{self._name(stopped[0])} was stopped by a signal" if stopped else f"{self._name(dead[0])} died" if dead else ""
+        known = f"{self._name(dead[0])} died" if dead else ""
+        if stopped:
+            known = f"{self._name(stopped[0])} was stopped by a signal"
         verdicts: list[str] = []
         talk = threading.Thread(target=lambda: verdicts.append(self._agree(known, stopped or dead)), daemon=True)
         talk.start()
         talk.join(4 * _ROLL_CALL_S)  # with the network cut, the store's answer would never come
         verdict = verdicts[0] if verdicts else known
-        for rank in stopped or [r for r in self._here() if r != self.rank and f"{self._name(r)} did not answer" in verdict]:
+        late = [r for r in self._here() if r != self.rank and f"{self._name(r)} did not answer" in verdict]
+        for rank in stopped or late:
             verdict += self._keep_stack(rank, folder)
         nobody = "a rank on another host died or did not answer; the launcher's report names it"
         where = f" in {place}" if place else ""
-        return f"{verdict or nobody}: a collective failed{where} ({first_line(error)}). Start the same command again with --auto-resume."
+        failure = f"{verdict or nobody}: a collective failed{where} ({first_line(error)})"
+        return f"{failure}. Start the same command again with --auto-resume."
 
     def _here(self) -> list[int]:
         return [r for r, where in enumerate(self.machines) if where == machine()]
@@ -175,7 +177,7 @@ def first_line(error: BaseException) -> str:
 
 
 def offer_stack() -> int:
-    """Let other ranks of this host read this process's stack; return the file descriptor to read it from, -1 if unsupported."""
+    """Let other ranks of this host read this process's stack; return the file descriptor, -1 if unsupported."""
     number = _signal()
     if not number or not hasattr(os, "memfd_create"):
         return _NONE
@@ -187,16 +189,13 @@ def offer_stack() -> int:
 
 
 def take_stack(pid: int, descriptor: int) -> str:
-    """Return the stack of another process of this host; "" if it is unavailable.
-
-    A stopped process is resumed (SIGCONT), since it handles no signals while stopped: it belongs to a job that has
-    failed, and can then end by itself.
-    """
+    """Return the stack of another process of this host; "" if it is unavailable. A stopped process is resumed."""
     number = _signal()
     if not number or descriptor == _NONE:
         return ""
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # before waking it: a woken process may end at once, and its path with it
+        # opened before waking it: a woken process may end at once, and its path with it
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:  # otherwise another rank has asked, and it may have gone on since
                 _signal_main_thread(pid, number)
             if is_stopped(pid):
@@ -207,7 +206,7 @@ def take_stack(pid: int, descriptor: int) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread: one sent to a stopped process may go to any thread, even one without a Python stack."""
+    # one sent to a stopped process may go to any thread, even one without a Python stack
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or tgkill(pid, pid, number) != 0:
         os.kill(pid, number)

@@ -28,8 +28,6 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class _Alone:
-    """Group of one rank that needs no torch process group, for generation, tools and unit tests."""
-
     def size(self) -> int:
         return 1
 
@@ -40,19 +38,20 @@ class _Alone:
 SINGLE_RANK = cast(Group, _Alone())
 
 
-def announced(group: Group, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()) -> Group:
-    """Return torch's process group behind ``group``; for a checked group, only after all its ranks have announced the same call.
+def announced(
+    group: Group, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()
+) -> Group:
+    """Return torch's process group behind ``group``; for a checked one, once all its ranks have announced the same call.
 
     Args:
-        group: a group of more than one rank.
-        op: the operation, with its variant.
         x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
         send, receive: elements to and from each rank.
     Raises:
         DivergenceError: the ranks are about to call different collectives.
         PeerError: a rank has died or has not called in time.
     """
-    if (announce := getattr(group, "announce", None)) is not None:  # a CheckedGroup, whose module only --check-collectives imports
+    announce = getattr(group, "announce", None)
+    if announce is not None:  # a CheckedGroup, whose module only --check-collectives imports
         announce(op, x, send, receive)
     return unchecked(group)
 
@@ -69,10 +68,7 @@ def world_group() -> Group:
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """Settings of the NCCL communicators of sp, cp and dp; without effect on gloo.
-
-    A collective that runs under computation takes a multiprocessor of the GPU from it for each of its CTAs.
-    """
+    """Settings of the NCCL communicators of sp, cp and dp; without effect on gloo."""
 
     # CTAs that an exchange around or inside attention (sp, cp) takes at most; None: NCCL decides
     sp_ctas: int | None = None
@@ -89,25 +85,20 @@ class NcclOptions:
             return {}
         name, most = ("dp", self.dp_ctas) if axis == "dp" else ("sp", self.sp_ctas)
         fields = {} if most is None else {"max_ctas": most}
-        if most is not None and self.min_ctas_of_environment() > most:
-            raise ConfigError(
-                f"--nccl-{name}-ctas ({most}) is less than NCCL_MIN_CTAS ({self.min_ctas_of_environment()}): lower the latter"
-            )
+        text = os.environ.get("NCCL_MIN_CTAS", "")
+        least = int(text) if text.isascii() and text.isdigit() else 0
+        if most is not None and least > most:
+            raise ConfigError(f"--nccl-{name}-ctas ({most}) is less than NCCL_MIN_CTAS ({least}): lower the latter")
         if self.cta_policy != "default":
             name = f"NCCL_CTA_POLICY_{self.cta_policy.upper()}"
             policy = getattr(getattr(dist, "ProcessGroupNCCL", None), name, None)
             if policy is None:
                 raise ConfigError(
-                    f"--nccl-cta-policy {self.cta_policy}: torch {torch.__version__} was built with an NCCL without {name}; use default"
+                    f"--nccl-cta-policy {self.cta_policy}: torch {torch.__version__} was built with an NCCL without"
+                    f" {name}; use default"
                 )
             fields["cta_policy"] = policy
         return fields
-
-    @staticmethod
-    def min_ctas_of_environment() -> int:
-        # NCCL_MIN_CTAS; 0 if it is not set or no number
-        text = os.environ.get("NCCL_MIN_CTAS", "")
-        return int(text) if text.isascii() and text.isdigit() else 0
 
 
 _AS_NCCL_DECIDES = NcclOptions()
@@ -115,47 +106,33 @@ _AS_NCCL_DECIDES = NcclOptions()
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a layout, with this rank's place in each.
+    """The process groups of a layout, with this rank's place in each."""
 
-    Attributes:
-        mesh: device mesh with axes (pp, dp, cp, sp, tp).
-        pp, dp, cp, sp, tp: groups along one axis.
-        dp_cp_sp: group over dp, cp and sp together, over which parameters are replicated.
-        pp_tp: group over pp and tp together, which has all parameters of the model once.
-        ends: group of this rank's dp_cp_sp ranks on the first and the last pipeline rank, which share a tied table; None in
-            between, and without a pipeline.
-        world: group of all ranks.
-        control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the
-            default group.
-        device: device of this rank's tensors.
-    """
-
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # with axes (pp, dp, cp, sp, tp)
     pp: Group
     dp: Group
     cp: Group
     sp: Group
     tp: Group
-    dp_cp_sp: Group
-    pp_tp: Group
+    dp_cp_sp: Group  # over dp, cp and sp together, over which parameters are replicated
+    pp_tp: Group  # over pp and tp together, which has all parameters of the model once
+    # dp_cp_sp ranks on the first and the last pipeline rank, which share a tied table; None between, without a pipeline
     ends: Group | None
     world: Group
-    control: Group
-    device: torch.device
+    control: Group  # gloo, of all ranks, for small messages from the CPU; without a GPU the default group
+    device: torch.device  # of this rank's tensors
 
     @classmethod
     def create(
         cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, cp_size: int = 1, pp_size: int = 1,
-        timeout: timedelta | None = None, check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES, control: Group | None = None,
+        timeout: timedelta | None = None, check: bool = False, nccl: NcclOptions = _AS_NCCL_DECIDES,
+        control: Group | None = None,
     ) -> ParallelGroups:  # fmt: skip
         """Build the groups; the default process group must be initialised.
 
         Args:
-            device: device of this rank's tensors.
-            tp_size, sp_size, cp_size, pp_size: sizes of these axes; dp_size = world_size / their product.
             timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
-            nccl: settings of communicators.
             control: the control group of another layout of the same ranks; None: one is made.
         Raises:
             ConfigError: NCCL here does not know a setting.
@@ -169,10 +146,10 @@ class ParallelGroups:
                 f" ({pp_size} * {cp_size} * {sp_size} * {tp_size} = {of_replica})"
             )
         shape = {"pp": pp_size, "dp": world_size // of_replica, "cp": cp_size, "sp": sp_size, "tp": tp_size}
-        options: dict[int | str, Any] = {
-            axis: o for axis, size in shape.items() if (o := _options(size, device, axis != "dp", nccl.of(axis))) is not None
-        }
-        mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=options)
+        by_axis = {axis: _options(size, device, axis != "dp", nccl.of(axis)) for axis, size in shape.items()}
+        options: dict[int | str, Any] = {axis: option for axis, option in by_axis.items() if option is not None}
+        sizes, names = tuple(shape.values()), tuple(shape)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=options)
         if control is not None:
             control = unchecked(control)
         else:
@@ -196,7 +173,8 @@ class ParallelGroups:
 
     def destroy(self) -> None:
         """Destroy the groups along the axes, but not those of all ranks. Collective."""
-        own_groups = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp, *([] if self.ends is None else [self.ends])]
+        own_groups = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp]
+        own_groups += [] if self.ends is None else [self.ends]
         axes = {id(group): group for group in map(unchecked, own_groups)}
         for group in axes.values():
             if group is not dist.group.WORLD:
@@ -204,27 +182,22 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
-        """This rank in the world."""
         return self.world.rank()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.world.size()
 
     @property
     def tp_rank(self) -> int:
-        """This rank in its tp group."""
         return self.tp.rank()
 
     @property
     def sp_rank(self) -> int:
-        """This rank in its sp group."""
         return self.sp.rank()
 
     @property
     def cp_rank(self) -> int:
-        """This rank in its cp group."""
         return self.cp.rank()
 
     @property
@@ -234,22 +207,19 @@ class ParallelGroups:
 
     @property
     def pp_rank(self) -> int:
-        """This rank in its pp group."""
         return self.pp.rank()
 
     @property
     def dp_rank(self) -> int:
-        """This rank in its dp group."""
         return self.dp.rank()
 
     @property
     def is_first_of_replica(self) -> bool:
-        """True on one rank of each data-parallel replica: the one that reports what all its ranks would report alike."""
+        """True on one rank of each data-parallel replica: the one that reports what all its ranks would alike."""
         return self.tp.rank() == 0 and self.sp.rank() == 0 and self.cp.rank() == 0 and self.pp.rank() == 0
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks in the dp group."""
         return self.dp.size()
 
 
@@ -269,7 +239,8 @@ def _ends(mesh: DeviceMesh, device: torch.device, nccl: NcclOptions) -> dict[str
         return by_axis
     for tp_rank in range(ranks.shape[-1]):
         members = ranks[[0, -1]][..., tp_rank].flatten().tolist()
-        group = dist.group.WORLD if len(members) == dist.get_world_size() else _new_group(members, device, nccl.of("dp"))
+        everybody = len(members) == dist.get_world_size()
+        group = dist.group.WORLD if everybody else _new_group(members, device, nccl.of("dp"))
         if dist.get_rank() in members:
             assert group is not None
             by_axis["ends"] = group
@@ -290,10 +261,8 @@ def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check:
     """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks.
 
     Args:
-        groups: the layout's.
         ep_size: number of ranks over which experts are dealt, neighbours on these axes.
         over_tp: the ranks of a tp group have different tokens.
-        check: compare the ranks' calls before each collective.
     Raises:
         ValueError: ep_size does not divide the number of ranks on these axes.
     """
@@ -304,51 +273,48 @@ def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check:
         sequences = ranks.reshape(pp_size * dp_size, -1)
     else:
         lines = ranks.reshape(pp_size, -1, tp_size).transpose(1, 2).reshape(pp_size * tp_size, -1)
-        sequences = ranks.reshape(pp_size * dp_size, -1, tp_size).transpose(1, 2).reshape(pp_size * dp_size * tp_size, -1)
+        by_tp = ranks.reshape(pp_size * dp_size, -1, tp_size).transpose(1, 2)
+        sequences = by_tp.reshape(pp_size * dp_size * tp_size, -1)
     if lines.shape[1] % ep_size:
-        axes = f"{'tp * ' if over_tp else ''}sp * cp * dp"
-        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks that have different tokens, {axes} ({lines.shape[1]})")
+        axes = f"{'tp * ' if over_tp else ''}sp * cp * dp ({lines.shape[1]})"
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks that have different tokens, {axes}")
     by_ep = lines.reshape(-1, lines.shape[1] // ep_size, ep_size)
-    found = {
-        "ep": _mine(by_ep.flatten(0, 1).tolist(), groups, device, urgent=True),
-        "replicas": _mine(by_ep.transpose(1, 2).flatten(0, 1).tolist(), groups, device),
-        "sequence": _mine(sequences.tolist(), groups, device, urgent=True),
-        "tokens": _mine(lines.tolist(), groups, device),
+    by_name = {
+        "ep": _own_group(by_ep.flatten(0, 1).tolist(), groups, device, urgent=True),
+        "replicas": _own_group(by_ep.transpose(1, 2).flatten(0, 1).tolist(), groups, device),
+        "sequence": _own_group(sequences.tolist(), groups, device, urgent=True),
+        "tokens": _own_group(lines.tolist(), groups, device),
     }
     if check:
         from megatron_sp.comm.check import check_groups
 
-        wrapped = check_groups({name: group for name, group in found.items() if group is not SINGLE_RANK}, _DEFAULT_TIMEOUT)
-        found |= wrapped
-    return ExpertGroups(**found)
+        large = {name: group for name, group in by_name.items() if group is not SINGLE_RANK}
+        by_name |= check_groups(large, _DEFAULT_TIMEOUT)
+    return ExpertGroups(**by_name)
 
 
-def _mine(lines: list[list[int]], groups: ParallelGroups, device: torch.device, *, urgent: bool = False) -> Group:
-    size, me = len(lines[0]), dist.get_rank()
-    if size == 1:
+def _own_group(lines: list[list[int]], groups: ParallelGroups, device: torch.device, *, urgent: bool = False) -> Group:
+    rank = dist.get_rank()
+    if len(lines[0]) == 1:
         return SINGLE_RANK
     # urgent exchanges do not queue behind gradients in a communicator
     known = [groups.sp, groups.cp, groups.tp] if urgent else [groups.dp_cp_sp]
-    own_ranks = next(line for line in lines if me in line)
-    same = next((group for group in known if group.size() > 1 and dist.get_process_group_ranks(unchecked(group)) == own_ranks), None)
+    own_ranks = next(line for line in lines if rank in line)
     # the layout is the same everywhere: whether a group exists is, too
-    if same is not None:
-        return unchecked(same)
-    group_of_ranks = SINGLE_RANK
-    for line in lines:
-        group = _new_group(line, device, {}, urgent=urgent)
-        if me in line:
-            assert group is not None
-            group_of_ranks = group
-    return group_of_ranks
+    for group in map(unchecked, known):
+        if group.size() > 1 and dist.get_process_group_ranks(group) == own_ranks:
+            return group
+    made = [_new_group(line, device, {}, urgent=urgent) for line in lines]  # every rank takes part in making each
+    own = made[lines.index(own_ranks)]
+    assert own is not None
+    return own
 
 
 def _new_group(ranks: list[int], device: torch.device, fields: dict[str, int], *, urgent: bool = False) -> Group | None:
     options = _options(len(ranks), device, urgent, fields)
-    new_group = dist.new_group(
-        ranks, timeout=options._timeout if options is not None else None, pg_options=options if dist.get_backend() == "nccl" else None
-    )
-    return cast("Group | None", new_group)
+    timeout = options._timeout if options is not None else None
+    of_nccl = options if dist.get_backend() == "nccl" else None
+    return cast("Group | None", dist.new_group(ranks, timeout=timeout, pg_options=of_nccl))
 
 
 def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -361,18 +327,16 @@ def groups_of_pairs(pairs: Collection[tuple[int, int]]) -> dict[tuple[int, int],
 
 
 def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.device) -> dict[tuple[int, int], Group]:
-    """Return a group for each pair of pipeline ranks (source, target) that this rank is one of. Collective over all ranks.
-
-    In each group a rank has one neighbour and one direction: on NCCL a group can be a single stream, in which a receive that
-    waits would hold up a send behind it. All pairs that have no rank in common share groups, which are of the whole pipeline.
-    """
+    """Return a group for each pair of pipeline ranks (source, target) that this rank is one of. Collective over all."""
     colours = groups_of_pairs(pairs)
     lines = mesh.mesh.flatten(1).t().tolist()  # ranks of each pipeline
-    me, groups = dist.get_rank(), dict[int, Group]()
+    # in each group a rank has one neighbour and one direction: on NCCL a group can be a single stream, in which a
+    # receive that waits would hold up a send behind it
+    groups: dict[int, Group] = {}
     for colour in range(max(colours.values(), default=-1) + 1):
         for line in lines:
             pair_group = _new_group(line, device, {}, urgent=True)
-            if me in line:
+            if dist.get_rank() in line:
                 assert pair_group is not None
                 groups[colour] = pair_group
     rank = mesh["pp"].get_local_rank()
@@ -380,20 +344,17 @@ def pipes(mesh: DeviceMesh, pairs: Collection[tuple[int, int]], device: torch.de
 
 
 def _options(size: int, device: torch.device, urgent: bool, fields: dict[str, int] | None = None) -> Any:
-    """Return the backend options of a group along one axis; None if torch's defaults are right.
-
-    Groups that torch makes with its defaults lose the job's timeout. ``urgent`` groups, which layers wait for, get a
-    high-priority stream on NCCL: their kernels start while a GEMM launched earlier still occupies the GPU, whatever
-    CUDA_DEVICE_MAX_CONNECTIONS is. ``fields``: of NCCL's configuration (``NcclOptions.of``).
-    """
     world = dist.group.WORLD
     assert world is not None
     nccl = dist.get_backend(world) == "nccl"
-    if size == 1 or (size == world.size() and not (nccl and (urgent or fields))):  # torch takes the job's own group for all ranks
+    # without options torch takes the job's own group for all ranks, and for a smaller one a timeout of its own
+    if size == 1 or (size == world.size() and not (nccl and (urgent or fields))):
         return None
     timeout = world._get_backend(device).options._timeout
     if not nccl:
         return Backend.Options(dist.get_backend(world), timeout)
+    # urgent: layers wait for them. With a high-priority stream their kernels start while a GEMM launched earlier still
+    # occupies the GPU, whatever CUDA_DEVICE_MAX_CONNECTIONS is
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options._timeout = timeout
     for name, value in (fields or {}).items():
@@ -405,10 +366,7 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
     """Initialize torch.distributed. A world of one needs no launcher and no port.
 
     Args:
-        launch: this process's place in the job.
-        device: device of the tensors; decides the backend if that is "auto".
         backend: auto, nccl or gloo.
-        timeout: after which a collective fails.
     Raises:
         ConfigError: two processes use the same GPU.
     """
@@ -420,18 +378,16 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
         store = fresh_store(launch.address, launch.rank, launch.world_size, timeout)
     if device.type == "cuda" and launch.world_size > 1:
         require_own_gpu(store, launch.rank, launch.world_size, identity_of(device))
-    dist.init_process_group(
-        chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device if chosen == "nccl" else None
-    )
+    device_id = device if chosen == "nccl" else None
+    rank, world_size = launch.rank, launch.world_size
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id)
 
 
 def background_group(world_size: int, timeout: timedelta) -> Group | None:
-    """Return a gloo group of all ranks for a background thread: its collectives must not mix with training's. None for one process.
-
-    Collective.
-    """
+    """Return a gloo group of all ranks for a background thread; None for one process. Collective."""
     if world_size == 1:
         return None
+    # of its own: collectives of another thread must not mix with training's
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
     return control

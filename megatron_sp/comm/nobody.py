@@ -1,7 +1,6 @@
 """A job whose other ranks are not there: groups of any size and rank, and collectives that are counted and do nothing.
 
-Groups are torch's "fake" ones. The functions of torch.distributed that this folder calls are replaced: what the host
-gathers are copies of its own, and everything else is left as it is. Bytes are those of rings.
+Groups are torch's "fake" ones. What the host gathers are copies of its own. Bytes are those of rings.
 """
 
 from __future__ import annotations
@@ -20,37 +19,26 @@ from megatron_sp.comm import collectives, groups
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of this rank, or a message to another one.
+    """A collective of this rank, or a message to another one."""
 
-    Attributes:
-        op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send.
-        group: over which.
-        num_bytes: that this rank sends to others, by the arithmetic of rings.
-        place: in the package (``FakeDevice.places``).
-    """
-
-    op: str
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send
     group: Any
-    num_bytes: int
-    place: int
+    num_bytes: int  # that this rank sends to others, by the arithmetic of rings
+    place: int  # in the package (``FakeDevice.places``)
 
 
 class Work:
-    """A collective or message that is under way until it is waited for.
-
-    Args:
-        is_message: of a message nobody knows how long it takes: until the other rank has taken it, what is sent stays.
+    """A collective, or a message: nobody knows when the other rank takes that, so what is sent stays until it is waited
+    for.
     """
 
     def __init__(self, is_message: bool = False) -> None:
         self._is_message = is_message
 
     def wait(self, *_: Any) -> bool:
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """False for a message."""
         return not self._is_message
 
 
@@ -61,28 +49,25 @@ def put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     undo.callback((lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name)))
 
 
-def join_nobody(undo: ExitStack, world_size: int, rank: int, backend: str, tell: Callable[[str, Any, Tensor, int], None]) -> None:
+def join_nobody(
+    undo: ExitStack, world_size: int, rank: int, backend: str, tell: Callable[[str, Any, Tensor, int], None]
+) -> None:
     """Be a rank of a job whose other ranks are not there, until ``undo`` is closed; there must be no process group yet.
 
     Args:
-        undo: puts everything back.
-        world_size, rank: of the job.
         backend: that groups say they have, nccl or gloo.
-        tell: called with each collective: operation, group, what this rank gives, and the bytes that it sends to others.
+        tell: called with each collective: operation, group, what this rank gives, and the bytes that it sends.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     undo.callback(dist.destroy_process_group)
 
-    def told(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
+    def sent(op: str, group: Any, x: Tensor, num_bytes: int) -> Work:
         tell(op, group, x, num_bytes)
         return Work(op == "send")
 
-    def nbytes(x: Tensor) -> int:
-        return x.numel() * x.element_size()
-
     def all_reduce(x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
         size = dist.get_world_size(group)
-        return told("all_reduce", group, x, 2 * (nbytes(x) * (size - 1) // size))
+        return sent("all_reduce", group, x, 2 * (x.nbytes * (size - 1) // size))
 
     def gather_list(parts: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Work:
         for part in parts:
@@ -90,27 +75,30 @@ def join_nobody(undo: ExitStack, world_size: int, rank: int, backend: str, tell:
         return Work()
 
     def all_gather(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Work:
-        return told("all_gather", group, x, nbytes(x) * (group.size() - 1))
+        return sent("all_gather", group, x, x.nbytes * (group.size() - 1))
 
     def reduce_scatter(out: Tensor, x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
-        return told("reduce_scatter", group, x, nbytes(x) * (group.size() - 1) // group.size())
+        return sent("reduce_scatter", group, x, x.nbytes * (group.size() - 1) // group.size())
 
     def all_to_all(
-        out: Tensor, x: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None, group: Any = None,
+        out: Tensor, x: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None,
+        group: Any = None,
         async_op: bool = False,
     ) -> Work:  # fmt: skip
         if not send:  # equal parts: a reduce_scatter of gloo
             return reduce_scatter(out, x, group=group)
-        apart = nbytes(x) // max(1, sum(send)) * (sum(send) - send[group.rank()])  # all but this rank's own
-        return told("all_to_all", group, x, apart)
+        apart = x.nbytes // max(1, sum(send)) * (sum(send) - send[group.rank()])  # all but this rank's own
+        return sent("all_to_all", group, x, apart)
 
-    def broadcast(x: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None) -> Work:
-        return told("broadcast", group, x, nbytes(x))
+    def broadcast(
+        x: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
+    ) -> Work:
+        return sent("broadcast", group, x, x.nbytes)
 
     replaced: dict[str, Any] = {
         "all_reduce": all_reduce, "all_gather": gather_list, "all_to_all_single": all_to_all, "broadcast": broadcast,
         "barrier": lambda *_, **__: None, "irecv": lambda *_, **__: Work(is_message=True),
-        "isend": lambda x, dst, group=None: told("send", group, x, nbytes(x)),
+        "isend": lambda x, dst, group=None: sent("send", group, x, x.nbytes),
         "get_backend": lambda *_: backend,
     }  # fmt: skip
     for name, stand_in in replaced.items():

@@ -1,14 +1,7 @@
-"""Exchange of small Python values between ranks, as JSON in byte tensors; one rank's failure raised on all, instead of a hang.
+"""Exchange of small Python values between ranks as JSON; one rank's failure raised on all, instead of a hang.
 
-torch's object collectives use pickle, which executes whatever the sender put into it; JSON carries data only. These
-calls are for plans, outcomes and manifests, a few times per checkpoint, on a group that supports CPU tensors (gloo).
-``group=None`` means a single process: the value still goes through JSON, so that one process sees exactly what many
-would (tuples become lists).
-
-Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. At its
-end every rank learns whether all succeeded; if not, all raise the error of the lowest rank that failed. A bug of ours
-(any other exception) is handled the same way: it keeps its type and traceback where it happened, and the others need
-not wait for a timeout.
+torch's object collectives use pickle, which executes whatever the sender put into it. Groups must support CPU tensors.
+``group=None`` means a single process: the value still goes through JSON, so that it sees exactly what many would.
 """
 
 from __future__ import annotations
@@ -31,8 +24,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank. Collective.
 
     Raises:
-        TypeError, ValueError: ``value`` is not JSON. Raised on this rank before anything is sent, so the other ranks
-            would hang.
+        TypeError, ValueError: ``value`` is not JSON. Raised before anything is sent, so the other ranks would hang.
     """
     encoded = _encode(value)
     if group is None:
@@ -76,36 +68,33 @@ def _decode(data: Tensor) -> Any:
 class RemoteError(ReportedError):
     """Failure of another rank, with its message and exit code."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Context manager that makes a block fail on all ranks of ``group`` (which must support CPU tensors) if it fails on any. Collective.
+    """Context manager that makes a block fail on all ranks of ``group`` if it fails on any. Collective.
 
     Raises:
         ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError`` with that
             rank's message.
-        Exception: an exception that is not a ReportedError keeps its type and traceback on the rank that raised it.
+        Exception: a bug of ours keeps its type and traceback on the rank that raised it.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # reported to the other ranks first, raised again below
         failure = error
-    reports = gather_json(None if failure is None else _describe(failure), group)
+    report = None
+    if isinstance(failure, ReportedError):
+        report = str(failure), failure.exit_code
+    elif failure is not None:
+        report = "".join(traceback.format_exception(failure)), 1
+    reports = gather_json(report, group)
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
     if failure is not None and (failed[0] == group.rank() or not isinstance(failure, ReportedError)):
         raise failure
     message, exit_code = reports[failed[0]]
-    raise RemoteError(message, exit_code) from failure
-
-
-def _describe(error: Exception) -> tuple[str, int]:
-    if isinstance(error, ReportedError):
-        return str(error), error.exit_code
-    return "".join(traceback.format_exception(error)), 1
+    remote = RemoteError(message)
+    remote.exit_code = exit_code
+    raise remote from failure

@@ -1,16 +1,11 @@
 """Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-There is no global state: the objects that start collectives (``SequenceParallel``, ``ContextParallel``,
-``TensorParallel``, and of a pipeline ``Channels``) hold a ``CallSite``: a recorder and their place in the model.
-Without one nothing is recorded, at the cost of one ``is None``.
-
-    compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
-    exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
+    compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it
+    exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each
 
 The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock,
-and a collective ends when gloo's thread reports it. On CUDA they are events: marks and waits are recorded on the
-compute stream, so "blocked" means that the stream was idle, and the end of a collective on a stream that waits only for
-the collectives of its axis, or for the messages from one rank of a pipeline to another.
+and a collective ends when gloo's thread reports it. On CUDA they are events on the compute stream, so "blocked" means
+that it was idle.
 """
 
 from __future__ import annotations
@@ -44,11 +39,7 @@ class Clock(Protocol):
         """Return the seconds between two moments; only after ``settle``."""
 
     def when_done(self, work: dist.Work, lane: Axis | Pipe, tell: Callable[[Moment], None]) -> None:
-        """Call ``tell`` with the moment at which a collective ends, without blocking; never called if that cannot be known.
-
-        Args:
-            lane: axis of a collective, or pipe of a message: what ends in the order in which it began.
-        """
+        """Call ``tell`` with the moment at which a collective ends, if it is known; a lane keeps its order."""
 
 
 class WallClock:
@@ -134,9 +125,13 @@ class CollectiveRecord:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for the collective, and record begin and end of the wait."""
-        begin = self.recorder.stop_computing()
+        recorder, computing = self.recorder, self.recorder.marks[-1]
+        begin = recorder.clock.now()
+        recorder.marks.append(Mark(begin, WAIT, computing.layer, recorder.direction))
         work.wait()
-        self.waits = begin, self.recorder.go_on_computing(self)
+        self.waits = begin, recorder.clock.now()
+        # the computation before the wait goes on
+        recorder.marks.append(Mark(self.waits[1], computing.label, computing.layer, recorder.direction))
 
 
 class Mark(NamedTuple):
@@ -158,13 +153,16 @@ class CallSite:
     pipe: Pipe | None = None  # source and target of its messages
     direction: Direction | None = None  # pass that its messages belong to; None: the one that is computed
 
-    def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> CollectiveRecord | None:
+    def start(
+        self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> CollectiveRecord | None:
         """Return a new record, or None while nothing is recorded; call it right before a collective is started."""
         recorder = self.recorder
         if not recorder.recording:
             return None
         what = Collective(self.axis, op, sends, receives, str(dtype).removeprefix("torch."), self.pipe)
-        return CollectiveRecord(recorder, what, name, self.layer, self.direction or recorder.direction, recorder.clock.now())
+        direction = self.direction or recorder.direction
+        return CollectiveRecord(recorder, what, name, self.layer, direction, recorder.clock.now())
 
     def mark(self, label: str) -> None:
         """Record that the computation named ``label`` begins."""
@@ -206,15 +204,7 @@ class StepTimes:
 
 
 class Recorder:
-    """Recorder of the computations and collectives of some steps.
-
-    Args:
-        clock: clock of the device that computes.
-        num_steps: number of steps to record.
-
-    Attributes:
-        actions: of a pipeline in this step, as (action, begin, end); set by who runs them (``pipeline.Timeline``).
-    """
+    """Recorder of the computations and collectives of some steps."""
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
         self.clock, self.num_steps = clock, num_steps
@@ -222,8 +212,9 @@ class Recorder:
         self.recording = False
         self.direction: Direction = "forward"
         self.flights: list[CollectiveRecord] = []
+        # of a pipeline; set by who runs them (``pipeline.Timeline``)
         self.actions: list[tuple[Any, Moment, Moment]] = []
-        self._marks: list[Mark] = []
+        self.marks: list[Mark] = []
         self._began: Moment = None
 
     def at(self, axis: Axis, layer: int | None = None) -> CallSite:
@@ -237,7 +228,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """Start recording a step. Records that an error has left of an earlier step are dropped."""
-        self.flights, self.actions, self._marks = [], [], []
+        self.flights, self.actions, self.marks = [], [], []
         self.recording = not self.is_complete
         if self.recording:
             self._began = self.clock.now()
@@ -258,33 +249,21 @@ class Recorder:
         self.clock.settle()
         at = lambda moment: self.clock.seconds(self._began, moment)
         step = StepTimes(at(end))
-        for mark, following in zip(self._marks, [*(m.at for m in self._marks[1:]), end], strict=True):
+        for mark, following in zip(self.marks, [*(m.at for m in self.marks[1:]), end], strict=True):
             step.spans.append(Span(mark.label, mark.layer, mark.direction, at(mark.at), at(following)))
         for flight in self.flights:
             begin = at(flight.began)
             waited = None if flight.waits is None else (at(flight.waits[0]), at(flight.waits[1]))
             # gloo's thread may report it only after the waiting thread has gone on
-            known = [t for t in (None if flight.ended is None else at(flight.ended), waited and waited[1]) if t is not None]
+            ends = [at(flight.ended)] if flight.ended is not None else []
+            ends += [waited[1]] if waited is not None else []
             exposed = 0.0 if waited is None else waited[1] - waited[0]
-            finish = max(begin, min(known, default=begin))
-            step.flights.append(CollectiveTimes(flight.what, flight.name, flight.layer, flight.direction, begin, finish, exposed))
+            times = begin, max(begin, min(ends, default=begin)), exposed
+            step.flights.append(CollectiveTimes(flight.what, flight.name, flight.layer, flight.direction, *times))
         step.actions = [(action, at(begin), at(end)) for action, begin, end in self.actions]
         self.steps.append(step)
-        self.flights, self.actions, self._marks = [], [], []
+        self.flights, self.actions, self.marks = [], [], []
 
     def mark(self, label: str, layer: int | None) -> None:
         """Record that the computation named ``label`` begins in this block."""
-        self._marks.append(Mark(self.clock.now(), label, layer, self.direction))
-
-    def stop_computing(self) -> Moment:
-        now = self.clock.now()
-        last = self._marks[-1]
-        self._marks.append(Mark(now, WAIT, last.layer, self.direction))
-        return now
-
-    def go_on_computing(self, flight: CollectiveRecord) -> Moment:
-        # record the end of a wait: the computation before it goes on
-        now = self.clock.now()
-        before = self._marks[-2]
-        self._marks.append(Mark(now, before.label, before.layer, self.direction))
-        return now
+        self.marks.append(Mark(self.clock.now(), label, layer, self.direction))

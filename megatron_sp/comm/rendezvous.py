@@ -1,13 +1,9 @@
 """Rendezvous with a fresh key space in the store for every attempt of a job.
 
-torchrun keeps one store for all attempts of a job (torch 2.5 and later share it with the workers, pytorch #135712).
-gloo then finds the addresses that the dead processes of the previous attempt have left there, connects to them, and
-hangs until its timeout. ``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt: every agent counts only its own
-restarts.
-
-So the ranks of an attempt agree on a fresh prefix. Each rank stores a new random token under its name. Rank 0 answers
-every token it sees with the prefix, under a key that contains the token, so an answer cannot come from an earlier
-attempt. As a token it saw may have been an old one, it repeats this until all ranks have confirmed.
+torchrun keeps one store for all attempts (pytorch #135712): gloo would find the addresses that dead processes of the
+attempt before have left there, and hang. So each rank stores a new random token under its name, and rank 0 answers
+every token it sees with a fresh prefix, under a key that contains the token: an answer cannot come from an earlier
+attempt.
 """
 
 from __future__ import annotations
@@ -49,31 +45,20 @@ def _offer_prefix(store: dist.Store, world_size: int, timeout: timedelta) -> str
     waiting = list(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     while waiting:
-        for rank in waiting:
-            if store.check([_hello(rank)]):
-                store.set(_answer(store.get(_hello(rank)).decode()), prefix)
-        waiting = [rank for rank in waiting if not store.check([_confirmed(prefix, rank)])]
+        for rank in waiting:  # again and again: the token that was there may be that of an earlier attempt
+            if store.check([f"hello/{rank}"]):
+                store.set(f"answer/{store.get(f'hello/{rank}').decode()}", prefix)
+        waiting = [rank for rank in waiting if not store.check([f"confirmed/{prefix}/{rank}"])]
         if waiting and time.monotonic() > deadline:
-            raise RuntimeError(f"timed out: ranks {waiting[:8]} of {world_size} did not join within {timeout.total_seconds():.0f} s")
+            late = f"ranks {waiting[:8]} of {world_size}"
+            raise RuntimeError(f"timed out: {late} did not join within {timeout.total_seconds():.0f} s")
         time.sleep(_POLL_S if waiting else 0)
     return prefix
 
 
 def _accept_prefix(store: dist.Store, rank: int) -> str:
     token = uuid.uuid4().hex
-    store.set(_hello(rank), token)
-    prefix = store.get(_answer(token)).decode()  # waits
-    store.set(_confirmed(prefix, rank), "1")
+    store.set(f"hello/{rank}", token)
+    prefix = store.get(f"answer/{token}").decode()  # waits
+    store.set(f"confirmed/{prefix}/{rank}", "1")
     return prefix
-
-
-def _hello(rank: int) -> str:
-    return f"hello/{rank}"
-
-
-def _answer(token: str) -> str:
-    return f"answer/{token}"
-
-
-def _confirmed(prefix: str, rank: int) -> str:
-    return f"confirmed/{prefix}/{rank}"

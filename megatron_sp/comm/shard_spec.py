@@ -1,8 +1,7 @@
-"""Placement of a rank's part of a parameter in the whole parameter, and which of its gradients must be summed over tp ranks.
+"""Placement of a rank's part of a parameter in the whole one, and which gradients must be summed over tp ranks.
 
 A part is a list of contiguous runs along one dim, in local order: one for a plain split, two for gate|up, or for a
-rank's own queries next to a key/value head that several ranks hold. Checkpoints, weight initialization, gradient sums
-and the gradient norm all use this object, so none of them depends on a parameter's name.
+rank's own queries next to a key/value head that several ranks hold.
 """
 
 from __future__ import annotations
@@ -16,16 +15,11 @@ from torch import Tensor
 
 
 class Sum(NamedTuple):
-    """Local rows whose gradient must be summed over the tp ranks that hold the same rows.
-
-    Attributes:
-        start, length: the local rows.
-        slot: index of this set of rows among the ``num_slots`` different ones in the tp group.
-    """
+    """Local rows whose gradient must be summed over the tp ranks that hold the same rows."""
 
     start: int
     length: int
-    slot: int
+    slot: int  # index of this set of rows among the ``num_slots`` different ones in the tp group
     num_slots: int
 
 
@@ -45,12 +39,7 @@ class ShardSpec:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:
-        """Describe a parameter that every rank holds in full.
-
-        Args:
-            summed: each rank processes a share of the positions or heads, so gradients are partial and must be summed;
-                else they are equal.
-        """
+        """Describe a parameter that every rank holds in full; ``summed``: used on a share of the positions or heads."""
         rows = shape[0] if shape else 1
         all_rows = ((0, rows),)
         sums = (Sum(0, rows, 0, 1),) if summed and tp_size > 1 else ()
@@ -83,7 +72,7 @@ class ShardSpec:
             at += length
 
     def pieces_of(self, offsets: tuple[int, ...], block: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield (offsets in the whole, view) for the overlap of each run with ``block``, a rectangle at ``offsets`` in the local part."""
+        """Yield the same for the overlap of each run with ``block``, a rectangle at ``offsets`` in the local part."""
         if not self.shape:
             yield (), block
             return
@@ -92,5 +81,6 @@ class ShardSpec:
         for start, length in self.runs:
             low, high = max(begin, at), min(end, at + length)
             if low < high:
-                yield (*offsets[:dim], start + low - at, *offsets[dim + 1 :]), block.narrow(dim, low - begin, high - low)
+                place = (*offsets[:dim], start + low - at, *offsets[dim + 1 :])
+                yield place, block.narrow(dim, low - begin, high - low)
             at += length
