@@ -41,7 +41,7 @@ SINGLE_RANK = cast(Group, _Alone())
 def announced(
     group: Group, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()
 ) -> Group:
-    """Return torch's process group behind ``group``; for a checked one, once all its ranks have announced the same call.
+    """Return torch's process group behind ``group``; for a checked one, once all its ranks announced the same call.
 
     Args:
         x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
