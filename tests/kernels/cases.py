@@ -53,7 +53,7 @@ def _cross_entropy(vocabulary: int, rows: int) -> None:
 def _grouped(experts: int, width_out: int, width_in: int, dtype: torch.dtype = BF16) -> None:
     out, ends = _meta(experts, width_out, width_in, dtype=torch.float32), _meta(experts, dtype=torch.int32)
     grad, x, rows = _meta(65536, width_out, dtype=dtype), _meta(65536, width_in, dtype=dtype), _meta(65536, dtype=torch.int64)
-    grouped.weight_grads(out, grad, x, ends, fresh=True)
+    grouped.weight_grads(out, grad, x, ends, None, fresh=True)
     grouped.weight_grads(out, grad, x, ends, rows, fresh=False)
 
 

@@ -405,9 +405,10 @@ def grouped_weight_gradients_of_an_expert_alone() -> None:
     x[:70] = float("nan")  # of another expert
     ends = torch.tensor(counts).cumsum(0).to(launch.DEVICE, torch.int32)
     out = torch.empty(4, width_out, width_in, device=launch.DEVICE)
-    grouped.weight_grads(out, grad, x, ends, fresh=True)
+    grouped.weight_grads(out, grad, x, ends, None, fresh=True)
     alone = torch.empty(1, width_out, width_in, device=launch.DEVICE)
-    grouped.weight_grads(alone, grad[75:], x[75:], torch.tensor([131], dtype=torch.int32, device=launch.DEVICE), fresh=True)
+    end = torch.tensor([131], dtype=torch.int32, device=launch.DEVICE)
+    grouped.weight_grads(alone, grad[75:], x[75:], end, None, fresh=True)
     assert torch.equal(out[3], alone[0]) and out[0].isnan().any() and out[1].isfinite().all() and not out[2].any()
 
 

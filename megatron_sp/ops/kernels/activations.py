@@ -1,10 +1,7 @@
 """Activations of the MLP in Triton; the plain form is ``ops/activation.py``.
 
-    gated      out = act(gate) * up, u = [gate | up]        d gate = d out * up * act'(gate), d up = d out * act(gate)
-    else       out = act(u)                                 d u = d out * act'(u)
-
-Backward of a gated one recomputes ``out`` on the way and can leave it in the memory of its gradient, so that the weight
-gradient of the next layer needs no pass of its own.
+gated      out = act(gate) * up, u = [gate | up]       d gate = d out * up * act'(gate), d up = d out * act(gate)
+else       out = act(u)                                d u = d out * act'(u)
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,7 +25,7 @@ KINDS = {
 
 @triton.jit
 def activation_forward_kernel(U, OUT, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One row and BLOCK of the output's columns."""
+    # one row and BLOCK of the output's columns
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -46,7 +43,7 @@ def activation_forward_kernel(U, OUT, width, KIND: tl.constexpr, GATED: tl.const
 def activation_backward_kernel(
     GRAD, U, GRAD_U, OUT, width, KIND: tl.constexpr, GATED: tl.constexpr, WANTS_OUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``OUT`` may be ``GRAD``: an element is read before it is overwritten, by the same program."""
+    # ``OUT`` may be ``GRAD``: an element is read before it is overwritten, by the same program
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -72,7 +69,6 @@ def activation_backward_kernel(
 
 @triton.jit
 def value(x, KIND: tl.constexpr):
-    """The activation function."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
     elif KIND == 1:
@@ -88,7 +84,7 @@ def value(x, KIND: tl.constexpr):
 
 @triton.jit
 def slope(x, KIND: tl.constexpr):
-    """Its derivative; ReLU has none of its own here."""
+    # the derivative; ReLU has none of its own here
     if KIND == 0:
         s = 1.0 / (1.0 + tl.exp(-x))
         return s * (1.0 + x * (1.0 - s))
@@ -103,7 +99,7 @@ def slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh by an exponential that cannot overflow."""
+    # by an exponential that cannot overflow
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -t, t)
@@ -115,17 +111,17 @@ def forward(u: Tensor, name: str, *, gated: bool) -> Tensor:
     width = u.shape[-1] // (2 if gated else 1)
     out = torch.empty((*u.shape[:-1], width), dtype=u.dtype, device=u.device)
     grid = (out.numel() // width, ceil_div(width, _BLOCK))
-    launch(activation_forward_kernel, grid, (u, out, width), reads=[u], writes=[out], KIND=KINDS[name], GATED=gated, BLOCK=_BLOCK)
+    constants = {"KIND": KINDS[name], "GATED": gated, "BLOCK": _BLOCK}
+    launch(activation_forward_kernel, grid, (u, out, width), reads=[u], writes=[out], **constants)
     return out
 
 
-def backward_(grad: Tensor, u: Tensor, name: str, *, gated: bool, wants_out: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of u, and with ``wants_out`` the activation's output, which takes the memory of ``grad``.
+def backward_(
+    grad: Tensor, u: Tensor, name: str, *, gated: bool, wants_out: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of u, and with ``wants_out`` the output of a gated activation, in the memory of ``grad``.
 
-    Args:
-        grad: gradient of the output, [..., f]; without a gate its memory is that of the result.
-        u: as in ``forward``.
-        wants_out: for a gated one only.
+    Without a gate the gradient of u takes that memory.
     """
     assert gated or not wants_out, "there is no memory for the output: the gradient of u takes that of grad"
     grad, u = grad.contiguous(), u.contiguous()
@@ -134,6 +130,7 @@ def backward_(grad: Tensor, u: Tensor, name: str, *, gated: bool, wants_out: boo
     grid = (grad.numel() // width, ceil_div(width, _BLOCK))
     launch(
         activation_backward_kernel, grid, (grad, u, grad_u, grad, width), reads=[grad, u],
-        writes=[grad_u, grad] if wants_out else [grad_u], KIND=KINDS[name], GATED=gated, WANTS_OUT=wants_out, BLOCK=_BLOCK,
+        writes=[grad_u, grad] if wants_out else [grad_u], KIND=KINDS[name], GATED=gated, WANTS_OUT=wants_out,
+        BLOCK=_BLOCK,
     )  # fmt: skip
     return grad_u, grad if wants_out else None

@@ -1,10 +1,6 @@
-"""Biases in Triton: sums over rows that go into their place, and a bias and a residual added in one pass.
+"""Biases in Triton: sums over rows that go into their place, and a bias added in one pass.
 
-    column sums     to (+)= sum over the rows of x                      in fp32; the plain form is x.sum(0) and a copy or an addition
-    add_bias        y = residual + bias                                 onto which a product is accumulated
-
-Many rows are summed in parts, each by a program for each block of columns, and then the parts (``finish``), which is also how
-norms end their backward pass: the sums of their programs are such parts. A main_grad finishes the sums of a unit together. Which
+Many rows are summed in parts, and then the parts (``finish``), which is also how norms end their backward pass. Which
 rows make a part depends on the shape alone, and there are no atomics.
 """
 
@@ -35,7 +31,7 @@ TOGETHER = 8
 
 @triton.jit
 def column_parts_kernel(X, PARTS, rows, width, stride, per_part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns of a part of the rows."""
+    # a block of columns of a part of the rows
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     part = tl.program_id(1)
     first = part * per_part
@@ -57,25 +53,15 @@ def finish_kernel(
     s0, s1, s2, s3, s4, s5, s6, s7,
     fresh, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one of several sums, of all its parts; bit i of ``fresh``: sum i overwrites what is there."""
+    # a block of columns of one of several sums, of all its parts; bit i of ``fresh``: sum i overwrites what is there
     which = tl.program_id(1)
     is_fresh = ((fresh >> which) & 1) != 0
-    if which == 0:
-        _finish(P0, T0, n0, w0, s0, is_fresh, ROWS, BLOCK)
-    elif which == 1:
-        _finish(P1, T1, n1, w1, s1, is_fresh, ROWS, BLOCK)
-    elif which == 2:
-        _finish(P2, T2, n2, w2, s2, is_fresh, ROWS, BLOCK)
-    elif which == 3:
-        _finish(P3, T3, n3, w3, s3, is_fresh, ROWS, BLOCK)
-    elif which == 4:
-        _finish(P4, T4, n4, w4, s4, is_fresh, ROWS, BLOCK)
-    elif which == 5:
-        _finish(P5, T5, n5, w5, s5, is_fresh, ROWS, BLOCK)
-    elif which == 6:
-        _finish(P6, T6, n6, w6, s6, is_fresh, ROWS, BLOCK)
-    else:
-        _finish(P7, T7, n7, w7, s7, is_fresh, ROWS, BLOCK)
+    parts, targets = (P0, P1, P2, P3, P4, P5, P6, P7), (T0, T1, T2, T3, T4, T5, T6, T7)
+    counts, widths = (n0, n1, n2, n3, n4, n5, n6, n7), (w0, w1, w2, w3, w4, w5, w6, w7)
+    strides = (s0, s1, s2, s3, s4, s5, s6, s7)
+    for i in tl.static_range(8):
+        if which == i:
+            _finish(parts[i], targets[i], counts[i], widths[i], strides[i], is_fresh, ROWS, BLOCK)
 
 
 @triton.jit
@@ -85,15 +71,15 @@ def _finish(PARTS, TO, parts, width, stride, is_fresh, ROWS: tl.constexpr, BLOCK
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(PARTS + row.to(tl.int64) * stride + column, mask=(row < parts) & real, other=0.0).to(tl.float32)
-    found = tl.sum(total, 0)[None, :]
-    found += tl.load(TO + column, mask=real & (is_fresh == 0), other=0.0).to(tl.float32)
-    tl.store(TO + column, found.to(TO.dtype.element_ty), mask=real)
+        place = row.to(tl.int64) * stride + column
+        total += tl.load(PARTS + place, mask=(row < parts) & real, other=0.0).to(tl.float32)
+    result = tl.sum(total, 0)[None, :]
+    result += tl.load(TO + column, mask=real & (is_fresh == 0), other=0.0).to(tl.float32)
+    tl.store(TO + column, result.to(TO.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def add_bias_kernel(X, BIAS, Y, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of x + bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < width)
@@ -118,7 +104,8 @@ def column_parts(x: Tensor) -> Tensor:
     per_part = ceil_div(ceil_div(rows, min(ceil_div(_PROGRAMS, blocks), ceil_div(rows, 4 * _ROWS))), _ROWS) * _ROWS
     parts = torch.empty(ceil_div(rows, per_part), width, dtype=torch.float32, device=x.device)
     launch(
-        column_parts_kernel, (blocks, parts.shape[0]), (x, parts, rows, width, x.stride(0), per_part), reads=[x], writes=[parts],
+        column_parts_kernel, (blocks, parts.shape[0]), (x, parts, rows, width, x.stride(0), per_part), reads=[x],
+        writes=[parts],
         ROWS=_ROWS, BLOCK=_COLUMNS,
     )  # fmt: skip
     return parts
@@ -128,18 +115,17 @@ def finish(sums: Sequence[Sum]) -> None:
     """Put sums in their places, which differ, several in a launch."""
     for first in range(0, len(sums), TOGETHER):
         some = sums[first : first + TOGETHER]
-        missing = TOGETHER - len(some)
+        unused = [0] * (TOGETHER - len(some))
         parts, targets = [parts for parts, _ in some], [to for _, (to, _) in some]
         fresh = sum(1 << i for i, (_, (_, is_fresh)) in enumerate(some) if is_fresh)
-        numbers = [[x.shape[0] for x in parts], [x.shape[1] for x in parts], [x.stride(0) for x in parts]]
-        launch(
-            finish_kernel, (max(ceil_div(x.shape[1], _END_COLUMNS) for x in parts), len(some)),
-            (
-                *parts, *parts[:1] * missing, *targets, *targets[:1] * missing,
-                *(number for each in numbers for number in (*each, *[0] * missing)), fresh,
-            ),
-            reads=[*parts, *(to for _, (to, is_fresh) in some if not is_fresh)], writes=targets, ROWS=_END_ROWS, BLOCK=_END_COLUMNS,
+        operands = (
+            *parts, *parts[:1] * len(unused), *targets, *targets[:1] * len(unused),
+            *(x.shape[0] for x in parts), *unused, *(x.shape[1] for x in parts), *unused,
+            *(x.stride(0) for x in parts), *unused, fresh,
         )  # fmt: skip
+        grid = max(ceil_div(x.shape[1], _END_COLUMNS) for x in parts), len(some)
+        reads = [*parts, *(to for _, (to, is_fresh) in some if not is_fresh)]
+        launch(finish_kernel, grid, operands, reads=reads, writes=targets, ROWS=_END_ROWS, BLOCK=_END_COLUMNS)
 
 
 def add_bias(x: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -149,6 +135,7 @@ def add_bias(x: Tensor, bias: Tensor, out: Tensor) -> None:
     assert x.is_contiguous() and out.is_contiguous(), "one offset is for both"
     tile = 4096 // block
     launch(
-        add_bias_kernel, (ceil_div(rows, tile), ceil_div(width, block)), (x, bias, out, rows, width), reads=[x, bias], writes=[out],
+        add_bias_kernel, (ceil_div(rows, tile), ceil_div(width, block)), (x, bias, out, rows, width), reads=[x, bias],
+        writes=[out],
         warps=warps_of(block * tile), ROWS=tile, BLOCK=block,
     )  # fmt: skip

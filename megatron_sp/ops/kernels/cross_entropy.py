@@ -3,9 +3,8 @@
     statistics   of each row: maximum, sum of exp(logit - maximum), logit of the label       one pass
     gradient     (exp(logit - maximum) / sum - onehot) * weight, in the dtype of the model     one pass
 
-Where a rank has the whole table the first pass gives the loss, too.
 Between the two a tp group agrees on maximum and sum. Rows from ``valid`` on are padding of the table: they count as
-minus infinity, and their gradient is 0. The online sum is that of Milakov and Gimelshein (arXiv:1805.02867).
+minus infinity. The online sum is that of Milakov and Gimelshein (arXiv:1805.02867).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,8 +21,10 @@ _BLOCK = 2048
 
 
 @triton.jit
-def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, LOSSES, HITS, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: each of BLOCK lanes has a maximum and a sum of its own, which are joined at the end."""
+def cross_entropy_statistics_kernel(
+    LOGITS, LABELS, STATS, LOSSES, HITS, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    # one token: each of BLOCK lanes has a maximum and a sum of its own, which are joined at the end
     token = tl.program_id(0)
     start = token.to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -31,7 +32,8 @@ def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, LOSSES, HITS, tokens,
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, valid, BLOCK):
         # masked by the width, which is a multiple of 16: by ``valid`` the accesses would be narrow
-        logits = tl.load(LOGITS + start + first + column, mask=first + column < width, other=float("-inf")).to(tl.float32)
+        logits = tl.load(LOGITS + start + first + column, mask=first + column < width, other=float("-inf"))
+        logits = logits.to(tl.float32)
         logits = tl.where(first + column < valid, logits, float("-inf"))
         above = tl.maximum(largest, logits, propagate_nan=tl.PropagateNan.ALL)  # by default a GPU drops NaN
         # where all logits so far are minus infinity, exp(-inf - -inf) would be NaN
@@ -53,8 +55,10 @@ def cross_entropy_statistics_kernel(LOGITS, LABELS, STATS, LOSSES, HITS, tokens,
 
 
 @triton.jit
-def cross_entropy_gradient_kernel(LOGITS, LABELS, STATS, WEIGHTS, GRAD, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """``GRAD`` may be ``LOGITS``: an element is read before it is overwritten, by the same program."""
+def cross_entropy_gradient_kernel(
+    LOGITS, LABELS, STATS, WEIGHTS, GRAD, tokens, width, valid, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    # ``GRAD`` may be ``LOGITS``: an element is read before it is overwritten, by the same program
     token = tl.program_id(0)
     start = token.to(tl.int64) * width
     label = tl.load(LABELS + token)
@@ -76,26 +80,27 @@ def statistics(logits: Tensor, labels: Tensor, valid: int, found: tuple[Tensor, 
     Args:
         logits: [t, rows], contiguous.
         labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
-        valid: rows that are no padding; with none the maximum is minus infinity and the sum 0.
-        found: where a rank has the whole table: losses, fp32 [t], and whether no logit is larger than the label's, bool [t], which are
-            written; labels below 0 are then 0, and those beyond the last valid row that one.
+        found: where a rank has the whole table: receives losses, fp32 [t], and whether no logit is larger than the
+            label's, bool [t]; labels outside of the table are then clamped to it.
     """
     tokens, width = logits.shape
     stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
     launch(
-        cross_entropy_statistics_kernel, (tokens,), (logits, labels, stats, *(found or (stats, stats)), tokens, width, valid),
-        reads=[logits, labels], writes=[stats, *(found or ())], warps=8, WHOLE=found is not None, BLOCK=min(_BLOCK, power_of_2(width)),
+        cross_entropy_statistics_kernel, (tokens,),
+        (logits, labels, stats, *(found or (stats, stats)), tokens, width, valid),
+        reads=[logits, labels], writes=[stats, *(found or ())], warps=8, WHOLE=found is not None,
+        BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
     return stats
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, valid: int, dtype: torch.dtype, *, whole: bool = False
-) -> Tensor:
+    logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, valid: int, dtype: torch.dtype, *,
+    whole: bool = False,
+) -> Tensor:  # fmt: skip
     """Return weight * d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
 
     Args:
-        logits, labels, valid: as in ``statistics``.
         stats: [2 or 3, t], maximum and sum over the rows of all ranks.
         weights: fp32 [t], of the tokens.
         whole: this rank has the whole table.
@@ -104,6 +109,7 @@ def gradient(
     grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)
     launch(
         cross_entropy_gradient_kernel, (tokens,), (logits, labels, stats, weights, grad, tokens, width, valid),
-        reads=[logits, labels, stats, weights], writes=[grad], warps=8, WHOLE=whole, BLOCK=min(_BLOCK, power_of_2(width)),
+        reads=[logits, labels, stats, weights], writes=[grad], warps=8, WHOLE=whole,
+        BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
     return grad

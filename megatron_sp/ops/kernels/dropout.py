@@ -2,8 +2,7 @@
 
     y = residual + (keep ? x / (1 - rate) : 0)
 
-The mask exists in registers only, forward and backward; the keys of the channels are computed there too, once for the
-rows of a tile.
+The mask exists in registers only, forward and backward.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -25,7 +24,7 @@ def dropout_kernel(
     X, RESIDUAL, ROW_KEYS, Y, rows, width, first_channel, threshold, scale, site,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SITE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows and COLUMNS columns; the hash is that of ``ops.dropout.keep_mask``."""
+    # ROWS rows and COLUMNS columns; the hash is that of ``ops.dropout.keep_mask``
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     channel_keys = (mix64(first_channel + column.to(tl.int64) + 1) >> 32).to(tl.int32)
@@ -49,7 +48,7 @@ def dropout_kernel(
 def token_keys_kernel(
     SAMPLES, POSITIONS, STEP, KEYS, count, batch, key, STEP_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK tokens [s, b]: the key of sample, position and ``key``, into which a step on the device is mixed first."""
+    # BLOCK tokens [s, b]: the key of sample, position and ``key``, into which a step on the device is mixed first
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     of_sample = tl.load(SAMPLES + at % batch, mask=at < count, other=0)
     if STEP_ON_DEVICE:
@@ -63,7 +62,7 @@ def token_keys_kernel(
 
 @triton.jit
 def mix64(x):
-    """splitmix64's finalizer on int64; the shifts are logical."""
+    # splitmix64's finalizer on int64; the shifts are logical
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * (-4658895280553007687)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * (-7723592293110705685)
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -76,13 +75,8 @@ def dropout(
     """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual.
 
     Args:
-        x: [..., c].
-        row_keys: int32, or int64 with ``site`` (``ops.dropout.DropoutRows``); of the shape of x without its last dim, or one that
-            broadcasts to it.
-        threshold: within int32.
-        scale: factor of the kept elements.
+        row_keys: int32, or int64 with ``site`` (``DropoutRows``); broadcasts to x's shape without its last dim.
         first_channel: global index of x's first channel.
-        residual: of the shape of x.
         out: where the result goes, contiguous.
     """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
@@ -94,7 +88,8 @@ def dropout(
         dropout_kernel, (ceil_div(rows, _ROWS), ceil_div(width, _COLUMNS)),
         (x, x if residual is None else residual, keys, y, rows, width, first_channel, threshold, scale, site or 0),
         reads=[x, keys] if residual is None else [x, keys, residual], writes=[y], warps=8,
-        ROWS=_ROWS, COLUMNS=min(_COLUMNS, power_of_2(width)), HAS_RESIDUAL=residual is not None, HAS_SITE=site is not None,
+        ROWS=_ROWS, COLUMNS=min(_COLUMNS, power_of_2(width)), HAS_RESIDUAL=residual is not None,
+        HAS_SITE=site is not None,
     )  # fmt: skip
     return y
 
@@ -103,8 +98,7 @@ def token_keys(key: int, step: Tensor | None, sample_ids: Tensor, positions: Ten
     """Return the keys of a micro-batch's tokens, int64 [s, b].
 
     Args:
-        key: of seed and step, or of the seed.
-        step: in the latter case the step, an int64 scalar on the device.
+        key: of seed and step, or of the seed: then ``step`` is an int64 scalar on the device.
         sample_ids, positions: int64 [b] and [s].
     """
     samples, positions = sample_ids.contiguous(), positions.contiguous()
@@ -112,7 +106,8 @@ def token_keys(key: int, step: Tensor | None, sample_ids: Tensor, positions: Ten
     launch(
         token_keys_kernel, (ceil_div(keys.numel(), _TOKENS),),
         (samples, positions, samples if step is None else step, keys, keys.numel(), samples.numel(), key),
-        reads=[samples, positions] if step is None else [samples, positions, step], writes=[keys], STEP_ON_DEVICE=step is not None,
+        reads=[samples, positions] if step is None else [samples, positions, step], writes=[keys],
+        STEP_ON_DEVICE=step is not None,
         BLOCK=_TOKENS,
     )  # fmt: skip
     return keys

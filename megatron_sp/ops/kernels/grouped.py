@@ -1,13 +1,9 @@
-"""Weight gradients of several experts in one launch, added up in fp32, in Triton; the plain form is a product for each expert.
+"""Weight gradients of several experts in one launch, added up in fp32, in Triton; the plain form is a product for each.
 
     weight[e] (+)= sum over the rows r of expert e of grad[r]^T x[r]      rows of an expert lie one behind another
 
-A program makes a tile of one expert's gradient. It goes through all of the expert's rows in order, beginning with the
-first, so that the bits depend on these rows alone: not on how many experts a rank has, or on what other ranks do. Where
-the expert's rows begin is read on the device.
-
-``torch._grouped_mm`` of two matrices makes the same products, but rounds them to 16 bits: that would be a buffer of the
-experts' size, another pass to add it up, and the error of 16 bits in each micro-batch's share.
+``torch._grouped_mm`` of two matrices makes the same products, but rounds them to 16 bits: a buffer of the experts'
+size, another pass to add it up, and the error of 16 bits in each micro-batch's share.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -29,9 +25,11 @@ _SWATH = 8  # tiles below one another whose programs follow each other: they sha
 @triton.jit
 def grouped_weight_kernel(
     GRAD, X, ROWS, ENDS, OUT, width_out, width_in, grad_stride, x_stride,
-    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, BLOCK: tl.constexpr, SWATH: tl.constexpr, HAS_ROWS: tl.constexpr, FRESH: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, BLOCK: tl.constexpr, SWATH: tl.constexpr, HAS_ROWS: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one expert's gradient; an expert without rows has one of zero, or leaves what is there."""
+    # a tile of one expert's gradient; an expert without rows has one of zero, or leaves what is there. All of the
+    # expert's rows in order, beginning with the first, so that the bits depend on these rows alone
     expert = tl.program_id(1)
     tiles_out, tiles_in = tl.cdiv(width_out, TILE_OUT), tl.cdiv(width_in, TILE_IN)
     swath = tl.program_id(0) // (SWATH * tiles_in)
@@ -54,7 +52,8 @@ def grouped_weight_kernel(
         grad = tl.load(grads + from_grad, mask=real & (out < width_out)[None, :], other=0.0)
         if HAS_ROWS:
             row = tl.load(ROWS + first + done + step, mask=step < count - done, other=0)
-            x = tl.load(X + row[:, None] * x_stride + column[None, :], mask=real & (column < width_in)[None, :], other=0.0)
+            from_row = row[:, None] * x_stride + column[None, :]
+            x = tl.load(X + from_row, mask=real & (column < width_in)[None, :], other=0.0)
         else:
             x = tl.load(xs + from_x, mask=real & (column < width_in)[None, :], other=0.0)
             xs += BLOCK * x_stride
@@ -77,7 +76,7 @@ def _put(total, to, out, column, width_out, width_in, count, FRESH: tl.constexpr
     tl.store(place, total, mask=inside)
 
 
-def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tensor | None = None, *, fresh: bool) -> None:
+def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tensor | None, *, fresh: bool) -> None:
     """Write (``fresh``) or add the weight gradients of experts.
 
     Args:
@@ -86,11 +85,11 @@ def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tenso
         x: [n, in]: the rows that were multiplied; with ``rows`` [any, in].
         ends: int32 [E]: where the rows of each expert end.
         rows: int64 [n]: which row of x belongs to which of ``grad``; None: they are in the same order.
-        fresh: overwrite, also the gradients of experts without rows.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     experts, width_out, width_in = out.shape
-    tile_out, tile_in = (min(max(power_of_2(width), 32), most) for width, most in ((width_out, _TILE_OUT), (width_in, _TILE_IN)))
+    tile_out = min(max(power_of_2(width_out), 32), _TILE_OUT)
+    tile_in = min(max(power_of_2(width_in), 32), _TILE_IN)
     launch(
         grouped_weight_kernel, (ceil_div(width_out, tile_out) * ceil_div(width_in, tile_in), experts),
         (grad, x, ends if rows is None else rows, ends, out, width_out, width_in, grad.stride(0), x.stride(0)),

@@ -2,9 +2,6 @@
 
 Whether they are used is a property of the process, set once at start (--fused-kernels): an operation and its backward
 must agree about it, recomputation included.
-
-``launch`` declares what a kernel reads and writes, and hands it to the launcher. That is one function that can be
-replaced: tests count and order kernels there which cannot run.
 """
 
 from __future__ import annotations
@@ -30,30 +27,19 @@ _in_use = False
 
 @dataclass(slots=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: the kernel, a function that ``triton.jit`` has decorated.
-        grid: number of programs along each axis; none of them is 0.
-        arguments: its arguments, in order: tensors and numbers.
-        reads, writes: the tensors among them that it reads and writes; one changed in place is in both.
-        constants: its compile-time arguments.
-        warps: warps of a program.
-        stages: steps of a loop whose operands are on their way at a time; None: Triton's default.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: Sequence[Any]
-    reads: Sequence[Tensor]
+    kernel: Any  # a function that ``triton.jit`` has decorated
+    grid: tuple[int, ...]  # programs along each axis; none of them is 0
+    arguments: Sequence[Any]  # tensors and numbers, in order
+    reads: Sequence[Tensor]  # of the tensors; one changed in place is also in ``writes``
     writes: Sequence[Tensor]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)  # compile-time arguments
     warps: int = 4
-    stages: int | None = None
+    stages: int | None = None  # steps of a loop whose operands are on their way at a time; None: Triton's default
 
     @property
     def name(self) -> str:
-        """Name of the kernel."""
         return str(self.kernel.__name__)
 
     @property
@@ -73,7 +59,8 @@ launcher: Callable[[Launch], None] = _run
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, reads: Sequence[Tensor], writes: Sequence[Tensor], warps: int = 4,
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, reads: Sequence[Tensor], writes: Sequence[Tensor],
+    warps: int = 4,
     stages: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel; see ``Launch``."""

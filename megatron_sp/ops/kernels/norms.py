@@ -1,17 +1,10 @@
 """RMSNorm and LayerNorm in Triton; the plain form is ``ops/norm.py``.
 
-    forward     y = (x - mean) * rstd * scale + shift           statistics of a row in fp32; RMSNorm has mean 0 and no shift
-    backward    dx = rstd * (g - mean(g) - n * mean(g * n)) + add      n = (x - mean) * rstd, g = dy * scale; RMSNorm without mean(g)
-                dscale = sum of dy * n, dshift = sum of dy       over rows: each program its own rows, then a sum over programs
+    forward     y = (x - mean) * rstd * scale + shift           RMSNorm has mean 0 and no shift
+    backward    dx = rstd * (g - mean(g) - n * mean(g * n)) + add      n = (x - mean) * rstd, g = dy * scale
+                dscale = sum of dy * n, dshift = sum of dy       each program its own rows, then a sum over programs
 
-Compare Triton's tutorial on layer norm and Liger (arXiv:2410.10989). Here the residual's gradient is added in the same
-pass, and sums over rows stay in fp32. Their order depends on shapes alone: there are no atomics.
-
-Backward is bound by memory, and rows depend on sums along them: with a row at a time nothing would be on its way while
-its sums are made. So a program goes through many rows, and the next ones are copied to shared memory meanwhile:
-
-    before:    load | sums, result, store |                load | sums, result, store
-    now:       load | load, sums, result, store | load, sums, result, store
+Sums over rows stay in fp32, in an order that depends on shapes alone: there are no atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -30,9 +23,11 @@ from megatron_sp.ops.kernels.launch import WIDEST, ceil_div, launch, power_of_2,
 _TILE = 1024  # elements at a time, of several rows where rows are short
 _BACK_TILE = 2048  # the same in backward: an access of 128 bits for each thread and tensor
 _MOST_PROGRAMS = 264  # of backward: two for each multiprocessor of an H100, each with its own sums over rows
-_MOST_AHEAD, _SHARED_BYTES = 3, 96 * 1024  # tiles on their way, and their memory: Ada and Ampere's small chips have 99 KiB
+_MOST_AHEAD = 3  # tiles on their way
+_SHARED_BYTES = 96 * 1024  # their memory: Ada and Ampere's small chips have 99 KiB
 _WIDE_BLOCK, _WIDE_ROWS = 2048, 4  # of wide rows in backward
-_MOST_WIDE_PROGRAMS = 132  # one for each multiprocessor: their rows, 34 MB where 16,384 elements wide, stay in the cache of 50 MB
+# one for each multiprocessor: their rows, 34 MB where 16,384 elements wide, stay in the cache of 50 MB
+_MOST_WIDE_PROGRAMS = 132
 _WIDEST_NARROW = 4096  # elements of a row that are in registers in backward where accesses are narrow
 
 
@@ -42,7 +37,7 @@ def norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows; wider ones than BLOCK are read once for each pass over them."""
+    # ROWS rows; wider ones than BLOCK are read once for each pass over them
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = row < rows
     start = row.to(tl.int64) * width
@@ -79,7 +74,8 @@ def norm_forward_kernel(
         for first in range(0, width, BLOCK):
             mask = inside & (first + column < width)
             x = tl.load(X + start + first + column, mask=mask, other=0.0).to(tl.float32)
-            _store_normed((x - mean) * rstd, WEIGHT, BIAS, Y + start, first + column, first + column < width, mask, HAS_BIAS, ZERO_CENTERED)
+            here, real = first + column, first + column < width
+            _store_normed((x - mean) * rstd, WEIGHT, BIAS, Y + start, here, real, mask, HAS_BIAS, ZERO_CENTERED)
 
 
 @triton.jit
@@ -104,7 +100,8 @@ def norm_backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr,
     WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A row is one block; program p takes the rows of tiles p, p + programs, ..."""
+    # a row is one block; program p takes the rows of tiles p, p + programs, ...: with a row at a time nothing would be
+    # on its way while its sums are made, so the next ones are copied to shared memory meanwhile (AHEAD)
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     real = column < width
@@ -147,7 +144,8 @@ def wide_norm_backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_ADD: tl.constexpr,
     WANTS_X: tl.constexpr, NUM_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of several blocks, a few at a time: they are read again from the cache, and change the sums, which are in memory, once."""
+    # rows of several blocks, a few at a time: they are read again from the cache, and change the sums, which are in
+    # memory, once
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
@@ -164,7 +162,8 @@ def wide_norm_backward_kernel(
             for first in range(0, width, BLOCK):
                 here = (first + column)[None, :]
                 mask = inside & (here < width)
-                grad = tl.load(GRAD + start + here, mask=mask, other=0.0).to(tl.float32) * _scale(WEIGHT, here, here < width, ZERO_CENTERED)
+                grad = tl.load(GRAD + start + here, mask=mask, other=0.0).to(tl.float32)
+                grad = grad * _scale(WEIGHT, here, here < width, ZERO_CENTERED)
                 along += grad * ((tl.load(X + start + here, mask=mask, other=0.0).to(tl.float32) - mean) * rstd)
                 across += grad
         of_normed = tl.sum(along, 1)[:, None] / width
@@ -175,9 +174,11 @@ def wide_norm_backward_kernel(
             grad = tl.load(GRAD + start + here, mask=mask, other=0.0).to(tl.float32)
             normed = (tl.load(X + start + here, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
             if NUM_SUMS > 0:
-                _add_to(SUMS + program.to(tl.int64) * width + here, tl.sum(grad * normed, 0)[None, :], here < width, tile == program)
+                to = SUMS + program.to(tl.int64) * width + here
+                _add_to(to, tl.sum(grad * normed, 0)[None, :], here < width, tile == program)
             if NUM_SUMS > 1:
-                _add_to(SUMS + (programs + program).to(tl.int64) * width + here, tl.sum(grad, 0)[None, :], here < width, tile == program)
+                to = SUMS + (programs + program).to(tl.int64) * width + here
+                _add_to(to, tl.sum(grad, 0)[None, :], here < width, tile == program)
             if WANTS_X:
                 grad = grad * _scale(WEIGHT, here, here < width, ZERO_CENTERED)
                 back = grad - normed * of_normed
@@ -192,21 +193,15 @@ def wide_norm_backward_kernel(
 
 @triton.jit
 def _add_to(SUM, x, real, is_first):
-    """Add x to memory that no other program touches; the first one overwrites."""
+    # add x to memory that no other program touches; the first one overwrites
     known = tl.load(SUM, mask=real, other=0.0)
     tl.store(SUM, tl.where(is_first, x, known + x), mask=real)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """Return (the normed x, its statistics for ``backward``).
-
-    Args:
-        x: [..., h].
-        weight, bias: [h].
-        eps: added to the variance, or to the mean square.
-        centered: LayerNorm; else RMSNorm.
-        zero_centered: the scale is 1 + weight.
-    """
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (the normed x, its statistics); ``centered``: LayerNorm; ``zero_centered``: the scale is 1 + weight."""
     x = x.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -214,23 +209,23 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, cente
     stats = torch.empty(2 if centered else 1, rows, dtype=torch.float32, device=x.device)
     block, tile = _tile(width)
     launch(
-        norm_forward_kernel, (ceil_div(rows, tile),), (x, weight, weight if bias is None else bias, y, stats, rows, width, eps),
+        norm_forward_kernel, (ceil_div(rows, tile),),
+        (x, weight, weight if bias is None else bias, y, stats, rows, width, eps),
         reads=[x, weight] if bias is None else [x, weight, bias], writes=[y, stats], warps=warps_of(block * tile),
-        ROWS=tile, BLOCK=block, ONE_BLOCK=width <= block, CENTERED=centered, HAS_BIAS=bias is not None, ZERO_CENTERED=zero_centered,
+        ROWS=tile, BLOCK=block, ONE_BLOCK=width <= block, CENTERED=centered, HAS_BIAS=bias is not None,
+        ZERO_CENTERED=zero_centered,
     )  # fmt: skip
     return y, stats
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *, zero_centered: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, need: tuple[bool, bool, bool], add: Tensor | None, *,
+    zero_centered: bool,
     into: tuple[Target | None, Target | None] = (None, None), put: Callable[[Sequence[Sum]], None] = finish,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of x, in its dtype, weight and bias, in fp32; None where ``need`` says so, or it is put ``into`` its place.
+    """Return the gradients of x, in its dtype, weight and bias, in fp32; None if not needed or put ``into`` its place.
 
     Args:
-        grad: gradient of the result, [..., h].
-        x, weight: as in ``forward``.
-        stats: of ``forward``.
         need: flags of x, weight and bias.
         add: another gradient of x, of its shape.
         into: where the gradients of weight and bias go.
@@ -248,38 +243,38 @@ def backward(
     ahead = {} if is_wide else {"AHEAD": _ahead(width, block * tile, x.element_size())}
     launch(
         wide_norm_backward_kernel if is_wide else norm_backward_kernel, (programs,),
-        (grad, x, weight, stats, x if add is None else add, x if grad_x is None else grad_x, sums, rows, width, programs),
+        (
+            grad, x, weight, stats, x if add is None else add, x if grad_x is None else grad_x, sums,
+            rows, width, programs,
+        ),
         reads=[grad, x, weight, stats] if add is None else [grad, x, weight, stats, add],
         writes=[t for t in (grad_x, sums) if t is not None and t.numel()], warps=8 if block * tile <= 4096 else 16,
-        ROWS=tile, BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None, WANTS_X=need[0],
+        ROWS=tile, BLOCK=block, CENTERED=centered, ZERO_CENTERED=zero_centered, HAS_ADD=add is not None,
+        WANTS_X=need[0],
         NUM_SUMS=num_sums, **ahead,
     )  # fmt: skip
-    found: list[Tensor | None] = [None, None]
+    results: list[Tensor | None] = [None, None]
     here, elsewhere = list[Sum](), list[Sum]()
     for which in range(2):
         target = into[which]
         if need[1 + which] and target is None:
-            made = found[which] = torch.empty(width, dtype=torch.float32, device=x.device)
-            here.append((sums[which], (made, True)))
+            result = results[which] = torch.empty(width, dtype=torch.float32, device=x.device)
+            here.append((sums[which], (result, True)))
         elif need[1 + which] and target is not None:
             elsewhere.append((sums[which], target))
     if here:
         finish(here)
     if elsewhere:
         put(elsewhere)
-    return grad_x, found[0], found[1]
+    return grad_x, results[0], results[1]
 
 
 def _ahead(width: int, elements: int, num_bytes: int) -> int:
-    """Return how many tiles, less one, are on their way while one is computed.
-
-    A tile is of the gradient, of x, and of the other gradient. Rows that are no multiple of 16 elements long cannot be
-    copied to shared memory in wide pieces.
-    """
+    # how many tiles (of the gradient, of x, and of the other gradient), less one, are on their way while one is
+    # computed
     return min(_MOST_AHEAD, 1 + _SHARED_BYTES // (3 * elements * num_bytes)) if width % 16 == 0 else 1
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Return (columns, rows) that a program of the forward pass works on at a time."""
     block = min(power_of_2(width), WIDEST)
     return block, max(1, _TILE // block)

@@ -1,7 +1,7 @@
 """Rotary position embedding in Triton; the plain form is ``ops/rotary.py``.
 
 forward     (a, b) -> (a cos - b sin, b cos + a sin)      in place, for the first heads of every group of heads
-backward    the opposite rotation; where dQ, dK and dV come apart, on their way into one packed gradient
+backward    the opposite; where dQ, dK and dV come apart, on their way into one packed gradient
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,7 +22,7 @@ def rotate_kernel(
     X, COS, SIN, turning, rotated, half, batch, per_sequence, stride_s, stride_m, stride_n, sign,
     HEADS: tl.constexpr, HALF: tl.constexpr, BY_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
-    """One position; HEADS of its ``turning`` rotated heads, of which each group has ``rotated``."""
+    # one position; HEADS of its ``turning`` rotated heads, of which each group has ``rotated``
     position = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -45,10 +45,11 @@ def pack_kernel(
     Q, K, V, OUT, COS, SIN, groups, queries, half, dim, batch, per_sequence, q_s, q_m, q_n, k_s, k_m, v_s, v_m,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROTATES: tl.constexpr, BY_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
-    """One position; HEADS of its groups * (queries + 2) packed heads. Queries and keys turn back, values are copied."""
+    # one position; HEADS of its groups * (queries + 2) packed heads. Queries and keys turn back, values are copied
     position = tl.program_id(0).to(tl.int64)
     packed = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    group = (packed // (queries + 2)).to(tl.int64)  # strides of attention's gradients are long: the sequence is not outermost
+    # 64 bits: strides of attention's gradients are long, since the sequence is not outermost
+    group = (packed // (queries + 2)).to(tl.int64)
     head = (packed % (queries + 2)).to(tl.int64)
     inside = packed < groups * (queries + 2)
     from_q = Q + position * q_s + group * q_m + head * q_n
@@ -73,12 +74,14 @@ def pack_kernel(
         if ROTATES:
             channel += 2 * half
         mask = inside & (channel < dim)
-        tl.store(to + channel, _of_head(from_q, from_k, from_v, channel, head, queries, mask).to(OUT.dtype.element_ty), mask=mask)
+        rest = _of_head(from_q, from_k, from_v, channel, head, queries, mask)
+        tl.store(to + channel, rest.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _of_head(from_q, from_k, from_v, channel, head, queries, mask):
-    """Channels of a packed head, which is a query, the key or the value of its group: two of the three loads are masked out."""
+    # channels of a packed head, which is a query, the key or the value of its group: two of the three loads are masked
+    # out
     q = tl.load(from_q + channel, mask=mask & (head < queries), other=0.0).to(tl.float32)
     k = tl.load(from_k + channel, mask=mask & (head == queries), other=0.0).to(tl.float32)
     v = tl.load(from_v + channel, mask=mask & (head > queries), other=0.0).to(tl.float32)
@@ -86,12 +89,9 @@ def _of_head(from_q, from_k, from_v, channel, head, queries, mask):
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x in place.
+    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place, ``back`` by the opposite angle.
 
-    Args:
-        x: [s, m, n, d], in its last dim contiguous.
-        cos, sin: fp32, [s, half], or [s, b, half] where m is a multiple of b.
-        back: rotate by the opposite angle.
+    cos and sin are fp32, [s, half], or [s, b, half] where m is a multiple of b.
     """
     s, m, n, _ = x.shape
     cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
@@ -110,7 +110,7 @@ def pack(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, rotary: tuple[Tensor, T
     Args:
         grad_q: [s, m, r, d].
         grad_k, grad_v: [s, m, 1, d].
-        rotary: cos and sin by which queries and keys were rotated; as in ``rotate_``.
+        rotary: cos and sin by which queries and keys were rotated.
     """
     s, m, r, d = grad_q.shape
     grad_q, grad_k, grad_v = (g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k, grad_v))
@@ -133,5 +133,4 @@ def pack(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, rotary: tuple[Tensor, T
 
 
 def _heads(half: int, count: int) -> int:
-    """Return the number of heads that a program works on."""
     return min(max(1, _TILE // (2 * power_of_2(half))), power_of_2(count))
