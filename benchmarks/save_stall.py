@@ -102,7 +102,7 @@ class Saver:
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
-        from megatron_sp.training.state import TrainingState
+        from megatron_sp.training.train_state import TrainState
         from megatron_sp.utils.launch import Launch
 
         torch.set_num_threads(threads)
@@ -115,7 +115,7 @@ class Saver:
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
         optimizer = FlatOptimizer(units, OptimizerConfig(lr=1e-4))
         scaler = LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1)
-        state = TrainingState(model, units, optimizer, scaler)
+        state = TrainState(model, units, optimizer, scaler)
         self.tensors = {**state.weights(), **state.optimizer_tensors()}
         self.model, self.units, self.optimizer, self.shape = model, units, optimizer, shape
         return {
@@ -198,7 +198,7 @@ class Saver:
 
     def _require_finite(self) -> None:
         """As training does before each save."""
-        from megatron_sp.training.finite import require_finite_weights
+        from megatron_sp.training.nan_checks import require_finite_weights
 
         require_finite_weights((unit.master for unit in self.units), self.groups, 1)
 

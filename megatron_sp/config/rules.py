@@ -111,7 +111,7 @@ def violations(config: Config, world_size: int) -> list[str]:
     """Return a message for each violated rule; if single values are out of range, only those: other rules need them.
 
     What is about a model that is still to be taken from a checkpoint is checked when it has been
-    (``training/checkpoint_model.py``).
+    (``training/resume.py``).
     """
     return _range_texts(config) or [
         *(_about_model(config, world_size) if config.knows_model else ()),

@@ -9,7 +9,7 @@
 
 Where the function of a package fails, the kernels of FlashAttention 3 and 4 may still work through torch, which calls
 other parts of the package (``sdpa-fa3``, ``sdpa-fa4``; ``torch.nn.attention.activate_flash_attention_impl``, "FA4" from
-torch 2.10, "FA3" from 2.11). With several candidates left, ``training/attention.py`` times them.
+torch 2.10, "FA3" from 2.11). With several candidates left, ``training/kernel_selection.py`` times them.
 
 The example is forward and backward of what the run will ask for: its heads' width, grouped queries, mask, window and
 documents; with context parallelism its keys come in two parts. Its error is compared with the plain kernel's. Builds for

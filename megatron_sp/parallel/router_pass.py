@@ -123,8 +123,8 @@ class RouterStep:
         return told if self.ep.counts else torch.zeros_like(told)
 
     def loads_in(self, told: Tensor) -> Tensor:
-        """Return the loads, fp64 [layers, E], in what all ranks have told."""
-        return told[2:].view(self.loads.shape)
+        """Return the loads, fp64 [layers, E]: the last numbers of what all ranks have told, and of a step's summary."""
+        return told[-self.loads.numel() :].view(self.loads.shape)
 
     def micro_batch(self, batch: int, lengths: Tensor | int, replayed: Tensor | None = None) -> RouterPass:
         """Return the routers' part of a micro-batch's context.

@@ -24,8 +24,8 @@ from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.planner.forecast import ASSUMED_GPU, machine_for, settle_overlap
-from megatron_sp.training.checkpoint_model import check_model, keep_gelu, keep_null_vocabulary, take_model
-from megatron_sp.training.starting_point import check_on_paper
+from megatron_sp.training.resume import check_model, keep_gelu, keep_null_vocabulary, take_model
+from megatron_sp.training.resume_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count, format_parameters
 from megatron_sp.utils.host_memory import host_memory_bytes, swap_bytes
 

@@ -39,8 +39,8 @@ from megatron_sp.parallel.expert_exchange import Counts
 from megatron_sp.planner.fake_device import FakeDevice, Kind, fake_device
 from megatron_sp.tasks.bert import bert_task
 from megatron_sp.tasks.gpt import GPT
-from megatron_sp.training import fused, run
-from megatron_sp.training.attention import AttentionChoice, use_of
+from megatron_sp.training import kernel_selection, run
+from megatron_sp.training.kernel_selection import AttentionChoice, use_of
 from megatron_sp.training.pipelined import Pipeline
 from megatron_sp.training.setup import layout_groups
 from megatron_sp.training.step import TrainStep
@@ -501,7 +501,7 @@ def _build(
     groups = replace(layout_groups(config, torch.device("cpu"), check=False), device=device.device)
     uses_triton = device.kind == "cuda" and config.kernels.fused_kernels != "torch"
     undo.callback(launch.use_triton, launch._in_use)
-    put(undo, fused, "_choose", lambda _config, _device, norm: _kernels(norm, uses_triton))
+    put(undo, kernel_selection, "_choose_fused", lambda _config, _device, norm: _kernels(norm, uses_triton))
     if stages is not None and groups.pp.size() > 1:
         layers, parallel = [len(layers) for layers in stages], config.parallel
         costs = layer_costs(config.model, config.kernels)

@@ -1,13 +1,25 @@
-"""The report of a run's start, to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
+"""The report of a run's start, to the user, to ``metrics.jsonl`` and to ``run_status.json``, with versions, device and hosts.
+
+It also promises whether the same processes compute the same numbers again, to the last bit. On a CPU they do. On a GPU
+attention's backward pass adds gradients in whatever order its blocks come to an end, unless --deterministic-mode takes
+kernels that do not; then what is left is how NCCL sums over ranks.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megatron_sp import __version__
+from megatron_sp.config.schema import Config
 from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
-from megatron_sp.training.environment import environment
-from megatron_sp.training.repeats import about_repeats
 from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
@@ -72,3 +84,69 @@ def _layout_words(run: Run) -> str:
     if groups.tp.size() > 1:
         words += f", tp {groups.tp.size()}{' with sequence parallel' if tp_seq else ''}"
     return words
+
+
+_PREFIX = "repeats to the last bit: "
+
+
+def about_repeats(config: Config, device: str, world_size: int, kernel: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the line of the start that says whether the run repeats, and if not why not.
+
+    Args:
+        device: cpu or cuda.
+        kernel: name of the attention kernel.
+        environment: variables of the process.
+    """
+    again = "a resume with the same processes has the losses and weights of a run without it"
+    if device == "cpu":
+        return f"{_PREFIX}yes: {again}"
+    if not config.kernels.deterministic_mode:
+        who = "kernels of a GPU" if kernel == "reference" else f"attention's backward pass ({kernel})"
+        return f"{_PREFIX}no: {who} may add in another order each time; --deterministic-mode takes kernels that do not, and is slower"
+    if world_size > 1 and config.parallel.distributed_backend != "gloo" and not environment.get("NCCL_ALGO"):
+        return f"{_PREFIX}as long as NCCL chooses the same algorithms (NCCL_ALGO=Ring leaves it no choice): the kernels do"
+    return f"{_PREFIX}yes, with --deterministic-mode: {again}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, torch and Python, and of CUDA and NCCL where there is a GPU."""
+    found = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda or torch.version.hip)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def environment(
+    device: torch.device, hosts: Sequence[str], layout: dict[str, Any], attention: str, kernels: dict[str, str]
+) -> dict[str, Any]:
+    """Return the description of the environment for ``metrics.jsonl``.
+
+    Args:
+        device: device of rank 0.
+        hosts: host name of every rank.
+        layout: layout record, as in a checkpoint.
+        attention: name of the attention kernel.
+        kernels: whose fused kernels compute AdamW and the norms, by op.
+    """
+    return {
+        "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)), "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.release()}", "layout": layout, "attention": attention,
+        "kernels": kernels,
+    }  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """Return the vendor's name of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return processor_name() or platform.machine() or "CPU"
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model name of the first processor; empty if the system does not report it."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")), "")

@@ -2,7 +2,7 @@
 
     copy the micro-batch into static inputs, the step's numbers into one tensor
     first | middle ... | last micro-batch   forward, backward; with the collectives of tp, sp, cp and ZeRO inside
-    norm                                    sums of losses and gradients over the ranks, norm, what the host is to know
+    norm                                    sums of losses and gradients over the ranks, norm, the summary
     (the host reads; a save in the background waits here)
     update                                  decision, clipping, AdamW, 16-bit weights, their gather
 
@@ -21,7 +21,7 @@ A timed step begins with an update that is left out, so that gathers after it co
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide (Using NCCL with
 CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request 102542), so that a rank that
-hangs in a replay is found by ``training/watchdog.py``.
+hangs in a replay is found by ``training/signals.py``.
 """
 
 from __future__ import annotations
@@ -47,11 +47,31 @@ from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
 from megatron_sp.ops.memory import host_empty
 from megatron_sp.optim.flat import FlatUnit, KeptGrads
 from megatron_sp.parallel.forward_context import MicroBatch
-from megatron_sp.training.step import Losses, Replayed, StepNumbers, TrainStep
+from megatron_sp.training.step import Losses, TrainStep
 from megatron_sp.utils.errors import ConfigError
 
 _ROUNDS = 3  # of each timing
 _CHUNK = 1 << 24  # elements of a gradient whose bits are summed at a time
+
+
+class StepNumbers(NamedTuple):
+    """Numbers that differ between steps, in the order in which graphs have them on the device."""
+
+    step: float
+    scale: float
+    lr: float
+    decoupled_lr: float
+    update: float
+
+
+class Replayed(NamedTuple):
+    """Outcome of a step's passes as replays of captured graphs: its summary (``TrainStep.passes``), and what replays the update.
+
+    ``update`` None: it was not captured.
+    """
+
+    summary: Tensor
+    update: Callable[[], None] | None
 
 
 class Kind(NamedTuple):
@@ -73,7 +93,7 @@ class CapturedStep:
         step: whose passes and update are captured.
         maker: captures them.
         micro_batches: of the shape.
-        mine: this rank's share of the totals (``TrainStep.passes``).
+        totals: this rank's share (``TrainStep.passes``).
         weight_decay: part of the captured update.
 
     Attributes:
@@ -82,16 +102,23 @@ class CapturedStep:
         RuntimeError: something cannot be captured; nothing has run.
     """
 
-    def __init__(self, step: TrainStep, maker: GraphMaker, micro_batches: Sequence[MicroBatch], mine: Tensor, weight_decay: float) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        maker: GraphMaker,
+        micro_batches: Sequence[MicroBatch],
+        totals: Tensor,
+        weight_decay: float,
+    ) -> None:
         self._step, self._weight_decay, self.maker = step, weight_decay, maker
-        device = mine.device
+        device = totals.device
         self._inputs = {name: torch.empty_like(t, device=device).copy_(t) for name, t in micro_batches[0].items()}
         self._numbers = torch.zeros(len(StepNumbers._fields), dtype=torch.float64, device=device)
-        self._totals = torch.empty_like(mine)
+        self._static_totals = torch.empty_like(totals)
         self._graphs: dict[Kind, Graph] = {}
         self._update: Graph | None = None
         self._losses: Losses
-        self._known: Tensor
+        self._summary: Tensor
         step.weights.forget()
         step.weights.settle()
         step.gradients.start_step()
@@ -121,8 +148,8 @@ class CapturedStep:
     def _record_micro_batch(self, kind: Kind) -> None:
         step = self._step
         if kind.is_first:
-            handle = all_reduce_async(self._totals, step.groups.world)
-            self._losses = Losses(len(step.loss.names), self._totals, handle, self._scale)
+            handle = all_reduce_async(self._static_totals, step.groups.world)
+            self._losses = Losses(len(step.loss.names), self._static_totals, handle, self._scale)
         step.weights.start_step(1)
         step.micro_batch(self._inputs, self._number("step").long(), self._losses, 0, is_last=kind.is_last)
         step.gradients.settle()
@@ -130,28 +157,28 @@ class CapturedStep:
         step.weights.settle()
 
     def _record_norm(self) -> None:
-        self._known = self._step.reduced(self._losses, self._scale)
+        self._summary = self._step.reduced(self._losses, self._scale)
 
     def _record_update(self) -> None:
         step, first = self._step, StepNumbers._fields.index("lr")
         step.optimizer.step_by_numbers(
-            self._numbers[first : first + 2], self._number("update"), self._weight_decay, self._known[0], self._scale,
-            step.is_left_out(self._known), updated=step.weights.refresh,
+            self._numbers[first : first + 2], self._number("update"), self._weight_decay, self._summary[0], self._scale,
+            step.is_left_out(self._summary), updated=step.weights.refresh,
         )  # fmt: skip
         step.weights.settle()
 
     # what is replayed
 
-    def replay(self, micro_batches: Sequence[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed:
+    def replay(self, micro_batches: Sequence[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed:
         """Replay the passes of a step. Collective.
 
         Args:
-            micro_batches, mine: of the shape.
+            micro_batches, totals: of the shape.
             numbers: of the step.
             weight_decay: of the step; another one than at the capture leaves the update to the host.
         """
         self._step.weights.settle()
-        self._totals.copy_(mine)
+        self._static_totals.copy_(totals)
         self._set_numbers(numbers)
         for batch, kind in zip(micro_batches, kinds(len(micro_batches)), strict=True):
             for name, static in self._inputs.items():
@@ -161,7 +188,7 @@ class CapturedStep:
         for unit, kept in self._grads:
             unit.put_grads(kept)
         has_update = self._update is not None and weight_decay == self._weight_decay
-        return Replayed(self._known, self._replay_update if has_update else None)
+        return Replayed(self._summary, self._replay_update if has_update else None)
 
     def _set_numbers(self, numbers: StepNumbers) -> None:
         host = host_empty((len(numbers),), torch.float64, self._numbers.device)
@@ -171,7 +198,7 @@ class CapturedStep:
     def replay_left_out(self) -> None:
         """Replay an update that changes nothing, with the gathers after it; of a step that has been replayed. Collective."""
         if self._update is not None:
-            self._known[0].fill_(math.nan)
+            self._summary[0].fill_(math.nan)
             self._update.replay()
 
     def _replay_update(self) -> None:
@@ -179,10 +206,10 @@ class CapturedStep:
         self._update.replay()
 
 
-def shape_of(micro_batches: Sequence[MicroBatch], mine: Tensor) -> tuple[Any, ...]:
+def shape_of(micro_batches: Sequence[MicroBatch], totals: Tensor) -> tuple[Any, ...]:
     """Return what the graphs of a step depend on: the kinds of its micro-batches, sizes and dtypes."""
     batch = [(name, tuple(t.shape), t.dtype) for name, t in micro_batches[0].items()]
-    return tuple(dict.fromkeys(kinds(len(micro_batches)))), tuple(batch), mine.numel()
+    return tuple(dict.fromkeys(kinds(len(micro_batches)))), tuple(batch), totals.numel()
 
 
 @dataclass(frozen=True)
@@ -212,7 +239,7 @@ def decide(trials: Sequence[Trial]) -> tuple[bool, str]:
 
 
 class StepGraphs:
-    """Captured steps of a run (implements ``step.StepReplays``): when to capture, and whether to use it.
+    """Captured steps of a run: when to capture, and whether to use it.
 
     Args:
         step: the run's step; its passes are tried with it, which leaves gradients of no account behind.
@@ -246,16 +273,23 @@ class StepGraphs:
         """Bytes of the pool of the graphs that are in use; 0: there are none."""
         return 0 if self._captured is None else self._captured.maker.num_bytes
 
-    def replay(self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed | None:
-        """See ``StepReplays``.
+    def replay(
+        self, micro_batches: list[MicroBatch], totals: Tensor, step: int, lr: float, decoupled_lr: float | None, weight_decay: float
+    ) -> Replayed | None:  # fmt: skip
+        """Replay the passes of a step; None: it is to run eagerly. Collective.
 
+        Args:
+            micro_batches, totals, step: as of ``TrainStep.passes``.
+            lr, decoupled_lr, weight_decay: as of ``TrainStep.run``.
         Raises:
             ConfigError: with ``on``, the capture failed on some rank.
         """
+        scale, update = self._step.scaler.scale, self._step.optimizer.num_updates + 1
+        numbers = StepNumbers(step, scale, lr, lr if decoupled_lr is None else decoupled_lr, update)
         recorder = self._step.recorder
-        if self._choice is False or self._is_eager(int(numbers.step)) or (recorder is not None and recorder.recording):
+        if self._choice is False or self._is_eager(step) or (recorder is not None and recorder.recording):
             return None
-        shape = shape_of(micro_batches, mine)
+        shape = shape_of(micro_batches, totals)
         if shape != self._shape:
             self._captured = None
             self._shape, self._num_eager = shape, 0
@@ -263,19 +297,19 @@ class StepGraphs:
             if self._num_eager < self._warmup:
                 self._num_eager += 1
                 return None
-            self._captured = self._first(micro_batches, mine, numbers, weight_decay)
-            self._step.seed(int(numbers.step))
-        return None if self._captured is None else self._captured.replay(micro_batches, mine, numbers, weight_decay)
+            self._captured = self._first(micro_batches, totals, numbers, weight_decay)
+            self._step.seed(step)
+        return None if self._captured is None else self._captured.replay(micro_batches, totals, numbers, weight_decay)
 
-    def _first(self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float) -> CapturedStep | None:
+    def _first(self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float) -> CapturedStep | None:
         """Capture the steps of a new shape, if that is or becomes the choice; return None if it does not."""
         captured: CapturedStep | None = None
         if self._choice is None:
-            captured, trial = self._try(micro_batches, mine, numbers, weight_decay)
+            captured, trial = self._try(micro_batches, totals, numbers, weight_decay)
             self._choice, self._why = decide(self._of_all(trial))
             self._decided(self._choice)
         else:
-            captured, problem = self._capture(micro_batches, mine, weight_decay)
+            captured, problem = self._capture(micro_batches, totals, weight_decay)
             is_good, why = decide(self._of_all(Trial(problem)))
             if not is_good:
                 self._choice, self._why = False, why
@@ -292,37 +326,43 @@ class StepGraphs:
 
     def _of_all(self, trial: Trial) -> list[Trial]:
         """Return the trials of all ranks. Collective."""
-        mine = [trial.problem, trial.eager_s, trial.replay_s]
-        return [Trial(*theirs) for theirs in gather_json(mine, self._step.groups.control)]
+        totals = [trial.problem, trial.eager_s, trial.replay_s]
+        return [Trial(*theirs) for theirs in gather_json(totals, self._step.groups.control)]
 
-    def _capture(self, micro_batches: list[MicroBatch], mine: Tensor, weight_decay: float) -> tuple[CapturedStep | None, str]:
+    def _capture(self, micro_batches: list[MicroBatch], totals: Tensor, weight_decay: float) -> tuple[CapturedStep | None, str]:
         """Capture; return the graphs, or why there are none."""
         try:
-            return CapturedStep(self._step, self._new_maker(), micro_batches, mine, weight_decay), ""
+            return CapturedStep(self._step, self._new_maker(), micro_batches, totals, weight_decay), ""
         except RuntimeError as error:
             return None, f"the capture failed: {first_words(error)}"
 
     def _try(
-        self, micro_batches: list[MicroBatch], mine: Tensor, numbers: StepNumbers, weight_decay: float
+        self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
     ) -> tuple[CapturedStep | None, Trial]:  # fmt: skip
         """Compare replays with eager passes, and time both. Collective: each part begins when all ranks are through the one before."""
         number, optimizer = int(numbers.step), self._step.optimizer
 
         def eagerly() -> Tensor:
             self._step.seed(number)
-            known = self._step.passes(micro_batches, mine.clone(), number)
+            summary = self._step.passes(micro_batches, totals.clone(), number)
             self._step.weights.forget()
-            return known
+            return summary
 
         def replayed(captured: CapturedStep) -> Tensor:
             self._step.seed(number)
-            return captured.replay(micro_batches, mine, numbers, weight_decay).known
+            return captured.replay(micro_batches, totals, numbers, weight_decay).summary
 
         def eager_step() -> None:
             if optimizer.updates_on_device:
-                left_out = torch.ones((), dtype=torch.bool, device=known.device)
+                left_out = torch.ones((), dtype=torch.bool, device=summary.device)
                 optimizer.step_on_device(
-                    numbers.lr, weight_decay, known[0], numbers.scale, left_out, self._step.weights.refresh, numbers.decoupled_lr
+                    numbers.lr,
+                    weight_decay,
+                    summary[0],
+                    numbers.scale,
+                    left_out,
+                    self._step.weights.refresh,
+                    numbers.decoupled_lr,
                 )
                 optimizer.take_back()
             eagerly()
@@ -331,7 +371,7 @@ class StepGraphs:
             captured.replay_left_out()
             replayed(captured)
 
-        known = eagerly()
+        summary = eagerly()
         eager_s = self._seconds(eager_step)
         with deterministic_kernels(self._step):
             try:
@@ -340,26 +380,29 @@ class StepGraphs:
                 wanted, problem = [], f"without deterministic kernels there is nothing to compare: {first_words(error)}"
             captured = None
             if all(not trial.problem for trial in self._of_all(Trial(problem))):
-                captured, problem = self._capture(micro_batches, mine, weight_decay)
+                captured, problem = self._capture(micro_batches, totals, weight_decay)
             if any(trial.problem for trial in self._of_all(Trial(problem))) or captured is None:
                 return None, Trial(problem)
             problem = self._difference(wanted, self._bits(replayed(captured)))
         del captured
-        again, failure = self._capture(micro_batches, mine, weight_decay)
+        again, failure = self._capture(micro_batches, totals, weight_decay)
         problem = problem or failure
         if any(trial.problem for trial in self._of_all(Trial(problem))) or again is None:
             return None, Trial(problem)
         replayed(again)
         return again, Trial("", eager_s, self._seconds(lambda: replayed_step(again)))
 
-    def _bits(self, known: Tensor) -> list[int]:
-        """Return a digest of what the host is to know of a step and one of each unit's gradients."""
+    def _bits(self, summary: Tensor) -> list[int]:
+        """Return a digest of the summary of a step and one of each unit's gradients."""
         units = [unit.grad_shard for unit in self._step.gradients.units if unit.slots]
-        found: list[int] = torch.stack([digest(known), *(digest(grads) for grads in units)]).tolist()
+        found: list[int] = torch.stack([digest(summary), *(digest(grads) for grads in units)]).tolist()
         return found
 
     def _difference(self, wanted: list[int], found: list[int]) -> str:
-        names = ["loss or norm", *(f"the gradients of {unit.name}" for unit in self._step.gradients.units if unit.slots)]
+        names = [
+            "loss or norm",
+            *(f"the gradients of {unit.name}" for unit in self._step.gradients.units if unit.slots),
+        ]
         differ = [name for name, a, b in zip(names, wanted, found, strict=True) if a != b]
         return f"a replay has other bits than an eager step: {', '.join(differ[:3])}" if differ else ""
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import pairs_per_position
 from megatron_sp.estimate.stages import layer_costs, layers_of_stages
 from megatron_sp.optim.gradients import FlatGradients
-from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, StageInput, UnitEvents, row_mask
 from megatron_sp.parallel.pipeline import Channels, Timeline, run_pipeline
 from megatron_sp.parallel.pipeline_check import check_plan
@@ -27,7 +27,8 @@ from megatron_sp.parallel.pipeline_stages import Stage, cut_model
 from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
 from megatron_sp.parallel.slice_cut import cut_into_slices
 
-StageFunction = Callable[[Stage, int, ForwardContext], Tensor]
+if TYPE_CHECKING:
+    from megatron_sp.training.step import Losses, TrainStep
 
 
 class Pipeline:
@@ -42,7 +43,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1, costs: Costs = SAME_COSTS
+        self,
+        groups: ParallelGroups,
+        kind: PipelineKind,
+        layers: Sequence[int],
+        num_slices: int = 1,
+        costs: Costs = SAME_COSTS,
     ) -> None:
         self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
         self._costs = costs
@@ -63,7 +69,9 @@ class Pipeline:
     def parts(self) -> list[str]:
         """Stages of each rank of the world, in words."""
         return [
-            _of_stages([stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)])
+            _of_stages(
+                [stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)]
+            )
             for rank in range(self._world_size)
         ]
 
@@ -92,7 +100,9 @@ def _of_stages(stages: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs) -> PipelinePlan:
+def _checked(
+    kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs
+) -> PipelinePlan:
     made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices, costs)
     check_plan(made)
     return made
@@ -145,7 +155,9 @@ class PipelinedPasses:
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._contexts: dict[int, tuple[ForwardContext, KeysOfSlices]] = {}
         last = "F" if gradients is None else "B"
-        self._to_come = Counter(action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last)
+        self._to_come = Counter(
+            action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last
+        )
         units = model.units()  # type: ignore[operator]
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
         self._shared = [index for index, unit in enumerate(units) if not unit.alike]
@@ -153,7 +165,9 @@ class PipelinedPasses:
         for action in self.plan.actions[pipeline.rank]:
             if action.kind != "W":
                 backward = action.kind == "B"
-                order += self._model.stage_order(pipeline.stages[action.stage], backward=backward, trained=gradients is not None)
+                order += self._model.stage_order(
+                    pipeline.stages[action.stage], backward=backward, trained=gradients is not None
+                )
         weights.start_step(1, order)
 
     def _fault(self, place: str) -> None:
@@ -189,7 +203,9 @@ class PipelinedPasses:
         """See ``StageWork``."""
         self._enter("forward")
         stage, index, trained = self.pipeline.stages[action.stage], action.micro_batch, self.gradients is not None
-        context = replace(self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all"))
+        context = replace(
+            self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all")
+        )
         if not trained:
             self._forget(index)
         if stage.is_last and not trained:
@@ -271,3 +287,45 @@ class PipelinedPasses:
             self.gradients.catch_up(action)
         if action.slice == 0:  # the last of a micro-batch
             self.gradients.finish_micro_batch(blocks)
+
+
+def run_pipelined_step(
+    step: TrainStep, pipeline: Pipeline, micro_batches: list[MicroBatch], key: int | Tensor, losses: Losses, number: int
+) -> None:
+    """Run forward and backward of a step's micro-batches through this rank's stages. Collective over the pipeline.
+
+    Args:
+        key: as of ``TrainStep.micro_batch``.
+        number: of the step.
+    """
+    recorder = step.recorder if step.recorder is not None and step.recorder.recording else None
+    timeline = None if recorder is None else Timeline(recorder.clock)
+    hidden, model, weights = step.loss.hidden, step.model, step.weights
+    assert hidden is not None, "a task without stages, which the flags refuse"
+
+    def context_of(index: int) -> ForwardContext:
+        return step.context_of(micro_batches[index], key)
+
+    if step.routers is not None and step.routers.counts_first:
+        forward = UnitWork(weights, None)
+
+        def head(index: int, context: ForwardContext) -> Tensor:
+            return hidden(model, micro_batches[index], context, forward)
+
+        with step.routers.counting(), torch.no_grad():
+            PipelinedPasses(
+                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=forward,
+                weights=weights, gradients=None,
+            ).run()  # fmt: skip
+        step.seed(number)  # the passes that follow drop the same
+
+    def loss_of(index: int, context: ForwardContext) -> Tensor:
+        return step.loss_of(micro_batches[index], context, losses, number)
+
+    PipelinedPasses(
+        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss_of, events=step.events,
+        weights=weights, gradients=step.gradients,
+        faults=(lambda place: step.faults.at(place, number)) if step.faults.faults else None, recorder=recorder,
+    ).run(timeline)  # fmt: skip
+    if recorder is not None and timeline is not None:
+        recorder.actions = timeline.spans

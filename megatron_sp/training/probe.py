@@ -33,7 +33,7 @@ from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.training.attention import choose_attention
+from megatron_sp.training.kernel_selection import choose_attention
 from megatron_sp.training.setup import layout_groups
 
 Candidate = tuple[OverlapMode, int]

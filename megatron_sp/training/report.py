@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
 from megatron_sp.estimate.workload import head_share
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.training.console import Console
 from megatron_sp.training.memory_estimate import STEPS, MemoryEstimate
-from megatron_sp.training.metrics import MetricsLog
+from megatron_sp.training.metrics import Console, MetricsLog
 from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.training.train_state import Progress
 from megatron_sp.utils.format import format_bytes, format_duration
 
 NO_LOSS_TOKENS = "no loss tokens"
@@ -184,29 +178,3 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def dump_bad_step(run_dir: Path, groups: ParallelGroups, progress: Progress, result: StepResult, optimizer: FlatOptimizer) -> Path:
-    """Write the samples of a non-finite step and the gradient norm of each parameter to a file (on rank 0). Collective."""
-    path = run_dir / f"nonfinite-step-{progress.step:06d}.json"
-    squares: dict[str, Tensor] = {}
-    for unit in optimizer.counted_units:
-        for slot, part in unit.counted(unit.grad_shard):
-            squares[slot.name] = squares[slot.name] + squared_norm(part) if slot.name in squares else squared_norm(part)
-    mine = [slot.name for unit in optimizer.units for slot in unit.slots]
-    # a rank of a pipeline has some of the parameters
-    names = list(dict.fromkeys(name for of_rank in gather_json(mine, groups.control) for name in of_rank))
-    nothing = torch.zeros((), dtype=torch.float64, device=optimizer.units[0].device)
-    summed = all_reduce(torch.stack([squares.get(name, nothing) for name in names]), optimizer.holders)
-    if groups.rank != 0:
-        return path
-    norms = {name: str(math.sqrt(square)) for name, square in zip(names, summed.tolist(), strict=True)}
-    record = {
-        "step": progress.step, "loss": [str(v) for v in result.losses], "grad_norm": str(result.grad_norm),
-        "sample_ids": result.sample_ids, "layer_grad_norms": norms,
-    }  # fmt: skip
-    try:
-        atomic_write_text(path, json.dumps(record, indent=1))
-    except OSError as error:
-        print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
-    return path

@@ -28,8 +28,7 @@ from megatron_sp.comm.object_collectives import all_ranks_agree, broadcast_json
 from megatron_sp.config.concessions import NCCL_ON_CPU, drop_flash, drop_nccl
 from megatron_sp.config.schema import Config
 from megatron_sp.parallel.expert_parallel import NO_EP, ExpertParallel
-from megatron_sp.training.attention import require_attention
-from megatron_sp.training.fused import require_fused_kernels
+from megatron_sp.training.kernel_selection import require_attention, require_fused_kernels
 from megatron_sp.utils import output
 from megatron_sp.utils.entry_point import first_words, is_out_of_memory, leave
 from megatron_sp.utils.errors import (

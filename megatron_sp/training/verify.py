@@ -40,14 +40,13 @@ from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.router_pass import RouterStep, Watched
-from megatron_sp.training.attention import use_of
-from megatron_sp.training.balance_rows import row_dealer
+from megatron_sp.training.kernel_selection import use_of
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline
 from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.routers import count_first, with_routers
-from megatron_sp.training.run import Task, settle_vocab_size
-from megatron_sp.training.same_sequences import require_same_sequences
+from megatron_sp.training.run import Task, set_vocab_size
+from megatron_sp.training.sequences import require_same_sequences, row_dealer
 from megatron_sp.training.setup import expert_parallel
 from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import on_device
@@ -84,7 +83,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     if dtype == torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     tokenizer = task.build_tokenizer(config)
-    settle_vocab_size(config, tokenizer)
+    set_vocab_size(config, tokenizer)
     if note := settle_schedule(config, groups.world_size):
         say(note)
     if config.model.attention_dropout > 0:

@@ -20,7 +20,7 @@ from megatron_sp.parallel import pipeline
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action
 from megatron_sp.training.pipelined import fault_point
-from megatron_sp.training.watchdog import Watchdog
+from megatron_sp.training.signals import Watchdog
 from megatron_sp.utils import faults
 
 STEP = 2  # of the fault

@@ -14,7 +14,7 @@ from support.training import NO_DROPOUT, records, train
 
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.ops import attention_choice
-from megatron_sp.training import attention
+from megatron_sp.training import kernel_selection
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.launch import Launch
 
@@ -27,7 +27,7 @@ FLAGS = (*NO_DROPOUT, "--device", "auto", "--bf16")
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     """Seconds of a kernel on a rank, in place of those that the clock would say; 1 unless a test says otherwise."""
     seconds: dict[tuple[str, int], float] = {}
-    run, made = attention._Block.run, attention._Block.__init__
+    run, made = kernel_selection._Block.run, kernel_selection._Block.__init__
 
     def remember(self: Any, config: Any, groups: Any) -> None:
         made(self, config, groups)
@@ -37,8 +37,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
         run(self, name)
         return seconds.get((name, self.rank), 1.0)
 
-    monkeypatch.setattr(attention._Block, "__init__", remember)
-    monkeypatch.setattr(attention._Block, "run", timed)
+    monkeypatch.setattr(kernel_selection._Block, "__init__", remember)
+    monkeypatch.setattr(kernel_selection._Block, "run", timed)
     return seconds
 
 
@@ -100,7 +100,7 @@ def test_a_rank_without_the_memory_to_try_them_ends_all(install_flash: Install, 
         if groups.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(attention._Block, "__init__", made)
+    monkeypatch.setattr(kernel_selection._Block, "__init__", made)
     outcome = train(tmp_path, "--train-iters", 1, *FLAGS, ranks=2)
     assert outcome.codes == [1, 2] or outcome.codes == [2, 2], outcome
     assert "[rank 1] error: out of memory: CUDA out of memory. Tried to allocate 9 GiB" in outcome.text
@@ -139,7 +139,7 @@ def test_every_rank_says_what_it_lacks(install_flash: Install, rank: int, local_
     config = Config(model=ModelConfig(hidden_size=32, num_attention_heads=4, num_layers=1, seq_length=16))
     config.kernels.attention_backend, config.precision.bf16 = "flash2", True
     with pytest.raises(ConfigError) as error:
-        attention.require_attention(config, Launch(rank, local_rank, 16, 8, 0), torch.device("cpu"))
+        kernel_selection.require_attention(config, Launch(rank, local_rank, 16, 8, 0), torch.device("cpu"))
     assert error.value.on_all_ranks is by_rank_0
 
 
@@ -193,15 +193,15 @@ def test_only_models_of_ours_change_torchs_flash_kernel(install_flash: Install, 
     """A model of others calls SDPA with shapes and dropout that nobody has tried FlashAttention 4 with."""
     registry = Registry(("FA4",))
     monkeypatch.setattr(attention_choice, "attention_of_torch", registry)
-    monkeypatch.setattr(attention, "gather_json", lambda mine, group: [mine])
-    monkeypatch.setattr(attention, "all_ranks_agree", lambda group: contextlib.nullcontext())
-    monkeypatch.setattr(attention, "_timed", lambda names, *_: ({name: float(i) for i, name in enumerate(names)}, {}))
+    monkeypatch.setattr(kernel_selection, "gather_json", lambda mine, group: [mine])
+    monkeypatch.setattr(kernel_selection, "all_ranks_agree", lambda group: contextlib.nullcontext())
+    monkeypatch.setattr(kernel_selection, "_timed", lambda names, *_: ({name: float(i) for i, name in enumerate(names)}, {}))
     install_flash(flash4="x = 1")
     shape = ModelConfig(hidden_size=32, num_attention_heads=4, num_layers=1, seq_length=16, vocab_size=20, attention_dropout=0.0)
     config = Config(model=shape)
     config.precision.bf16 = True
     groups: Any = SimpleNamespace(device=torch.device("cpu"), control=None)
-    found = attention.choose_attention(config, groups, measure=measure)
+    found = kernel_selection.choose_attention(config, groups, measure=measure)
     assert found.kernel.name == "sdpa-fa4" and registry.current == ("FA4" if measure else None)
 
 

@@ -25,8 +25,8 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import run as parts
 from megatron_sp.training import setup
 from megatron_sp.training.run import Run, RunContext, RunData
+from megatron_sp.training.signals import Watchdog
 from megatron_sp.training.step import TrainStep
-from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.processes import is_stopped
 
@@ -261,7 +261,7 @@ def test_a_rank_that_stands_still(tmp_path: Path) -> None:
     flags = (*NEVER, *THREE, "--save", run, "--save-interval", 1, "--no-async-save")
     outcome = train(tmp_path, *flags, ranks=3, setup=setup).expect(7, "rank 1: no progress in 'step 3' for 2 s")
     stacks = (run / "stacks-rank1.txt").read_text()
-    assert "no progress in 'step 3'" in stacks and "_next_micro_batches" in stacks and "watchdog" in stacks
+    assert "no progress in 'step 3'" in stacks and "_next_micro_batches" in stacks and "in _watch" in stacks
     assert outcome.text.count("] error: rank 1 (pid ") == outcome.text.count("did not answer") == 1, outcome.text
     assert "died" not in outcome.text and "error: " not in outcome.texts[1], outcome.text
     assert status(run)["exit_code"] == 7 and saved_steps(run)[-1] == 2

@@ -71,7 +71,7 @@ def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
 def as_it_was_once(rank: int) -> None:
     """The learning rate is that of the samples at the end of a step, and a checkpoint says nothing else."""
     from megatron_sp.optim.lr_schedule import LRSchedule
-    from megatron_sp.training.state import Progress
+    from megatron_sp.training.train_state import Progress
 
     lr, to_dict, from_config = LRSchedule.lr, Progress.to_dict, LRSchedule.from_config
 

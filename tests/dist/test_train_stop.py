@@ -14,7 +14,7 @@ import pytest
 from support.training import Outcome, assert_same_run, records, saved_steps, status, train
 from support.waiting import NEVER_MINUTES, wait_until
 
-from megatron_sp.training import loop, signals
+from megatron_sp.training import loop, saves, signals
 
 LONG = ("--train-iters", 100_000, "--override-opt-param-scheduler")
 
@@ -103,14 +103,14 @@ def test_a_second_signal_does_not_break_off_the_save(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def slow_to_save(rank: int) -> None:
-        class Slow(loop.Saves):
+        class Slow(saves.Saves):
             def save_last(self) -> None:
                 Path("saving").touch()
                 wait_until(Path("told").exists)
                 super().save_last()
 
         signals._ECHO_SECONDS = 0.0
-        loop.Saves = Slow  # type: ignore[misc]
+        saves.Saves = Slow  # type: ignore[misc]
 
     def act(pids: list[int]) -> None:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)

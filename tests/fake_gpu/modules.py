@@ -105,7 +105,7 @@ def install_large(device: Device) -> None:
     import sys
 
     from megatron_sp.parallel import init
-    from megatron_sp.training.fingerprint import Fingerprint
+    from megatron_sp.training.sharding import Fingerprint
 
     drawn = init.draw_normal
 

@@ -227,11 +227,11 @@ def _count_time() -> None:
     """Let what is timed at the start take the same time on every rank, so that all choose alike: ranks run one after another here."""
     from types import SimpleNamespace
 
-    from megatron_sp.training import attention, graphs, probe
+    from megatron_sp.training import graphs, kernel_selection, probe
 
     ticks = itertools.count()
     clock = lambda: float(next(ticks)) * 1e-3
-    for module in (probe, attention, graphs):
+    for module in (probe, kernel_selection, graphs):
         module.time = SimpleNamespace(perf_counter=clock, monotonic=clock)  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ from fake_gpu.jobs import Job, require_agreement, require_sound, run_rank, waits
 from fake_gpu.snippets import SNIPPETS
 from fake_gpu.test_waits import is_noticed
 
-BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
+BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/nan_checks.py"}  # by flag
 OF_A_TRIAL = ("synchronize at ops/cuda_graphs.py", "synchronize at training/graphs.py", "tolist at training/graphs.py")
 # first step eager, then replays of first, last, norm and update; where these differ
 REPLAYS = {

@@ -13,7 +13,7 @@ import pytest
 from fake_gpu.grid import DOCUMENTS, EXPERTS, JOBS, PP, PROGRAMS
 from fake_gpu.jobs import require_agreement, require_sound, run_rank, waits
 
-BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/finite.py"}  # by flag
+BETWEEN = {"--eval-interval ": "tolist at training/loop.py", "--save ": "item at training/nan_checks.py"}  # by flag
 
 
 @pytest.mark.often("tp_seq, sp, dp, stage 1", "activations on the host, sp, stage 3", "cp, sp, chunked, stage 3", "pp, slices, sp")

@@ -98,9 +98,9 @@ _ORDERING = {"wait", "wait_event", "wait_stream", "synchronize", "record", "reco
 _FOLDERS = ("checkpoint", "comm", "data", "inference", "models", "ops", "optim", "parallel", "tasks", "training")
 _THREADS, _SCHEDULES = "waits for a thread", "schedules of other people's models have it, which no program here trains"
 NOT_PASSED = {
-    "training/attention.py:_synchronize": "attention kernels are timed where there are several, and the fake device has torch's alone",
+    "training/kernel_selection.py:_synchronize": "several attention kernels are timed, and the fake device has torch's alone",
     "checkpoint/lock.py:_beat": _THREADS, "inference/serving/engine.py:_wait": _THREADS, "training/saves.py:_finish": _THREADS,
-    "training/saves.py:close": _THREADS, "training/watchdog.py:_watch": _THREADS,
+    "training/saves.py:close": _THREADS, "training/signals.py:_watch": _THREADS,
     "parallel/early_exchange.py:end": _SCHEDULES, "parallel/regions.py:_gathered": _SCHEDULES,
     "parallel/regions.py:_scattered_sum": _SCHEDULES, "parallel/regions.py:_traded": _SCHEDULES,
     "optim/weights.py:_start": "a unit that was fetched ahead and is not used", "optim/weights.py:_release": "the same",

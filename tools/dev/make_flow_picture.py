@@ -68,7 +68,7 @@ LANES = (
     ), loop=True),
     Lane("checkpoint", "A checkpoint: saved in one layout, loaded in another", (
         Box("training/saves.py", "when: every n steps, on", "a signal, at the end"),
-        Box("training/state.py", "names, global tensors:", "this rank's rectangles"),
+        Box("training/train_state.py", "names, global tensors:", "this rank's rectangles"),
         Box("checkpoint/saving.py", "who writes what; what", "several have, one writes"),
         Box("checkpoint/background.py", "a copy in host memory,", "and training goes on"),
         Box("checkpoint/saving.py", "safetensors files,", "hashed as written"),

@@ -21,7 +21,7 @@ from gpu.ulysses_replay import MODES, Replay
 from first_light.fused import available, using
 from first_light.records import Context, NotThereError
 from megatron_sp.comm.recorder import WAIT, CudaClock, Recorder, StepTimes, WallClock
-from megatron_sp.training.overlap_picture import in_lanes, windows
+from megatron_sp.training.overlap import in_lanes, windows
 
 LABEL = "1B-64K"
 _FEW_LAYERS = 6  # of 24: layers are alike

@@ -20,7 +20,7 @@ from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.estimate.parameters import count_parameters
 from megatron_sp.models import bert, gpt
 from megatron_sp.parallel import init
-from megatron_sp.training.checkpoint_model import check_model, take_model
+from megatron_sp.training.resume import check_model, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 REST = ("--mock-data", "--lr", "1e-4", "--train-iters", "10")

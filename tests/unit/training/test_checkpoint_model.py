@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.training.checkpoint_model import MODEL, NEW_RUNS, RUNS, check_model, keep_gelu, keep_null_vocabulary, take_model
+from megatron_sp.training.resume import MODEL, NEW_RUNS, RUNS, check_model, keep_gelu, keep_null_vocabulary, take_model
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --vocab-size 98"

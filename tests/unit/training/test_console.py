@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_sp.training.console import Console
+from megatron_sp.training.metrics import Console
 from megatron_sp.utils.format import format_bytes, format_count, format_duration, format_parameters
 
 

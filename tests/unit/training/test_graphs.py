@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import graphs
 from megatron_sp.training.graphs import StepGraphs, Trial, decide, digest, is_profiled, kinds, require_captured, shape_of
-from megatron_sp.training.run import use_graphs
+from megatron_sp.training.run import Origin, use_graphs
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.step import StepOptions, StepParts, StepResult, TrainStep, evaluate_batches
 from megatron_sp.utils.errors import ConfigError
@@ -366,7 +367,7 @@ def run_with(record: dict[str, Any], *flags: str, stored: dict[str, Any] | None 
     context = SimpleNamespace(
         config=config, groups=groups, console=SimpleNamespace(line=told.append), task=SimpleNamespace(is_own=True)
     )  # fmt: skip
-    origin = None if stored is None else SimpleNamespace(stored={"layout": stored})
+    origin = None if stored is None else Origin(Path(), {"layout": stored}, True, True, False, False)
     step = make_step()
     use_graphs(cast("Any", context), cast("Any", origin), cast("Any", SimpleNamespace(record=record)), step, 0)
     return step.graphs, told

@@ -19,12 +19,12 @@ from support.training import records, status, tensors, train
 
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.schema import Config
-from megatron_sp.training import loop
+from megatron_sp.training import loop, nan_checks
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.run import Run
 from megatron_sp.training.signals import KillSwitch
-from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult
+from megatron_sp.training.train_state import Progress
 from megatron_sp.utils.errors import DataError, NumericsError
 from megatron_sp.utils.run_log import read_records
 
@@ -150,7 +150,7 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         return not script.requested and not run.context.kill_switch.is_thrown()
 
     monkeypatch.setattr(loop, "_evaluate", evaluate)
-    monkeypatch.setattr(loop, "dump_bad_step", lambda *_: "a file")
+    monkeypatch.setattr(nan_checks, "dump_bad_step", lambda *_: "a file")
 
 
 def script(eval_interval: int | None = None, exit_interval: int | None = None, **more: Any) -> Script:

@@ -10,7 +10,7 @@ from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate import memory_shape
 from megatron_sp.ops.fused_kernels import FusedKernel, FusedKernels
-from megatron_sp.training import fused
+from megatron_sp.training import kernel_selection
 from megatron_sp.training import memory_estimate as foresight
 from megatron_sp.training.memory_estimate import MemoryEstimate, require_order_fits
 from megatron_sp.utils.errors import ConfigError
@@ -167,8 +167,8 @@ def test_a_gpu_without_triton_needs_more_than_the_flag_says() -> None:
 def test_the_run_tells_the_form_whether_triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("triton", "torch"):
         chosen = FusedKernels(None, None, FusedKernel("elementwise operations", name, "found"))  # type: ignore[arg-type]
-        monkeypatch.setattr(fused, "choose_fused_kernels", lambda asked, use, chosen=chosen: chosen)
-        assert fused.expects_triton(config(), torch.device("cuda")) == (name == "triton")
+        monkeypatch.setattr(kernel_selection, "choose_fused_kernels", lambda asked, use, chosen=chosen: chosen)
+        assert kernel_selection.expects_triton(config(), torch.device("cuda")) == (name == "triton")
 
 
 def test_a_norms_partial_sums_are_those_of_the_kernel() -> None:

@@ -19,8 +19,7 @@ from megatron_sp.ops import availability
 from megatron_sp.parallel.pipeline_orders import plan_pipeline
 from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
 from megatron_sp.training import overlap
-from megatron_sp.training.overlap import OverlapEntry, OverlapReport, comparable, table, tabulate, trace
-from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
+from megatron_sp.training.overlap import OverlapEntry, OverlapReport, comparable, draw_steps, in_lanes, table, tabulate, trace, windows
 from megatron_sp.utils.errors import ConfigError
 
 SP = Collective("sp", "all_to_all", (4, 4), (4, 4), "float32")

@@ -24,8 +24,8 @@ from megatron_sp.config.schema import Config
 from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training import loop, memory_estimate
 from megatron_sp.training import run as parts
-from megatron_sp.training.console import Console
-from megatron_sp.training.run import RunContext, prepare, settle_vocab_size
+from megatron_sp.training.metrics import Console
+from megatron_sp.training.run import RunContext, prepare, set_vocab_size
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus
 from megatron_sp.training.signals import KillSwitch, StopSignals
@@ -34,8 +34,8 @@ from megatron_sp.utils.faults import FaultPlan
 from megatron_sp.utils.launch import Launch
 
 BUILDERS = [
-    "open_checkpointer", "find_origin", "build_tokenizer", "keep_tokenizer", "plan_steps", "build_data", "settle_split", "choose_attention",
-    "choose_layout", "estimate_memory", "build_model", "load_checkpoint", "build_step", "find_evaluated", "open_metrics", "announce",
+    "open_checkpointer", "find_origin", "build_tokenizer", "plan_steps", "build_data", "choose_split", "choose_attention", "choose_layout",
+    "estimate_memory", "build_model", "load_checkpoint", "build_step", "announce",
 ]  # fmt: skip
 FRESH = [name for name in BUILDERS if name != "load_checkpoint"]
 
@@ -220,11 +220,11 @@ def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given() -> None
     for given, settled in ((None, 60), (60, 60), (64, 64)):
         config = Config()
         config.model.vocab_size = given
-        settle_vocab_size(config, tokenizer)
+        set_vocab_size(config, tokenizer)
         assert config.model.vocab_size == settled
     config.model.vocab_size = 59
     with pytest.raises(ConfigError, match=r"vocab_size \(59\) must be at least the tokenizer's \(60\)"):
-        settle_vocab_size(config, tokenizer)
+        set_vocab_size(config, tokenizer)
 
 
 def test_another_context_parallel_size_is_another_layout() -> None:
@@ -232,7 +232,11 @@ def test_another_context_parallel_size_is_another_layout() -> None:
     record = {"world_size": 4, "pp": 1, "dp": 1, "cp": 1, "sp": 4, "tp": 1, "tp_seq": False, "ep": 1}
     older = {name: value for name, value in record.items() if name not in ("cp", "pp", "ep")}
     chosen = {"sp_overlap": {"mode": "chunked", "chunks": 2}, "attention": "sdpa"}
-    assert parts._is_same_layout({**older, **chosen}, record) and parts._is_same_layout({**record, **chosen}, record)
-    assert not parts._is_same_layout({**older, **chosen}, {**record, "cp": 2, "sp": 2})
-    assert not parts._is_same_layout({**record, "cp": 2, "sp": 2}, record)
-    assert not parts._is_same_layout({**older, **chosen}, {**record, "pp": 2, "sp": 2})
+
+    def kept(stored: object, now: dict[str, object]) -> object:
+        return parts.Origin(Path(), {"layout": stored}, True, True, False, False).layout_like(now)
+
+    for stored in ({**older, **chosen}, {**record, **chosen}):
+        assert kept(stored, record) == stored
+    assert kept({**older, **chosen}, {**record, "cp": 2, "sp": 2}) == {} == kept({**record, "cp": 2, "sp": 2}, record)
+    assert kept({**older, **chosen}, {**record, "pp": 2, "sp": 2}) == {} == kept(None, record)

@@ -7,8 +7,8 @@ import pytest
 from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import CheckpointConfig, Config
-from megatron_sp.training import save_interval
-from megatron_sp.training.save_interval import SaveInterval, best_interval_s
+from megatron_sp.training import saves
+from megatron_sp.training.saves import SaveInterval, best_interval_s
 from megatron_sp.utils.errors import ConfigError
 
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 6 --lr 1 --mock-data"
@@ -39,12 +39,12 @@ def auto(stored: object = None, hours: float = 1.0, start: int = 0, world_size: 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_interval, "gather_json", lambda mine, group: [mine, [2 * mine[0], mine[1], mine[2]]])  # a slower rank
+    monkeypatch.setattr(saves, "gather_json", lambda mine, group: [mine, [2 * mine[0], mine[1], mine[2]]])  # a slower rank
 
 
 def steps_of(interval: SaveInterval, seconds: float, monkeypatch: pytest.MonkeyPatch, count: int = 11) -> None:
     now = [100.0]
-    monkeypatch.setattr(save_interval.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(saves.time, "monotonic", lambda: now[0])
     for _ in range(count):
         interval.step_begins()
         now[0] += seconds

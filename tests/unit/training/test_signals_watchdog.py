@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import NEVER_MINUTES, wait_until
 
-from megatron_sp.training import signals, watchdog
-from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.watchdog import Watchdog
+from megatron_sp.training import signals
+from megatron_sp.training.signals import StopSignals, Watchdog
 
 FOR_EVER = 60 * NEVER_MINUTES
 
@@ -127,7 +126,7 @@ def test_watchdog_leaves_a_living_process_alone(tmp_path: Path, monkeypatch: pyt
         seen = looks[0]
         wait_until(lambda: looks[0] >= seen + 2)  # one look may have begun before
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     dog = Looked(0.04, tmp_path / "stacks.txt", 0, startup_s=10.0)
     pass_time(10.0)  # the first beat may come later
     for step in range(3):

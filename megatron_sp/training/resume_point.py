@@ -19,7 +19,7 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.run_log import saved_step
 
 
-class StartingPoint(NamedTuple):
+class ResumePoint(NamedTuple):
     """The checkpoint to load, if any.
 
     Attributes:
@@ -37,9 +37,9 @@ class StartingPoint(NamedTuple):
     note: str = ""
 
 
-def starting_point(
+def find_resume_point(
     config: Config, run_dir: Path | None, *, has_checkpoint: Callable[[Path], bool], is_vacant: Callable[[Path], bool], attempt: int = 0
-) -> StartingPoint:
+) -> ResumePoint:
     """Determine the starting point of a run.
 
     A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of
@@ -62,23 +62,21 @@ def starting_point(
     loads_own = load is not None and own is not None and own in (load / "_").resolve().parents
     has_own = checkpoint.save is not None and run_dir is not None and has_checkpoint(run_dir)
     if (checkpoint.auto_resume or attempt > 0) and has_own:
-        return StartingPoint(run_dir, checkpoint.ckpt_step if load is None or loads_own else None, goes_on=True, continues_own=True)
+        return ResumePoint(run_dir, checkpoint.ckpt_step if load is None or loads_own else None, goes_on=True, continues_own=True)
     if has_own and not loads_own:
         raise CheckpointError(
             f"{run_dir} already holds checkpoints, and this would write another run beside them:"
             f" add --auto-resume (or --load {run_dir}) to go on from them, or choose another --save"
         )
     if load is None:
-        return StartingPoint(None)
+        return ResumePoint(None)
     is_first_run = checkpoint.save is not None and own is not None and load.resolve() in (own, own / "checkpoints")
     asks_for_one = checkpoint.exit_on_missing_checkpoint or checkpoint.ckpt_step is not None or config.batch.skip_train
     if not is_first_run or asks_for_one or not is_vacant(load):
-        return StartingPoint(load, checkpoint.ckpt_step, continues_own=has_own and loads_own and not checkpoint.finetune)
+        return ResumePoint(load, checkpoint.ckpt_step, continues_own=has_own and loads_own and not checkpoint.finetune)
     if not has_shape(config):
         raise CheckpointError(f"{load} has no checkpoint yet, to take the model's shape from (--use-checkpoint-args): give the shape")
-    return StartingPoint(
-        None, note=f"{load} has no checkpoint yet: starting from scratch (--exit-on-missing-checkpoint makes this an error)"
-    )
+    return ResumePoint(None, note=f"{load} has no checkpoint yet: starting from scratch (--exit-on-missing-checkpoint makes this an error)")
 
 
 def require_own_checkpoint(config: Config) -> None:
@@ -109,7 +107,7 @@ def require_kept_steps(run_dir: Path) -> None:
         )
 
 
-def check_on_paper(config: Config) -> StartingPoint:
+def check_on_paper(config: Config) -> ResumePoint:
     """Check --load and --save as a run would, but without creating anything or reading files in full.
 
     Returns:
@@ -122,7 +120,7 @@ def check_on_paper(config: Config) -> StartingPoint:
     if save is not None:
         _can_be_written(save)
         require_kept_steps(save)
-    point = starting_point(config, save, has_checkpoint=find.has_steps, is_vacant=find.is_vacant)
+    point = find_resume_point(config, save, has_checkpoint=find.has_steps, is_vacant=find.is_vacant)
     if point.source is None:
         return point
     problems = []

@@ -21,7 +21,7 @@ from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, refresh_params, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.training.environment import versions
+from megatron_sp.training.announcement import versions
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.utils.errors import CheckpointError
 
@@ -63,7 +63,7 @@ class Progress:
         return self.consumed_samples + (next_batch(self.consumed_samples) if is_ahead(state) else 0)
 
 
-class TrainingState:
+class TrainState:
     """All state that a resume needs, as tensors and as JSON."""
 
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
