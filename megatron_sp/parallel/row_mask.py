@@ -1,4 +1,4 @@
-"""Which keys the queries of a row of positions see, in plain numbers: what context parallelism plans by, and what every pass is told."""
+"""Attention mask of a row of positions, in plain numbers, by which context parallelism plans who computes what."""
 
 from __future__ import annotations
 
