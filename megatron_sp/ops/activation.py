@@ -1,8 +1,7 @@
 """Activation functions of the MLP, each as a pair of plain functions, forward and backward.
 
-They are not autograd functions: ``parallel/linear.py`` calls them inside its own, saves only the input of the
-activation and recomputes the output in backward (one elementwise pass) instead of saving it, which takes a quarter of a
-block's memory. On a GPU each is one kernel (``ops/kernels/activations.py``), where Triton is there.
+The functions that call them save only the input of the activation and recompute the output in backward, which takes a
+quarter of a block's memory. On a GPU each is one kernel, where Triton is there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_sp.ops.memory import blocks, empty
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation function; ``width_factor`` is its input width divided by its output width."""
+    """One activation function."""
 
     name: ActivationName
 
@@ -36,7 +35,6 @@ class Activation:
 
     @cached_property
     def _approximate(self) -> str:
-        """Torch's ``approximate`` argument of the GELU."""
         return "tanh" if self.name.endswith("_tanh") else "none"
 
     def forward(self, u: Tensor) -> Tensor:
@@ -46,7 +44,13 @@ class Activation:
 
             return activations.forward(u, self.name, gated=self._is_gated)
         if self._is_gated:
-            return self._gated(u)
+            width = u.shape[-1] // 2
+            out = empty((*u.shape[:-1], width), dtype=u.dtype, device=u.device)
+            rows, out_rows = u.reshape(-1, 2 * width), out.view(-1, width)
+            for block in blocks(len(rows), width * u.element_size(), u.device):  # intermediate values stay in the cache
+                gate, up = rows[block].chunk(2, dim=-1)
+                self._gate(gate, out_rows[block]).mul_(up)
+            return out
         if self.name == "squared_relu":
             return F.relu(u).square_()
         out = empty(u.shape, dtype=u.dtype, device=u.device)
@@ -61,7 +65,14 @@ class Activation:
 
             return activations.backward_(grad, u, self.name, gated=self._is_gated)[0]
         if self._is_gated:
-            return self._gated_backward(grad, u)
+            width = u.shape[-1] // 2
+            grad_u = empty(u.shape, dtype=u.dtype, device=u.device)
+            rows, grads, grad_rows = u.reshape(-1, 2 * width), grad.reshape(-1, width), grad_u.view(-1, 2 * width)
+            for block in blocks(len(rows), width * u.element_size(), u.device):
+                (gate, up), (grad_gate, grad_up) = rows[block].chunk(2, dim=-1), grad_rows[block].chunk(2, dim=-1)
+                self._gate(gate, grad_up).mul_(grads[block])
+                self._gate_backward(grads[block] * up, gate, grad_gate)
+            return grad_u
         if self.name == "squared_relu":
             return F.relu(u).mul_(2).mul_(grad)
         if self.name == "relu":
@@ -69,7 +80,7 @@ class Activation:
         return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=self._approximate, grad_input=grad)
 
     def makes_output_in_backward(self, u: Tensor) -> bool:
-        """Return whether ``backward_with_output_`` exists for this input: of a gated activation, where Triton computes."""
+        """Return whether ``backward_with_output_`` exists for this input."""
         return self._is_gated and is_fused(u)
 
     def backward_with_output_(self, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,37 +101,14 @@ class Activation:
         Returns:
             (gradient of u, the product [n, f], gradient of the weights [n], summed up in their dtype).
         """
-        if self._is_gated and not is_fused(u):
-            return self._weighted_gated_backward(grad, u, weights)
-        out = self.forward(u)
-        of_weights = (grad * out).sum(1, dtype=weights.dtype)
-        out.mul_(weights)
-        return self.backward_(grad.mul_(weights), u), out, of_weights
-
-    def _gated(self, u: Tensor) -> Tensor:
-        """Compute a gated activation by blocks of rows, so that intermediate values stay in the cache."""
-        width = u.shape[-1] // 2
-        out = empty((*u.shape[:-1], width), dtype=u.dtype, device=u.device)
-        rows, out_rows = u.reshape(-1, 2 * width), out.view(-1, width)
-        for block in blocks(len(rows), width * u.element_size(), u.device):
-            gate, up = rows[block].chunk(2, dim=-1)
-            self._gate(gate, out_rows[block]).mul_(up)
-        return out
-
-    def _gated_backward(self, grad: Tensor, u: Tensor) -> Tensor:
-        width = u.shape[-1] // 2
-        grad_u = empty(u.shape, dtype=u.dtype, device=u.device)
-        rows, grads, made = u.reshape(-1, 2 * width), grad.reshape(-1, width), grad_u.view(-1, 2 * width)
-        for block in blocks(len(rows), width * u.element_size(), u.device):
-            (gate, up), (grad_gate, grad_up) = rows[block].chunk(2, dim=-1), made[block].chunk(2, dim=-1)
-            self._gate(gate, grad_up).mul_(grads[block])
-            self._gate_backward(grads[block] * up, gate, grad_gate)
-        return grad_u
-
-    def _weighted_gated_backward(self, grad: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same with the gate's activation computed once."""
-        width = u.shape[-1] // 2
+        if is_fused(u) or not self._is_gated:
+            out = self.forward(u)
+            of_weights = (grad * out).sum(1, dtype=weights.dtype)
+            out.mul_(weights)
+            return self.backward_(grad.mul_(weights), u), out, of_weights
+        # the same with the gate's activation computed once
         grad_u, out = (empty(x.shape, dtype=u.dtype, device=u.device) for x in (u, grad))
+        width = u.shape[-1] // 2
         of_weights = torch.empty(len(u), dtype=weights.dtype, device=u.device)
         for block in blocks(len(u), width * u.element_size(), u.device):
             (gate, up), (grad_gate, grad_up) = u[block].chunk(2, dim=-1), grad_u[block].chunk(2, dim=-1)
@@ -132,7 +120,6 @@ class Activation:
         return grad_u, out, of_weights
 
     def _gate(self, gate: Tensor, out: Tensor) -> Tensor:
-        """Apply SiLU or GELU to the gate, into ``out``."""
         if self.name == "swiglu":
             return torch.ops.aten.silu.out(gate, out=out)
         return torch.ops.aten.gelu.out(gate, approximate=self._approximate, out=out)

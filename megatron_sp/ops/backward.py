@@ -1,9 +1,9 @@
 """Separate backward pass inside another one, from gradients that have been computed already.
 
-``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic shapes, for which it imports sympy: half
-a second in the first step of every process. Here the backward of a scalar passes the gradients on, which needs no such
-comparison; autograd's engine is called as Megatron-LM calls it (core/pipeline_parallel/schedules.py :: custom_backward), so that
-nobody fills the scalar's own gradient.
+``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic ones, for which it imports sympy:
+half a
+second in the first step of every process. Here the backward of a scalar passes the gradients on. Source:
+Megatron-LM, core/pipeline_parallel/schedules.py :: custom_backward.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from torch import Tensor
 
 
 def gradients_of(
-    leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, allow_unused: bool = False
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *,
+    allow_unused: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of ``leaves``; with ``allow_unused``, None for one that no output uses.
 
-    Args:
-        leaves: tensors that the outputs depend on; others only with ``allow_unused``.
-        outputs: tensors that require gradients.
-        gradients: gradients of the outputs, of the same shapes; None where an output has none.
+    ``gradients`` are those of the outputs, None where an output has none.
     """
     with torch.enable_grad():  # a backward pass is run without
         seed = _Seed.apply(tuple(gradients), *outputs)
-    found: tuple[Tensor, ...] = _ENGINE.run_backward(
+    # called as Megatron-LM calls it: ``seed.backward`` would fill the gradient of the scalar itself
+    grads: tuple[Tensor, ...] = _ENGINE.run_backward(
         (seed,), (seed.detach(),), False, False, tuple(leaves), allow_unreachable=allow_unused, accumulate_grad=False
     )
-    return found
+    return grads
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
@@ -47,7 +46,8 @@ class _Seed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *outputs: Tensor) -> Tensor:
         for output, gradient in zip(outputs, gradients, strict=True):
-            assert gradient is None or output.shape == gradient.shape, f"{tuple(output.shape)} is not {tuple(gradient.shape)}"
+            if gradient is not None:
+                assert output.shape == gradient.shape, f"{tuple(output.shape)} is not {tuple(gradient.shape)}"
         ctx.gradients = gradients
         return outputs[0].new_empty(())  # nobody reads it
 

@@ -18,19 +18,14 @@ class Graph(Protocol):
 class GraphMaker(Protocol):
     """Captures graphs whose memory is one pool."""
 
-    num_bytes: int
-    """Bytes of the pool."""
+    num_bytes: int  # of the pool
 
     def capture(self, record: Callable[[], None]) -> Graph:
         """Call ``record`` once and keep what it launches, which does not run."""
 
 
 class CudaGraphs:
-    """Maker of CUDA graphs.
-
-    Args:
-        device: where they run.
-    """
+    """Maker of CUDA graphs (``GraphMaker``)."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -38,7 +33,6 @@ class CudaGraphs:
         self._generator = torch.cuda.default_generators[device.index or 0]
 
     def capture(self, record: Callable[[], None]) -> Graph:
-        """See ``GraphMaker``."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)  # a replay draws by the seed of its step (``TrainStep.seed``)
         # other threads (NCCL's, of a save, of the loader) may do what a capture must not

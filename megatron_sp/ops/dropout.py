@@ -1,14 +1,9 @@
-"""Dropout without random state: the mask is a hash of the element's identity.
+"""Dropout without random state: the mask is a hash of (seed, step, global sample index, layer, site, position,
+channel).
 
-Whether an element is kept depends only on (seed, step, global sample index, layer, site, position, channel). So the
-mask is the same in every parallel layout, in recomputation and after a resume; there is no state to save, and backward
-recomputes the mask instead of saving it. What is dropped is multiplied by 0 in the plain form, and left out in
-Triton's: NaN stays NaN in one and becomes 0 in the other.
-
-The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
-element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and
-the signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs
-and GPUs. On a GPU the mask and the row keys exist in registers only (``ops/kernels/dropout.py``), where Triton is there.
+So it is the same in every parallel layout, in recomputation and after a resume, and backward recomputes it instead of
+saving it. What is dropped is multiplied by 0 in the plain form, and left out in Triton's: NaN stays NaN in one and
+becomes 0 in the other.
 """
 
 from __future__ import annotations
@@ -24,11 +19,7 @@ from megatron_sp.ops.kernels.launch import is_fused, is_fused_on
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Keys that identify the tokens of one micro-batch for dropout.
-
-    Attributes:
-        token_keys: int64 [s, b], one well-mixed key per token.
-    """
+    """Keys that identify the tokens of one micro-batch for dropout: int64 [s, b], one well-mixed key per token."""
 
     token_keys: Tensor
 
@@ -37,7 +28,6 @@ class DropoutKeys:
         """Compute the keys of a micro-batch.
 
         Args:
-            seed: seed of the run.
             step: optimizer step, from 0; as an int64 scalar on the device it may change under a captured graph.
             sample_ids: int64 [b], the samples' global indices.
             positions: int64 [s], global positions of this rank's tokens.
@@ -49,7 +39,10 @@ class DropoutKeys:
             if isinstance(step, Tensor):
                 return cls(dropout.token_keys(key, step, sample_ids, positions))
             return cls(dropout.token_keys(_mix64_int(key + step), None, sample_ids, positions))
-        of_step = _mix64_int(_mix64_int(seed) + step) if isinstance(step, int) else (_mix64(_mix64_int(seed) + step) >> 2) & _LOW_62
+        if isinstance(step, int):
+            of_step: int | Tensor = _mix64_int(_mix64_int(seed) + step)
+        else:
+            of_step = (_mix64(_mix64_int(seed) + step) >> 2) & _LOW_62
         keys = _mix64(sample_ids + of_step)  # [b]
         return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
 
@@ -65,28 +58,27 @@ class DropoutKeys:
 
 
 class DropoutRows(NamedTuple):
-    """Keys of the rows of one dropout site.
+    """Keys of the rows of one dropout site."""
 
-    Attributes:
-        keys: of the rows, int32 [s, b]; with ``site`` those of the tokens, int64.
-        site: key of the site, which is yet to be mixed into ``keys``; None: it has been.
-    """
-
-    keys: Tensor
-    site: int | None = None
+    keys: Tensor  # of the rows, int32 [s, b]; with ``site`` those of the tokens, int64
+    site: int | None = None  # key of the site, which is yet to be mixed into ``keys``
 
 
 def hash_dropout(
-    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0, residual: Tensor | None = None
+    x: Tensor,
+    rate: float,
+    row_keys: Tensor,
+    *,
+    site: int | None = None,
+    first_channel: int = 0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Apply dropout, scaled by 1/(1-rate), and add ``residual`` if given.
 
     Args:
-        x: [..., c].
-        rate: probability of an element to be zeroed, in [0, 1).
+        x, residual: [..., c].
         row_keys, site: see ``DropoutRows``; of the shape of x without its last dim (or one that broadcasts to it).
         first_channel: global index of x's first channel, if channels are sharded.
-        residual: [..., c], added after dropout.
     """
     if rate == 0.0:
         return x if residual is None else residual + x
@@ -95,6 +87,8 @@ def hash_dropout(
 
 def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
     """Return the dropout mask, bool [*row_keys.shape, num_channels]: True (keep) with probability 1 - rate."""
+    # int32 arithmetic is fast on CPUs and GPUs: two odd multiplications around one xor-shift, and the signed result is
+    # compared with a threshold, so the best-mixed upper bits decide
     channels = torch.arange(first_channel, first_channel + num_channels, device=row_keys.device, dtype=torch.int64)
     channel_keys = fold32(_mix64(channels + 1))
     h = row_keys[..., None] ^ channel_keys
@@ -105,19 +99,20 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
 
 
 def dropped(
-    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0, residual: Tensor | None = None,
+    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward.
 
-    Args:
-        out: where the result goes, contiguous; with a residual only.
+    ``out`` is where the result goes, contiguous; with a residual only.
     """
     scale = 1.0 / (1.0 - rate)
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout
 
-        return dropout.dropout(x, row_keys, _threshold(rate), scale, site=site, first_channel=first_channel, residual=residual, out=out)
+        threshold, more = _threshold(rate), {"residual": residual, "out": out}
+        return dropout.dropout(x, row_keys, threshold, scale, site=site, first_channel=first_channel, **more)
     row_keys = row_keys if site is None else fold32(_mix64(row_keys + site))
     mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
     if residual is None:
@@ -128,7 +123,8 @@ def dropped(
 class _HashDropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rate: float, row_keys: Tensor, site: int | None, first_channel: int, residual: Tensor | None
+        ctx: Any, x: Tensor, rate: float, row_keys: Tensor, site: int | None, first_channel: int,
+        residual: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(row_keys)
         ctx.rate, ctx.site, ctx.first_channel = rate, site, first_channel
@@ -144,7 +140,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def _threshold(rate: float) -> int:
-    """Return the least hash of an element that is kept, in int32."""
+    # the least hash of an element that is kept, in int32
     return min(round(rate * 2**32) - 2**31, 2**31 - 1)  # a rate within 2^-33 of 1 would not fit
 
 
@@ -154,21 +150,21 @@ def fold32(keys: Tensor) -> Tensor:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """Apply splitmix64's finalizer to an int64 tensor (products wrap)."""
+    # splitmix64's finalizer on an int64 tensor (products wrap)
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-_LOW_62 = (1 << 62) - 1
 
 
 def _site_key(layer: int, site: int) -> int:
     return _mix64_int((layer << 8) + site + 1)
 
 
+_LOW_62 = (1 << 62) - 1
+
+
 def _mix64_int(x: int) -> int:
-    """Apply splitmix64's finalizer to a Python integer, so that scalars need no kernel; the result is in [0, 2^62)."""
+    # the same on a Python integer, so that scalars need no kernel; the result is in [0, 2^62)
     x &= (1 << 64) - 1
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)

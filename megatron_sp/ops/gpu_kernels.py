@@ -1,24 +1,16 @@
 """Attention kernels of a GPU that give the log of the sums (lse), as ``attention_kernels.LseKernel``.
 
-    kernel          lse, fp32                                        lse of a query without keys    causal mask aligned at
-    TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query and key
-    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf; the others -inf   the last query and key
-    CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]      not known                      the first query and key
+    kernel          lse, fp32                                        lse of a query without keys    causal mask
+    aligned at
+    TorchFlash      [m, r, s_q]; packed [heads, tokens]              +inf, as flash2                the last query
+    and key
+    PackageFlash    [m, r, s_q]; packed [heads, tokens]              flash2 +inf; the others -inf   the last query
+    and key
+    CUDNN           [m, r, s_q], of cuDNN itself [m, r, s_q, 1]      not known                      the first query
+    and key
 
-All logarithms are natural, of sums of exp(q k / sqrt(d)). Backward takes any output and lse of these shapes, such as
-those over more keys than these: the probabilities are exp(q k / sqrt(d) - lse), and of out only rowsum(grad out) is used.
-A query with +inf or with an lse far above its own adds nothing; -inf would give infinite probabilities, so a query without
-any key must not be handed to backward with it. An lse of [m, r, s] or [heads, tokens] may have any strides but for
-cuDNN, which is given it as [m, r, s, 1] in the order of memory that it came in: contiguous, unless
-TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set. None of this has been run on a GPU here.
-
-``Dense`` and ``Packed`` put the flash kernels into our layout: groups of heads are the batch ([s, m, r, d] is [m, s, r, d]
-by strides), and packed documents are one sequence of tokens. Where a kernel allocates the output in its own order, it is
-copied into ours at once: the output projection would copy it, twice if the blocks are recomputed.
-
-Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and aten/src/ATen/native/cudnn/MHA.cpp;
-torch/nn/attention/varlen.py, whose backward calls the flash kernel as this does. Torch 2.11 to 2.13 have the same
-arguments in the same order up to dropout, mask and generator; what came later is optional.
+Backward takes any output and lse of these shapes, such as those over more keys than these: a query with +inf or with an
+lse far above its own adds nothing; -inf would give infinite probabilities.
 """
 
 from __future__ import annotations
@@ -43,32 +35,55 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class FlashKernel(Protocol):
-    """Interface of a flash kernel; tensors are [b, s, heads, d], or packed [tokens, heads, d], k and v with fewer heads."""
+    """Interface of a flash kernel; tensors are [b, s, heads, d], or packed [tokens, heads, d], k and v with fewer."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the output and lse."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pairs: Pairs,
+        allocate: Callable[[], Tensors],
     ) -> Tensors:
         """Return the gradients of q, k and v, made by ``allocate`` or by the kernel."""
 
 
+# Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and aten/src/ATen/native/cudnn/MHA.cpp;
+# torch/nn/attention/varlen.py, whose backward calls the flash kernel as this does. Torch 2.11 to 2.13 have the same
+# arguments in the same order up to dropout, mask and generator; what came later is optional.
 class TorchFlash:
     """torch's flash kernel; FlashAttention 2, or what ``attention_choice.activate`` has put in its place."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(q, k, pairs), 0.0, pairs.causal, False, scale=1 / math.sqrt(q.shape[-1]), **_window(pairs)
-        )[:2]
+        scale, lengths = 1 / math.sqrt(q.shape[-1]), _lengths(q, k, pairs)
+        forward = torch.ops.aten._flash_attention_forward
+        out, lse = forward(q, k, v, *lengths, 0.0, pairs.causal, False, scale=scale, **_window(pairs))[:2]
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pairs: Pairs,
+        allocate: Callable[[], Tensors],
     ) -> Tensors:
-        generator = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)  # not read
+        generator = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, dtype=torch.uint64, device=q.device),
+        )  # not read
         grads: Tensors = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *_lengths(q, k, pairs), 0.0, pairs.causal, *generator, scale=1 / math.sqrt(q.shape[-1]),
+            grad, q, k, v, out, lse.contiguous(), *_lengths(q, k, pairs), 0.0, pairs.causal, *generator,
+            scale=1 / math.sqrt(q.shape[-1]),
             **_window(pairs),
         )  # fmt: skip
         return grads
@@ -84,7 +99,15 @@ class PackageFlash:
         return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, allocate: Callable[[], Tensors]
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pairs: Pairs,
+        allocate: Callable[[], Tensors],
     ) -> Tensors:
         return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
 
@@ -109,6 +132,7 @@ class Dense:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = _by_group(q, k, v)
         out, lse = self.kernel.forward(q, k, v, Pairs(self.causal, self.window))
+        # in our order at once: the output projection would copy it, twice if the blocks are recomputed
         return out.transpose(0, 1).contiguous(), lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
@@ -117,27 +141,22 @@ class Dense:
 
         of_q, of_k, of_v = _by_group(q, k, v)
         pairs = Pairs(self.causal, self.window)
-        found = self.kernel.backward(grad.transpose(0, 1), of_q, of_k, of_v, out.transpose(0, 1), lse[0], pairs, allocate)
-        return Gradients(*_by_group(*found))
+        operands = grad.transpose(0, 1), of_q, of_k, of_v, out.transpose(0, 1), lse[0]
+        return Gradients(*_by_group(*self.kernel.backward(*operands, pairs, allocate)))
 
 
 def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Permute [s, m, r|1, d] to [m, s, r|1, d], or back, without a copy."""
+    # [s, m, r|1, d] to [m, s, r|1, d], or back, without a copy
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A flash kernel on all documents of q [s, m, r, d], k and v [s, m, 1, d] at once (an ``LseKernel``); lse is [heads, tokens].
-
-    Attributes:
-        documents: their pieces, in order, which cover every row.
-        each: columns of m per sequence.
-    """
+    """A flash kernel on all documents of q [s, m, r, d], k and v [s, m, 1, d] at once; lse is [heads, tokens]."""
 
     kernel: FlashKernel
-    documents: tuple[Part, ...]
-    each: int
+    documents: tuple[Part, ...]  # their pieces, in order, which cover every row
+    each: int  # columns of m per sequence
     causal: bool
     window: int | None = None
 
@@ -150,8 +169,9 @@ class Packed:
             return torch.empty_like(of_q), torch.empty_like(of_k), torch.empty_like(of_v)
 
         of_q, of_k, of_v = self._by_token(q), self._by_token(k), self._by_token(v)
-        found = self.kernel.backward(self._by_token(grad), of_q, of_k, of_v, self._by_token(out), lse[0], self._pairs(q), allocate)
-        return Gradients(*(self._by_position(t, q.shape[0]) for t in found))
+        operands = self._by_token(grad), of_q, of_k, of_v, self._by_token(out), lse[0]
+        grads = self.kernel.backward(*operands, self._pairs(q), allocate)
+        return Gradients(*(self._by_position(t, q.shape[0]) for t in grads))
 
     def _by_token(self, x: Tensor) -> Tensor:
         return rearrange(x, "s (b g) r d -> (b s) (g r) d", g=self.each)
@@ -163,19 +183,16 @@ class Packed:
         return Pairs(self.causal, self.window, lengths_of(self.documents, q.shape[0], q.device))
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: int, kernel: Callable[..., Tensor]) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: int, kernel: Callable[..., Tensor]
+) -> Tensor:
     """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
 
-    A single sequence with one query head per key head needs no copies; otherwise the kernel's layout, with the tokens
-    of one sequence after those of another and the groups of heads side by side, takes a copy of each operand.
-
     Args:
-        q: [s, m, r, d].
-        k, v: [s, m, 1, d].
+        q, k, v: [s, m, r, d], [s, m, 1, d].
         documents: their pieces, in order, which cover every row.
         each: columns of m per sequence.
-        kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest
-            length).
+        kernel: of q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest length.
     """
     by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
     lengths = lengths_of(documents, q.shape[0], q.device)
@@ -185,7 +202,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: i
 
 @lru_cache(maxsize=4)
 def lengths_of(documents: tuple[Part, ...], s: int, device: torch.device) -> Lengths:
-    """Return the lengths of documents as a kernel takes them, the same tensor for all layers; the host does not wait."""
+    """Return the lengths of documents as a kernel takes them, the same tensor for all layers, without waiting."""
     ends = torch.tensor([0, *(piece.sequence * s + piece.q_stop for piece in documents)], dtype=torch.int32)
     longest = max(piece.q_stop - piece.q_start for piece in documents)
     ends = to_device(ends, device)
@@ -194,28 +211,24 @@ def lengths_of(documents: tuple[Part, ...], s: int, device: torch.device) -> Len
 
 @dataclass(frozen=True)
 class CUDNN:
-    """cuDNN's kernel on q [s_q, m, r, d], k and v [s_k, m, 1, d] (an ``LseKernel``), which sees no more than ``takes_cudnn`` allows.
-
-    Attributes:
-        groups: keys and values are given as they are; else once for each query.
-    """
+    """cuDNN's kernel on q [s_q, m, r, d], k and v [s_k, m, 1, d] (an ``LseKernel``), if ``takes_cudnn`` allows it."""
 
     causal: bool
-    groups: bool
+    groups: bool  # keys and values are given as they are; else once for each query
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *self._operands(q, k, v), None, True, 0.0, self.causal, False, scale=1 / math.sqrt(q.shape[-1])
-        )[:2]
+        scale, forward = 1 / math.sqrt(q.shape[-1]), torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse = forward(*self._operands(q, k, v), None, True, 0.0, self.causal, False, scale=scale)[:2]
         return out.permute(2, 0, 1, 3).contiguous(), lse.squeeze(3)
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lse: Tensor) -> Gradients:
         generator = torch.empty((), dtype=torch.int64, device=q.device)  # not read without dropout
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad.permute(1, 2, 0, 3), *self._operands(q, k, v), out.permute(1, 2, 0, 3), lse[0].unsqueeze(3), generator, generator, None,
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad.permute(1, 2, 0, 3), *self._operands(q, k, v), out.permute(1, 2, 0, 3), lse[0].unsqueeze(3), generator,
+            generator, None,
             None, None, q.shape[0], k.shape[0], 0.0, self.causal, scale=1 / math.sqrt(q.shape[-1]),
         )  # fmt: skip
-        grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in found)
+        grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in grads)
         if grad_k.shape[2] > 1:  # the group's one key and value served all its queries
             grad_k, grad_v = grad_k.sum(2, keepdim=True), grad_v.sum(2, keepdim=True)
         return Gradients(grad_q, grad_k, grad_v)
@@ -229,7 +242,8 @@ def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
     r = q.shape[2]
     for groups in (True, False) if r > 1 else (False,):
         operands = _with_groups(q, k, v) if groups else by_head(q, k, v)
-        query, key, value = (t.detach().requires_grad_() for t in operands)  # in both passes alike: it takes more without gradients
+        # in both passes alike: it takes more without gradients
+        query, key, value = (t.detach().requires_grad_() for t in operands)
         params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, groups)
         if torch.backends.cuda.can_use_cudnn_attention(params):
             return CUDNN(causal, groups)
@@ -237,5 +251,4 @@ def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
 
 
 def _with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Permute [s, m, r|1, d] to [m, r|1, s, d] without a copy."""
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

@@ -1,14 +1,7 @@
 """Destination of weight gradients: directly into a flat buffer if there is one, else through autograd.
 
-Every op of ours with a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's
-gradient into the main_grad's view and returns None for it, so that a gradient is produced once, in its final place and
-its final dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket
-afterwards. Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
-
-A main_grad may keep gradients for later (``later``): nothing waits for a weight's gradient but the optimizer, so a backward pass can
-hand on the gradient of its input first (zero-bubble pipelines, arXiv:2401.10241), or have something to compute while an
-exchange is under way (``cover``). Then an op hands over what writes the gradient, with the operands, in place of writing
-it; the order of a parameter's gradients stays the same.
+With a main_grad an op's backward writes the weight's gradient into its view and returns None for it: a gradient is
+produced once, in its final place and dtype. Without one it returns an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -24,46 +17,45 @@ from megatron_sp.ops.kernels.launch import is_fused
 
 
 class MainGrad(Protocol):
-    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``).
+    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``)."""
 
-    Attributes:
-        defers: gradients of some parameters are put off now: ``later`` has to be asked.
-        held: ids of the parameters that have a buffer.
-    """
-
-    defers: bool
-    held: Container[int]
+    defers: bool  # gradients of some parameters are put off now: ``later`` has to be asked
+    held: Container[int]  # ids of the parameters that have a buffer
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the buffer view for ``param`` and whether to overwrite it (first gradient of the step) or to add to it.
+        """Return the buffer view for ``param`` and whether to overwrite it (first gradient of the step) or to add to
+        it.
 
         Returns None if the main_grad does not hold the parameter; the op must then return its gradient to autograd.
         """
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        """Reserve a view like ``reserve``, but in the forward pass, for an op that computes its gradient there (the LM head).
+        """Reserve a view like ``reserve``, but in the forward pass, for an op that computes its gradient there (the LM
+        head).
 
-        Nothing else may write to the view before the op's backward has completed the gradient and called ``finish``.
-
-        Returns:
-            The view, to be overwritten; None if it already contains a gradient or the main_grad does not hold the
-            parameter: then the op needs a buffer of its own.
+        Nothing else may write to the view before the op's backward has called ``finish``. Returns None if the view
+        already contains a gradient, or is not held: then the op needs a buffer of its own.
         """
 
     def finish(self, param: Tensor) -> None:
         """Mark a gradient reserved by ``reserve_ahead`` as complete."""
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
-        """Keep ``write``, which computes and stores a gradient of ``param``, if its gradients are put off now; return whether they are.
+        """Keep ``write``, which computes and stores a gradient, if those of ``param`` are put off now; return whether
+        they are.
 
         It is called without autograd, with its operands as they are: they must not be changed in place any more.
         """
 
     def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
-        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later: their parts must not be changed any more."""
+        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later: parts must not be changed
+        any more.
+        """
 
     def cover(self) -> None:
-        """Write what was put off until now to have work under an exchange; to be called when the exchange has been started."""
+        """Write what was put off until now to have work under an exchange; to be called when the exchange has been
+        started.
+        """
 
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -72,18 +64,15 @@ _16_BIT = (torch.bfloat16, torch.float16)
 def put_weight_grad(
     main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor, *, may_defer: bool = True
 ) -> Tensor | None:  # fmt: skip
-    """Compute the weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
+    """Compute the weight gradient of ``y = x @ weight.T``, grad_out.T @ x: [tokens, out], [tokens, in] -> [out, in].
 
-    Args:
-        weight: [out, in].
-        grad_out: [tokens, out].
-        x: [tokens, in].
-        may_defer: it may be put off.
-    Returns:
-        None if it was written to the main_grad, else the gradient [out, in].
+    Returns None if it was written to the main_grad, else the gradient.
     """
     if main_grad is None:
         return grad_out.t() @ x
+    # nothing waits for it but the optimizer: a backward pass can hand on the gradient of its input first (zero-bubble
+    # pipelines, arXiv:2401.10241), or have something to compute under an exchange. The order of a parameter's
+    # gradients stays the same
     if may_defer and main_grad.defers:
         write = partial(put_weight_grad, main_grad, weight, grad_out, x, may_defer=False)
         if main_grad.later(weight, write):
@@ -96,11 +85,10 @@ def put_weight_grad(
 
 
 def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], to ``view`` [out, in], which may have a wider dtype.
-
-    The tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary of the
-    weight's size.
+    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], to ``view`` [out, in], which may be
+    wider.
     """
+    # the tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary
     if view.dtype == grad_out.dtype:
         torch.mm(grad_out.t(), x, out=view) if fresh else torch.addmm(view, grad_out.t(), x, out=view)
     elif not x.is_cuda or view.dtype != torch.float32:
@@ -115,20 +103,19 @@ def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> No
 def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return grad_out.T @ x, [tokens, out] and [tokens, in] -> [out, in], to be stored in a buffer of ``dtype``."""
     if x.is_cuda and dtype == torch.float32 != x.dtype:
-        return torch.mm(grad_out.t(), x, out_dtype=torch.float32)  # the tensor cores accumulate in fp32: keep those bits
+        # the tensor cores accumulate in fp32: keep those bits
+        return torch.mm(grad_out.t(), x, out_dtype=torch.float32)
     return grad_out.t() @ x
 
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_defer: bool = True) -> Tensor | None:
-    """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter.
-
-    Args:
-        may_defer: it may be put off.
-    """
+    """Store an already computed gradient (bias, norm) in the main_grad; return it if none holds the parameter."""
     if main_grad is None:
         return grad.to(param.dtype)
-    if may_defer and main_grad.defers and main_grad.later(param, partial(put_grad, main_grad, param, grad, may_defer=False)):
-        return None
+    if may_defer and main_grad.defers:
+        write = partial(put_grad, main_grad, param, grad, may_defer=False)
+        if main_grad.later(param, write):
+            return None
     reserved = main_grad.reserve(param)
     if reserved is None:
         return grad.to(param.dtype)
@@ -138,13 +125,10 @@ def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor, *, may_def
 
 
 def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bool:
-    """Return whether all gradients of these parameters go to the main_grad: autograd need not know of them.
-
-    A parameter that autograd knows has a node of its own, which is called in every backward pass with nothing for it.
-    """
+    """Return whether all gradients of these parameters go to the main_grad: autograd need not know of them."""
     if main_grad is None:
         return False
-    held = main_grad.held
+    held = main_grad.held  # one that autograd knows has a node, which every backward pass calls with nothing for it
     for param in params:  # noqa: SIM110  # every layer of every step comes by: no generator
         if param is not None and id(param) not in held and param.requires_grad:
             return False
@@ -152,10 +136,9 @@ def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bo
 
 
 def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
-    """Compute the gradient of a bias that was added to each row, the sum of grad_out [tokens, out] over the rows, in fp32 or wider.
+    """Compute the gradient of a bias that was added to each row, the sum of grad_out [tokens, out], in fp32 or wider.
 
-    Returns:
-        None if it was written to the main_grad, else the gradient [out].
+    Returns None if it was written to the main_grad, else the gradient [out].
     """
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, column_sum(grad_out))
@@ -167,7 +150,9 @@ def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -
 
 
 def add_column_sum(view: Tensor, x: Tensor, *, fresh: bool, main_grad: MainGrad | None = None) -> None:
-    """Write (``fresh``) or add the sum over the rows of x, [tokens, c] -> [c], to ``view``, which a main_grad may do later."""
+    """Write (``fresh``) or add the sum over the rows of x, [tokens, c] -> [c], to ``view``; a main_grad may do it
+    later.
+    """
     wide = torch.float32 if x.dtype in _16_BIT else x.dtype
     if is_fused(x) and view.is_contiguous():
         from megatron_sp.ops.kernels import biases

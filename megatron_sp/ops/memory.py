@@ -1,13 +1,8 @@
 """Caching allocator for large CPU tensors, the counterpart of PyTorch's CUDA caching allocator.
 
-glibc returns blocks of many megabytes to the kernel and requests them again, with a page fault for every 4 KiB; where
-it keeps them, its aligned allocation cannot reuse a hole of exactly the size that was freed. A training step frees and
-allocates the same few hundred megabytes thousands of times, so both matter: for a 124M model peak memory went from 3.10
-to 2.84 GiB (docs/LOG.md).
-
-Here one address range is reserved; blocks of it are allocated best fit, lowest address first, and merged with free
-neighbours when they are freed. A block is freed when the last tensor on it is gone, views and saved tensors included.
-Memory that was used once stays with the process; peak memory is the highest address ever in use.
+glibc returns large blocks to the kernel and requests them again, with a page fault for every 4 KiB, or leaves holes:
+for a 124M model peak memory went from 3.10 to 2.84 GiB (docs/LOG.md). Here one address range is reserved; blocks are
+allocated best fit, lowest address first. Memory that was used once stays with the process.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -39,30 +34,23 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
     if block is None:
         return torch.empty(shape, dtype=dtype, device=device)
     # set_ instead of view: autograd forbids in-place writes to a view created inside a custom function
-    made = torch.empty(0, dtype=dtype)
-    return made.set_(torch.from_numpy(block).untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(torch.from_numpy(block).untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU.
 
-    If it cannot be pinned (``ulimit -l``, containers), it is ordinary memory, with a warning: results are the same, but
-    the host waits for copies.
+    If it cannot be pinned (``ulimit -l``, containers), the host waits for copies, with a warning.
     """
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            warnings.warn(
-                f"host memory cannot be pinned ({reason}): copies to and from the GPU will not overlap", RuntimeWarning, stacklevel=2
-            )
+            text = f"host memory cannot be pinned ({reason}): copies to and from the GPU will not overlap"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
     return empty(shape, dtype=dtype, device=torch.device("cpu"))
-
-
-def host_tensor(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of a few numbers of the host on a device, without waiting for the device."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -71,7 +59,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Return whether a result like ``x`` may come from torch's own allocator: it takes one block of ``blocks``, or is not on the CPU."""
+    """Return whether a result like ``x`` may come from torch's own allocator: one block of ``blocks``, or on a GPU."""
     return x.nbytes <= _MIN_BYTES or x.device.type != "cpu"
 
 
@@ -81,11 +69,9 @@ def is_small_result(x: Tensor, width: int) -> bool:
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice on other devices.
-
-    torch's own kernels allocate their results. Small results stay in the cache until they are copied to their place,
-    and leave no holes of many megabytes in the heap. Each slice has work for every thread.
-    """
+    """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; else one slice."""
+    # torch's own kernels allocate their results: small ones stay in the cache until they are copied to their place, and
+    # leave no holes of many megabytes in the heap. Each slice has work for every thread
     threads = torch.get_num_threads()
     step = max(1, _MIN_BYTES // max(1, bytes_each * threads)) * threads if device.type == "cpu" else max(1, count)
     for start in range(0, count, step):
@@ -93,11 +79,7 @@ def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]
 
 
 class Arena:
-    """Allocator of blocks in one reserved address range.
-
-    Args:
-        capacity: size of the range in bytes; memory is used only where blocks are written.
-    """
+    """Allocator of blocks in one reserved address range; memory is used only where blocks are written."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -107,7 +89,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Allocate a page-aligned block, uint8 [num_bytes]; None if there is no room (or the range cannot be reserved)."""
+        """Allocate a page-aligned block, uint8 [num_bytes]; None if there is no room or no range can be reserved."""
         size = (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
         with self._lock:
             if self._range is None and not self._reserve():
@@ -121,6 +103,8 @@ class Arena:
             index = self._free.index((offset, have))
             self._free[index : index + 1] = [(offset + size, have - size)] if have > size else []
             block = np.frombuffer(self._range, dtype=np.uint8, count=num_bytes, offset=offset)  # type: ignore[arg-type]
+        # freed when the last tensor on it is gone, views and saved tensors included. The finalizer takes no lock: the
+        # collector may call it while ``take`` holds it
         weakref.finalize(block, self._returned.append, (offset, size)).atexit = False
         return block
 
@@ -140,6 +124,7 @@ class Arena:
         return True
 
     def _put_back(self, offset: int, size: int) -> None:
+        # merged with free neighbours: otherwise holes of exactly the size that was freed could not be used for others
         end = offset + size
         place = next((i for i, (other, _) in enumerate(self._free) if other > offset), len(self._free))
         if place < len(self._free) and self._free[place][0] == end:

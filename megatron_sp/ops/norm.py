@@ -1,18 +1,8 @@
 """LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
-``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for
-``parallel/linear.py``, which can fuse a norm with the linear layer after it and recompute it in backward instead of
-saving its output.
-
-On a GPU the kernels of ``ops/kernels/norms.py`` read and write everything once, where Triton is there.
-
-NVIDIA apex's kernels (fused_layer_norm_cuda) compute the same where a spec asks for them, statistics and sums in fp32
-too. With 16-bit tensors they round more often: RMSNorm's result before the weight and after, LayerNorm's after the bias
-too, and the gradients of weight and bias to 16 bits once they are summed. The sums go in a fixed order, without
-atomics: they repeat to the last bit. Facts from NVIDIA/apex: csrc/layer_norm_cuda.cpp (arguments, dtypes of the
-statistics), csrc/layer_norm_cuda_kernel.cu (sums; indices of 32 bits; a launch without rows is an error),
-csrc/type_shim.h (16-bit inputs take weights of their own type only), pull request 1715 (memory_efficient: backward from
-the output instead of the input, which divides by the weight; not used here).
+``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for a norm that is
+fused with the linear layer after it and recomputed in backward. On a GPU Triton's kernels compute it, or NVIDIA apex's
+(fused_layer_norm_cuda) where a spec asks for them, which round 16-bit tensors more often.
 """
 
 from __future__ import annotations
@@ -32,22 +22,14 @@ from megatron_sp.ops.memory import blocks, empty, is_small
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Kind and options of a norm.
+    """Kind and options of a norm."""
 
-    Attributes:
-        kind: LayerNorm, (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm, x / sqrt(mean(x^2) + eps) * weight
-            (arXiv:1910.07467).
-        eps: added to the variance, or to the mean square.
-        zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the
-            identity.
-        kernel: whose kernels compute it; what apex's cannot take (``_is_for_apex``) torch computes. With torch,
-            Triton's kernels go first where they are in use (``ops/kernels/launch.py``).
-    """
-
+    # (x - mean) / sqrt(var + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)
     kind: Literal["LayerNorm", "RMSNorm"]
     eps: float
+    # the parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the identity
     zero_centered: bool = False
-    kernel: Literal["torch", "apex"] = "torch"
+    kernel: Literal["torch", "apex"] = "torch"  # Triton's go before torch's where they are in use
 
 
 @dataclass(frozen=True)
@@ -59,14 +41,18 @@ class NormInFront:
     bias: Tensor | None
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None
+) -> Tensor:
     """Normalize x [..., h] over its last dim; ``weight`` and ``bias`` are [h], the bias for LayerNorm only."""
     return _Norm.apply(x, weight, bias, spec, main_grad)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None
+    ) -> Tensor:
         y, stats = norm_forward(x, weight, bias, spec)
         ctx.save_for_backward(x, *stats)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
@@ -87,7 +73,8 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
     if is_fused(x):
         from megatron_sp.ops.kernels import norms
 
-        y, stats = norms.forward(x, weight, bias, spec.eps, centered=spec.kind == "LayerNorm", zero_centered=spec.zero_centered)
+        centered = spec.kind == "LayerNorm"
+        y, stats = norms.forward(x, weight, bias, spec.eps, centered=centered, zero_centered=spec.zero_centered)
         return y, (stats,)
     if spec.kind == "RMSNorm" and _is_for_torchs_rms_norm(x, spec):
         return _torchs_rms_norm(x.contiguous(), _scale(weight, spec.zero_centered).to(x.dtype), spec.eps)
@@ -117,7 +104,7 @@ def norm_backward(
     need: tuple[bool, bool, bool],
     add: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if they were summed so); None where not needed.
+    """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if summed so); None where not needed.
 
     ``add``: another gradient of x, to be added to the first.
     """
@@ -141,33 +128,29 @@ def norm_backward(
 
 
 def norm_gradients(
-    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
+    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool],
+    passed: Tensor | None, *,
     main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Run backward of a norm, with the gradients of its parameters put in the main_grad.
+    """Run backward of a norm; return what autograd needs, with the gradients of its parameters put in the main_grad.
 
     Args:
-        norm: the norm, with its parameters.
         grad: gradient of the normed x.
-        x: its input.
-        stats: its statistics, from ``norm_forward``.
         need: flags of x, weight and bias that need a gradient.
         passed: another gradient of x, from the residual branch, which is added.
-        main_grad: receives the gradients of weight and bias.
-    Returns:
-        Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
     """
     params, spec = (norm.weight, norm.bias), norm.spec
-    if main_grad is not None and not main_grad.defers and is_fused(x) and not (spec.kernel == "apex" and _is_for_apex(x)):
+    by_apex = spec.kernel == "apex" and _is_for_apex(x)
+    if main_grad is not None and not main_grad.defers and is_fused(x) and not by_apex:
         from megatron_sp.ops.kernels import norms
 
         into = (
             main_grad.reserve(params[0]) if need[1] else None,
             main_grad.reserve(params[1]) if need[2] and params[1] is not None else None,
         )
-        grad_x, weight, bias = norms.backward(
-            grad, x, norm.weight, stats[0], need, passed, zero_centered=spec.zero_centered, into=into, put=main_grad.put_sums
-        )
+        zero_centered, put = spec.zero_centered, main_grad.put_sums
+        operands = grad, x, norm.weight, stats[0], need, passed
+        grad_x, weight, bias = norms.backward(*operands, zero_centered=zero_centered, into=into, put=put)
     else:
         grad_x, weight, bias = norm_backward(grad, x, *params, stats, spec, need, passed)
     if weight is not None:
@@ -199,7 +182,7 @@ def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tenso
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, need: tuple[bool, bool, bool], add: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dx = rstd * (g - normed * mean(g * normed)), where g = grad * scale, and the gradient of scale."""
+    # dx = rstd * (g - normed * mean(g * normed)), where g = grad * scale, and the gradient of scale
     width = x.shape[-1]
     if is_small(x):
         normed, g = _widen(x) * rstd, _widen(grad)
@@ -234,7 +217,8 @@ def _layer_norm_backward(
     if is_small(x) and x.numel():
         wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
         grad = grad if grad.dtype == wide.dtype else grad.to(wide.dtype)
-        of_x, *of_params = torch.ops.aten.native_layer_norm_backward.default(grad, wide, (width,), mean, rstd, scale, shift, need)
+        backward = torch.ops.aten.native_layer_norm_backward.default
+        of_x, *of_params = backward(grad, wide, (width,), mean, rstd, scale, shift, need)
         if need[0]:
             of_x = of_x if add is None else of_x.add_(add)
             of_x = of_x if of_x.dtype == x.dtype else of_x.to(x.dtype)
@@ -254,16 +238,15 @@ def _layer_norm_backward(
             if need[1 + i]:
                 sums[i] = part_sums[i] if total is None else total.add_(part_sums[i])
     if x2.shape[0] == 0:
-        sums = [torch.zeros_like(p) if p is not None and n else None for p, n in zip((weight, bias), need[1:], strict=True)]
+        params = zip((weight, bias), need[1:], strict=True)
+        sums = [torch.zeros_like(param) if param is not None and is_needed else None for param, is_needed in params]
     return None if grad_x is None else grad_x.view(x.shape), sums[0], sums[1]
 
 
 def _is_for_torchs_rms_norm(x: Tensor, spec: NormSpec) -> bool:
-    """Return whether torch's own kernel computes the RMSNorm of x: on a GPU, from torch 2.10 on.
-
-    It adds nothing to the gradient, and gives that of a 16-bit weight in 16 bits. A 16-bit 1 + weight would lose what the
-    weight learns: then several kernels of torch's compute the norm in fp32.
-    """
+    # torch's own kernel, on a GPU from torch 2.10 on, adds nothing to the gradient, and gives that of a 16-bit weight
+    # in 16 bits. A 16-bit 1 + weight would lose what the weight learns: then several kernels of torch's compute the
+    # norm in fp32
     rounds = spec.zero_centered and x.dtype != torch.float32
     return x.is_cuda and x.dtype in launch.DTYPES and x.numel() > 0 and not rounds
 
@@ -274,8 +257,10 @@ def _torchs_rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tupl
 
 
 def _is_for_apex(x: Tensor) -> bool:
-    """Return whether apex's kernels compute the norm of x; the same in forward and backward, whose statistics differ in shape."""
-    return x.device.type == availability.APEX_DEVICE and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.numel() < 2**31
+    # the same in forward and backward, whose statistics differ in shape; apex has indices of 32 bits, and a launch
+    # without rows is an error
+    fits = x.dtype in launch.DTYPES and 0 < x.numel() < 2**31
+    return fits and x.device.type == availability.APEX_DEVICE
 
 
 def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -287,13 +272,15 @@ def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 
 
 def _apex_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec, need: tuple[bool, bool, bool],
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
+    need: tuple[bool, bool, bool],
     add: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
     backward = kernels.backward_affine if spec.kind == "LayerNorm" else kernels.rms_backward_affine
     grad = grad.to(x.dtype).contiguous()
-    grad_x, *sums = backward(grad, *stats, x.contiguous(), (x.shape[-1],), *params, spec.eps, False)  # False: x is the norm's input
+    from_output = False  # (memory_efficient) would divide by the weight
+    grad_x, *sums = backward(grad, *stats, x.contiguous(), (x.shape[-1],), *params, spec.eps, from_output)
     if add is not None:
         grad_x.add_(add)
     grad_weight, grad_bias = (*sums, None)[:2]
@@ -301,7 +288,7 @@ def _apex_backward(
 
 
 def _apex_parameters(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, ...]:
-    """Return scale and shift (LayerNorm alone has one) as apex takes them: contiguous, in x's dtype."""
+    # scale and shift (LayerNorm alone has one) as apex takes them: contiguous, in x's dtype
     params = (_scale(weight, spec.zero_centered),) if bias is None else (_scale(weight, spec.zero_centered), bias)
     return tuple(p.to(x.dtype).contiguous() for p in params)
 
@@ -314,12 +301,13 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
-    """Return the actual scale factor, in fp32 or wider."""
     return _widen(weight) + 1 if zero_centered else _widen(weight)
 
 
-def _layer_norm_operands(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return x, scale and shift for torch's kernel: in fp32 or wider on the CPU, in x's dtype on CUDA (which computes in fp32 inside)."""
+def _layer_norm_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    # for torch's kernel: in fp32 or wider on the CPU, in x's dtype on CUDA (which computes in fp32 inside)
     if not zero_centered and weight.dtype == x.dtype and x.dtype not in _16_BIT:
         return x, weight, bias
     scale = _scale(weight, zero_centered)

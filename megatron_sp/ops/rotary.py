@@ -1,7 +1,7 @@
 """Rotary position embedding, applied in place to queries and keys, even inside the fused QKV tensor.
 
-The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In-place
-rotation is possible because nothing else needs the unrotated values: backward is the rotation by the opposite angle.
+The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). Nothing else
+needs the unrotated values: backward is the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from megatron_sp.ops.kernels.launch import is_fused
 class RotaryStretch:
     """RoPE scaling: slower rotation for sequences longer than those of pretraining.
 
-    A frequency makes original_length / wavelength turns over a pretraining sequence. Frequencies with fewer than
-    ``low`` turns are divided by ``factor``; those with more than ``high`` turns, which distinguish neighbouring
-    positions, are kept; in between, the two are interpolated linearly. With infinite ``low`` and ``high`` all are
-    divided, which is equivalent to dividing the positions.
-
     Source: arXiv:2306.15595 (all divided); Llama 3.1's model card and released code (by wavelength).
     """
 
+    # a frequency makes original_length / wavelength turns over a pretraining sequence: with fewer than ``low`` it is
+    # divided by ``factor``; with more than ``high``, which distinguishes neighbouring positions, it is kept; in between
+    # the two are interpolated. Infinite: all are divided, which is the same as dividing the positions
     factor: float = 1.0
     low: float = math.inf
     high: float = math.inf
@@ -47,19 +45,20 @@ NOT_STRETCHED = RotaryStretch()
 
 
 def rotary_tables(
-    positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32, stretch: RotaryStretch = NOT_STRETCHED
+    positions: Tensor,
+    rotated_dim: int,
+    base: float,
+    dtype: torch.dtype = torch.float32,
+    stretch: RotaryStretch = NOT_STRETCHED,
 ) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of position * base^(-2i/rotated_dim), with scaled frequencies.
+    """Return cos and sin of position * base^(-2i/rotated_dim), with scaled frequencies: [*positions.shape, rotated_dim
+    / 2].
 
     Args:
         positions: int64 [s], global positions, or [s, b] if they differ between sequences.
         rotated_dim: number of rotated channels of each head; even.
-        base: theta.
-        dtype: dtype of the tables; angles are computed in fp64 so that position 1,000,000 is as accurate as position 1.
-        stretch: scaling of the frequencies.
-    Returns:
-        Two tensors [*positions.shape, rotated_dim / 2].
     """
+    # in fp64, so that position 1,000,000 is as accurate as position 1
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
     angles = positions.to(torch.float64)[..., None] * stretch.apply(base**-exponent)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -69,10 +68,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: i
     """Rotate heads of ``x`` in place and return it.
 
     Args:
-        x: [s, ..., c], contiguous, where c is a multiple of heads * head_dim; the next dim after s is a multiple of b.
+        x: [s, ..., c], contiguous, where c is a multiple of heads * head_dim; the next dim after s is a multiple of
+        b.
         cos, sin: [s, rotated/2] or [s, b, rotated/2] from ``rotary_tables``.
-        head_dim: channels of a head.
-        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the
+        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in
+        the
             fused QKV, in which r queries, a key and a value follow each other.
     """
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
@@ -96,12 +96,14 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, back: bool = False) -> None:
-    """Do what ``apply_rotary`` does to all heads of x [s, ..., c], contiguous, without a graph; ``back`` by the opposite angle."""
+    """Do what ``apply_rotary`` does to all heads of x [s, ..., c], contiguous, without a graph; ``back``: the other
+    way.
+    """
     rotate_(_turning(x, head_dim, 1, 1), cos, sin, back=back)
 
 
 def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
-    """Return a view of the heads to rotate: [s, ..., c] -> [s, runs of heads, rotated, head_dim]."""
+    # the heads to rotate: [s, ..., c] -> [s, runs of heads, rotated, head_dim]
     return x.view(x.shape[0], x.shape[1:].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
 
 
@@ -123,7 +125,10 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
     else:
         cos, sin = cos[:, None, None, :], sin[:, None, None, :]
     if x.dtype in (torch.bfloat16, torch.float16):
-        rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin  # fp32 by promotion, rounded once
+        rotated_first, rotated_second = (
+            first * cos - second * sin,
+            second * cos + first * sin,
+        )  # fp32 by promotion, rounded once
         first.copy_(rotated_first)
         second.copy_(rotated_second)
         return

@@ -1,22 +1,15 @@
-"""Routing of tokens to experts: which experts each token goes to, with which weights, and the gradients of the router's logits.
+"""Routing of tokens to experts: which experts each token goes to, with which weights, and the gradients of the logits.
 
     scores    softmax or sigmoid of the logits, in fp32 (or wider)
-    chosen    the top k experts of each token; ties go to the expert with the lower number, so that no layout, kernel or order of
-              rows decides. A loss-free bias (arXiv:2408.15664) is added for the choice only; with groups (arXiv:2412.19437) the
-              experts of the best groups alone can be chosen
-    weights   softmax:              of the logits of the chosen experts alone
-              softmax, pre_softmax: the scores of the chosen experts, which do not sum to 1
-              sigmoid:              the scores of the chosen experts, divided by their sum if there are several
-              and times ``scaling``
-
-Terms that keep the load even, per token and differentiable in the logits:
-
-    balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for a group of T tokens (a sequence, or the global
-              batch) in which c_e tokens have chosen expert e; q are the scores, those of a sigmoid divided by their sum. 1 for an even
-              load (arXiv:2101.03961, arXiv:2412.19437 for sequences, arXiv:2501.11873 for the global batch)
+    chosen    the top k experts of each token; a loss-free bias (arXiv:2408.15664) is added for the choice only; with
+              groups (arXiv:2412.19437) the experts of the best groups alone can be chosen
+    weights   softmax: of the logits of the chosen experts alone; with pre_softmax their scores, which do not sum to 1
+              sigmoid: the scores of the chosen experts, divided by their sum if there are several
+    balance   E / (k T^2) * sum over experts of c_e * sum over tokens of q_te, for a group of T tokens in which c_e have
+              chosen expert e; q are the scores, which sum to 1 (arXiv:2101.03961, arXiv:2412.19437, arXiv:2501.11873)
     z         mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906)
 
-Everything here is local to a rank and knows nothing of autograd: ``parallel/experts.py`` calls it inside its own function.
+Everything here is local to a rank, without autograd.
 """
 
 from __future__ import annotations
@@ -33,37 +26,22 @@ _TINY = 1e-20  # Megatron-LM's, in the sum of the chosen sigmoids
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How tokens choose experts.
-
-    Attributes:
-        num_experts: E.
-        top_k: experts of a token.
-        score_function: of the logits.
-        pre_softmax: the softmax is over all experts and not over the chosen ones.
-        scaling: factor of the weights.
-        num_groups: groups of consecutive experts; 1: no groups.
-        group_top_k: groups of a token whose experts can be chosen.
-    """
+    """How tokens choose experts."""
 
     num_experts: int
     top_k: int
     score_function: ScoreFunction = "softmax"
-    pre_softmax: bool = False
-    scaling: float = 1.0
-    num_groups: int = 1
-    group_top_k: int = 1
+    pre_softmax: bool = False  # the softmax is over all experts and not over the chosen ones
+    scaling: float = 1.0  # factor of the weights
+    num_groups: int = 1  # of consecutive experts
+    group_top_k: int = 1  # groups of a token whose experts can be chosen
 
 
 class Routed(NamedTuple):
-    """Choice of some tokens.
+    """Choice of some tokens."""
 
-    Attributes:
-        chosen: int64 [tokens, k], the best expert first.
-        weights: [tokens, k], in the dtype of the logits.
-    """
-
-    chosen: Tensor
-    weights: Tensor
+    chosen: Tensor  # int64 [tokens, k], the best expert first
+    weights: Tensor  # [tokens, k], in the dtype of the logits
 
 
 def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen: Tensor | None = None) -> Routed:
@@ -71,7 +49,6 @@ def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen:
 
     Args:
         logits: [tokens, E], fp32 or wider.
-        spec: how.
         bias: [E], added to the scores for the choice only (sigmoid).
         chosen: the choice, made before: only the weights are computed.
     """
@@ -91,7 +68,9 @@ def choose(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Ten
     """Return the chosen experts, int64 [tokens, k], the best first."""
     ranked = ranking(logits, spec, bias).clone()
     chosen = torch.empty(len(logits), spec.top_k, dtype=torch.int64, device=logits.device)
-    for place in range(spec.top_k):  # a stable sort takes several times as long; of equal ones max finds the first
+    # of equal ones max finds the first, so that no layout, kernel or order of rows decides; a stable sort takes several
+    # times as long
+    for place in range(spec.top_k):
         best = ranked.max(1, keepdim=True).indices
         chosen[:, place] = best[:, 0]
         ranked.scatter_(1, best, float("-inf"))
@@ -99,12 +78,9 @@ def choose(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Ten
 
 
 def ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
-    """Return what experts are ranked by, [tokens, E]: -inf for those of groups that are not chosen.
-
-    Without bias and groups these are the logits themselves, which have the order of the scores and no ties that rounding made.
-    """
+    """Return what experts are ranked by, [tokens, E]: -inf for those of groups that are not chosen."""
     if bias is None and spec.num_groups == 1:
-        return logits
+        return logits  # which have the order of the scores and no ties that rounding made
     scores = torch.sigmoid(logits) if spec.score_function == "sigmoid" else torch.softmax(logits, 1)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
@@ -130,13 +106,7 @@ def margins(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Te
 
 
 def count_chosen(chosen: Tensor, num_experts: int, groups: Tensor | None = None, num_groups: int = 1) -> Tensor:
-    """Return how many tokens have chosen each expert, int64 [num_groups, E].
-
-    Args:
-        chosen: int64 [tokens, k].
-        num_experts: E.
-        groups: int64 [tokens], the group in which a token counts; None: all in the first.
-    """
+    """Return how many tokens have chosen each expert, int64 [num_groups, E]; ``groups``: [tokens], which is whose."""
     numbers = chosen if groups is None else chosen + groups[:, None] * num_experts
     counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=chosen.device)
     # integers: the order in which they are added up does not matter
@@ -159,7 +129,6 @@ def logits_backward(
     """Return the gradient of the logits, [tokens, E].
 
     Args:
-        logits, routed, spec: of the forward pass.
         grad_weights: [tokens, k].
         grad_scores: of ``balance_scores``, [tokens, E] or one row for all tokens; None: there is no balance term.
         z_weight: factor of the sum over tokens of logsumexp(logits)^2, a scalar; None: there is no such term.

@@ -1,7 +1,6 @@
 """Learning rate and weight decay as pure functions of the run's progress.
 
-Progress is counted in samples whatever unit the flags use, so that a ramp-up of the batch does not distort the
-curve. A
+Progress is counted in samples whatever unit the flags use, so that a ramp-up of the batch does not distort the curve. A
 step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes and names are
 Megatron's, and without a ramp-up the values are bitwise the same (optimizer_param_scheduler.py).
 """

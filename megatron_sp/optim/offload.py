@@ -6,8 +6,7 @@
     when     during the rest of the last backward pass  | after the norm is known, unit by unit      | under the next
     unit's
 
-On a CPU the copies are plain ones at the same points, with results bitwise equal to those without offload. On a GPU
-the
+On a CPU the copies are plain ones at the same points, with results bitwise equal to those without offload. On a GPU the
 last bits may differ: the update rounds as the host does.
 """
 

@@ -1,8 +1,7 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
 The update is a fused kernel called as a function, so that the state tensors are ours to save and to shard. Gradients
-are
-scaled once, by clip coefficient / loss scale.
+are scaled once, by clip coefficient / loss scale.
 """
 
 from __future__ import annotations

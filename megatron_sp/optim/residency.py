@@ -1,7 +1,6 @@
 """Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
 
-The order in which a step uses its units is known, so the optimal replacement is possible: evict the unit whose next
-use
+The order in which a step uses its units is known, so the optimal replacement is possible: evict the unit whose next use
 is farthest away (Belady 1966). Plain Python: the same object drives a run and counts the fetches of a planned one.
 """
 
