@@ -32,7 +32,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.checkpoint.safetensors_file import NamedPiece
 from megatron_sp.checkpoint.saving import idle_cores, size_words
 from megatron_sp.checkpoint.together import Together
-from megatron_sp.ops.memory import host_empty
+from megatron_sp.ops.allocator import host_empty
 from megatron_sp.utils.numbers import round_up
 
 _ALIGN = 64

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.manifest import ITEM_BYTES, FileRecord, Manifest
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 from megatron_sp.utils import direct_io
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import MAX_VALUES, is_counts, open_regular, parse_object

@@ -24,7 +24,7 @@ from megatron_sp.checkpoint.manifest import STATE_NAME, FileRecord, Manifest, en
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, shapes_of, write_file
 from megatron_sp.checkpoint.saving import describe, make_plan
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.files import fsync_dir
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.stream import TensorInfo
 from megatron_sp.models.experts import stored_dtype
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 from megatron_sp.utils.errors import CheckpointError
 
 Index = tuple[slice | int, ...]

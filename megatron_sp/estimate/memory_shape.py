@@ -13,7 +13,7 @@ from megatron_sp.estimate.workload import Device, Workload, num_micro_batches
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.utils.numbers import round_up
 
-BLOCK_BYTES = 2**20  # block size of ops/memory.py :: blocks on the CPU, one thread
+BLOCK_BYTES = 2**20  # block size of ops/allocator.py :: blocks on the CPU, one thread
 _MIB = 2**20
 _LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # defaults of the LM head in parallel/; a test compares the two
 _NORM_PROGRAMS = 264  # as in ops/kernels/norms.py

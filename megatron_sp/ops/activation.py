@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.config.schema_model import ActivationName
+from megatron_sp.ops.allocator import blocks, empty
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.memory import blocks, empty
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
-from megatron_sp.ops.memory import host_empty
+from megatron_sp.ops.allocator import host_empty
 
 _CHUNK = 2048 * 32  # elements for one block of threads, as apex itself has it
 _LARGEST = 2**30  # elements of one tensor: an index fits 32 bits in every version (apex 1765, 1825, issue 1654)

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.ops import flash_packages
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.attention_kernels import DenseCPU, KeptTensors, LseKernel, attend_with, by_head
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.flash_packages import FLASH_NAMES, MOST_HEAD_DIM, FlashName, lse_lack
 from megatron_sp.ops.gpu_kernels import Dense, FlashKernel, PackageFlash, Packed, TorchFlash, takes_cudnn, varlen
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.partial_attention import Part, Stage, one_by_one, pieces_of_documents, pieces_of_lengths, stage_of
 from megatron_sp.ops.rotary import rotate_
 from megatron_sp.ops.tiled_attention import TiledAttention, band_mask, tiles_of

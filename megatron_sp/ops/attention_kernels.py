@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.memory import blocks, empty, is_small
+from megatron_sp.ops.allocator import blocks, empty, is_small
 
 
 class KeptTensors:

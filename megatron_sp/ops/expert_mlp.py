@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.allocator import empty, to_device
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, add_column_sum, put_product
-from megatron_sp.ops.memory import empty, to_device
 
 _GROUPED_ALIGN = 16  # bytes of a row that torch's grouped product needs
 

@@ -25,7 +25,7 @@ from megatron_sp.ops import availability
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.adamw import AdamStep, adamw_
 from megatron_sp.ops.attention import split_qkv
-from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.custom_backward import gradients_of
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.norm import NormSpec, norm_backward, norm_forward

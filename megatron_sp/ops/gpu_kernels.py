@@ -26,9 +26,9 @@ from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.ops import flash_packages
+from megatron_sp.ops.allocator import to_device
 from megatron_sp.ops.attention_kernels import Gradients, by_head, empty_gradients
 from megatron_sp.ops.flash_packages import FlashName, Lengths, Pairs
-from megatron_sp.ops.memory import to_device
 from megatron_sp.ops.partial_attention import Part
 
 Tensors = tuple[Tensor, Tensor, Tensor]

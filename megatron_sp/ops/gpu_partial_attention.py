@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.allocator import to_device
 from megatron_sp.ops.flash_packages import Lengths, Pairs
 from megatron_sp.ops.gpu_kernels import CUDNN, FlashKernel
-from megatron_sp.ops.memory import to_device
 from megatron_sp.ops.partial_attention import BackwardInputs, PartialPart, Piece, Rows, Run, Stage
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops import availability
+from megatron_sp.ops.allocator import blocks, empty, is_small
 from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad
-from megatron_sp.ops.memory import blocks, empty, is_small
 
 
 @dataclass(frozen=True)

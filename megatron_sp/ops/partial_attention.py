@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.attention_kernels import empty_gradients
-from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.custom_backward import gradients_of
 
 Kind = Literal["full", "diagonal", "band"]
 Run = tuple[int, int]

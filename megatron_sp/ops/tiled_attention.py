@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.allocator import blocks, empty, to_device
 from megatron_sp.ops.attention_kernels import Gradients, empty_gradients
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.memory import blocks, empty, to_device
 from megatron_sp.ops.partial_attention import (
     BackwardInputs,
     Kind,
@@ -142,7 +142,7 @@ class _RowNumbers(NamedTuple):
 
 
 def _calls(stage: Stage, q: Tensor, bands: bool) -> tuple[_Call, ...]:
-    """Return kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a large tile has calls of its own."""
+    """Return kernel calls whose results take about 1 MiB each (``ops/allocator.py :: blocks``); a large tile has calls of its own."""
     each, row = q.shape[1], q.shape[2] * q.shape[3] * q.element_size()
 
     def make() -> Iterator[_Call]:

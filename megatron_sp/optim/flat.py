@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_gather_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.ops.allocator import empty, host_empty
 from megatron_sp.ops.kernels.launch import is_fused
-from megatron_sp.ops.memory import empty, host_empty
 from megatron_sp.utils.numbers import round_up
 
 _ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds elements after the last full one differently

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.memory import host_empty
+from megatron_sp.ops.allocator import host_empty
 from megatron_sp.optim.flat import FlatUnit
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, norm_gradients
 from megatron_sp.parallel.heads import Message
 from megatron_sp.parallel.linear import needed, normed_by, passed_to_autograd, projected_by, rows_of

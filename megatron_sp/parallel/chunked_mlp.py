@@ -30,9 +30,9 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.dropout import DropoutRows, dropped
 from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_grad, put_product
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
 from megatron_sp.parallel.linear import multiply, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel

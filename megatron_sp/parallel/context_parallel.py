@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.partial_attention import (
     Columns,
     Partial,

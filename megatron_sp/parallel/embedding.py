@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.main_grad import MainGrad
-from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 

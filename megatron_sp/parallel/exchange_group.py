@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_to_all_async, done
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 
 if TYPE_CHECKING:
     from megatron_sp.comm.recorder import CallSite

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.expert_mlp import Choices
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.routing import Routed
 from megatron_sp.parallel.expert_parallel import ExpertParallel
 from megatron_sp.utils.numbers import round_up

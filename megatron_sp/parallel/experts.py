@@ -28,9 +28,9 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.expert_mlp import Choices, ExpertGrads, ExpertWeights, experts_backward, experts_forward, sum_dtype
 from megatron_sp.ops.main_grad import MainGrad, put_column_sum, put_weight_grad
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_gradients
 from megatron_sp.ops.routing import RoutingSpec, logits_backward, route
 from megatron_sp.parallel.expert_exchange import Counts, Journey, RowExchange, RowFormat

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.allocator import empty, is_small_result
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, holds_all, put_column_sum, put_weight_grad
-from megatron_sp.ops.memory import empty, is_small_result
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_forward, norm_gradients
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
-from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.memory import host_empty
+from megatron_sp.ops.allocator import host_empty
 
 
 class ActivationOffload:

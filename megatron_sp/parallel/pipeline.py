@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, receive_async, send_async
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.recorder import CallSite, Clock, CollectiveRecord, Moment, Recorder, WallClock
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.attention_kernels import KeptTensors
-from megatron_sp.ops.backward import run_backward
+from megatron_sp.ops.custom_backward import run_backward
 
 
 def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False, kept: KeptTensors | None = None) -> Tensor:

@@ -16,8 +16,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.main_grad import MainGrad, add_column_sum, column_sum, put_product, put_weight_grad, weight_product
-from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.heads import MessageTable
 from megatron_sp.parallel.linear import multiply, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import TensorParallel

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async, done, reduce_scatter_async
 from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.allocator import empty
 
 if TYPE_CHECKING:
     from megatron_sp.comm.recorder import CallSite, CollectiveRecord

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
+from megatron_sp.ops.allocator import empty
 from megatron_sp.ops.attention_kernels import KeptTensors, LseKernel
-from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.custom_backward import gradients_of
 from megatron_sp.parallel.heads import HeadChunk, Message, Share
 from megatron_sp.parallel.linear import projected, projected_by
 from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel

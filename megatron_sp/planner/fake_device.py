@@ -40,7 +40,7 @@ _META = torch.device("meta")
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _HELPERS = (
     __file__,
-    *(f"{_PACKAGE}{file}" for file in ("ops/memory.py", "comm/collectives.py", "comm/nobody.py")),
+    *(f"{_PACKAGE}{file}" for file in ("ops/allocator.py", "comm/collectives.py", "comm/nobody.py")),
 )  # a place is where they are called
 _HOST_BYTES = 2**20  # the host's memory has contents up to this size
 _FLASH_BACKWARD = {"_scaled_dot_product_flash_attention_backward": (1, 2), "_flash_attention_backward": (1, 2)}  # query, key
@@ -357,7 +357,7 @@ def fake_device(kind: Kind, world_size: int = 1, rank: int = 0, share: float = 1
 
 def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
     """Replace what a dispatch mode does not see."""
-    from megatron_sp.ops import expert_mlp, gpu_kernels, memory, tiled_attention
+    from megatron_sp.ops import allocator, expert_mlp, gpu_kernels, tiled_attention
     from megatron_sp.ops.kernels import launch
 
     # what another run, or this one, has kept of its device
@@ -395,8 +395,8 @@ def _replace_all(device: FakeDevice, undo: ExitStack) -> None:
     put(undo, torch.Tensor, "data_ptr", data_ptr)
     of_storage = lambda storage: storage._cdata * 4096 if storage.device.type == "meta" else plain_storage_ptr(storage)
     put(undo, torch.UntypedStorage, "data_ptr", of_storage)
-    put(undo, memory._arena, "_capacity", 0)
-    put(undo, memory._arena, "_range", None)
+    put(undo, allocator._arena, "_capacity", 0)
+    put(undo, allocator._arena, "_range", None)
     torch._C._set_only_lift_cpu_tensors(True)
     undo.callback(torch._C._set_only_lift_cpu_tensors, False)
     if device.kind == "cuda":

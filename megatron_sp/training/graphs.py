@@ -42,9 +42,9 @@ from megatron_sp.comm.collectives import all_reduce_async
 from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.rules_graphs import Obstacle, obstacles, violation
 from megatron_sp.config.schema import Config, LoggingConfig, raise_all
+from megatron_sp.ops.allocator import host_empty
 from megatron_sp.ops.attention_choice import activate
 from megatron_sp.ops.cuda_graphs import Graph, GraphMaker, first_words
-from megatron_sp.ops.memory import host_empty
 from megatron_sp.optim.flat import FlatUnit, KeptGrads
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training.step import Losses, TrainStep

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.ops.allocator import host_empty, to_device
 from megatron_sp.ops.attention import KernelName
-from megatron_sp.ops.memory import host_empty, to_device
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
@@ -170,9 +170,7 @@ class TrainStep:
                 optimizer.num_updates += 1
             else:
                 skip = self.is_left_out(summary)
-                optimizer.step_on_device(
-                    lr, weight_decay, summary[0], scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr
-                )
+                optimizer.step_on_device(lr, weight_decay, summary[0], scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr)
                 self._update_expert_biases(summary, skip)
 
         # the only point of the step where the host waits for the device; the fields are read in their order

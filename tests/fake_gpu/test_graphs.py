@@ -98,7 +98,7 @@ _NEEDED = (
     ("stage 3", "Work.wait in comm/collectives.py:wait < optim/weights.py:need"),
     ("tp_seq, sp, dp, stage 1", "Work.wait in comm/collectives.py:wait < optim/weights.py:settle"),
     ("saves and validations", "wait_event in checkpoint/background.py:join < checkpoint/background.py:join"),
-    ("saves and validations", "pin_memory in ops/memory.py:host_empty < training/graphs.py:_set_numbers"),
+    ("saves and validations", "pin_memory in ops/allocator.py:host_empty < training/graphs.py:_set_numbers"),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_sp.ops import availability
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.custom_backward import gradients_of
 from megatron_sp.ops.fused_kernels import KernelUse, choose_fused_kernels
 from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.kernels.launch import using_triton

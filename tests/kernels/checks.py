@@ -18,7 +18,7 @@ from megatron_sp.config.schema import KernelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import split_qkv
-from megatron_sp.ops.backward import gradients_of
+from megatron_sp.ops.custom_backward import gradients_of
 from megatron_sp.ops.dropout import DropoutKeys, dropped, hash_dropout, keep_mask
 from megatron_sp.ops.kernels import activations, biases, dropout, launch, norms, rotary
 from megatron_sp.ops.kernels.launch import Launch, is_fused, using_triton

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sp.comm import collectives
-from megatron_sp.ops import memory
+from megatron_sp.ops import allocator
 
 
 def poison(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _LateDist:
 def late_network() -> Iterator[_LateDist]:
     """Inside, results arrive in ``wait()`` only and fresh memory is NaN; on leaving, everything must have been waited for."""
     late = _LateDist()
-    fresh = memory.empty
+    fresh = allocator.empty
 
     def dirty(*args: Any, **kwargs: Any) -> Tensor:
         return poison(fresh(*args, **kwargs))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.ops import memory
+from megatron_sp.ops import allocator
 from megatron_sp.ops.partial_attention import Piece, stage_of
 
 Inputs = dict[str, Tensor]
@@ -42,7 +42,7 @@ def in_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Small operands go through in one block, as usual, or as large ones do: in many, with results in the arena."""
     stage_of.cache_clear()  # stages keep their calls
     if request.param == "blocks":
-        monkeypatch.setattr(memory, "_MIN_BYTES", 1)
+        monkeypatch.setattr(allocator, "_MIN_BYTES", 1)
     yield request.param == "blocks"
     stage_of.cache_clear()
 

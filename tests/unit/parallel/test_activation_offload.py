@@ -12,7 +12,7 @@ from support import tiny
 from support.errors import FP64, assert_law
 from torch import Tensor
 
-from megatron_sp.ops import memory
+from megatron_sp.ops import allocator
 from megatron_sp.parallel import offload as offload_module
 from megatron_sp.parallel.offload import ActivationOffload
 
@@ -78,7 +78,7 @@ def test_without_autograd_nothing_moves(log: list[tuple[str, int]]) -> None:
 def test_two_passes_at_once_and_one_without_a_backward(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory belongs to a pass, is used again, and comes back from a pass that is dropped."""
     if large:  # memory of the arena cannot be emptied
-        monkeypatch.setattr(memory, "_MIN_BYTES", 1)
+        monkeypatch.setattr(allocator, "_MIN_BYTES", 1)
     batches = [tiny.make_batch(seed=seed) for seed in range(3)]
     plain, model = (tiny.make_model(tiny.BASE, **kernels) for kernels in ({}, {"offload_activations": True}))
     for batch in batches[:2]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask, core_attention
-from megatron_sp.ops.backward import gradients_of, run_backward
+from megatron_sp.ops.custom_backward import gradients_of, run_backward
 from megatron_sp.parallel.forward_context import ForwardContext
 
 

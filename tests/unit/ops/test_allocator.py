@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sp.ops.memory import Arena, blocks, empty
+from megatron_sp.ops.allocator import Arena, blocks, empty
 from megatron_sp.parallel.linear import row_linear
 
 MIB, PAGE = 1 << 20, 4096
