@@ -1,6 +1,4 @@
-"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed with any ZeRO stage, with pipeline stages, and universal
-ones.
-"""
+"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed of any ZeRO stage, with pipelines, and universal ones."""
 
 from __future__ import annotations
 
@@ -19,24 +17,32 @@ from megatron_sp.convert.families.family import Settings
 from megatron_sp.convert.formats import deepspeed_write
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, scheduled_of, whole
 from megatron_sp.convert.formats.deepspeed_files import (
+    ModelStates,
     PipelineNames,
     StepFolder,
-    Stored,
-    Stretches,
-    dtype_of,
+    as_dict,
     find,
     is_pipeline,
     is_there,
+    number,
+    plain_name,
     step_in_name,
-)
-from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
+)  # fmt: skip
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
 from megatron_sp.convert.formats.deepspeed_write import prefix_of
-from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS, gather, require_devices, written_by
+from megatron_sp.convert.formats.deepspeed_zero import (
+    MASTER,
+    MOMENTS,
+    Stored,
+    Stretches,
+    dtype_of,
+    gather,
+    require_devices,
+)
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of, neighbours_of
 from megatron_sp.convert.formats.megatron_facts import facts_of, true_size
-from megatron_sp.convert.formats.megatron_files import require_one_save
+from megatron_sp.convert.formats.megatron_files import Written, require_one_save
 from megatron_sp.convert.formats.megatron_names import canonical, ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
 from megatron_sp.convert.model import (
@@ -48,7 +54,7 @@ from megatron_sp.convert.model import (
     match_tensors,
     parameter_shapes,
     require_sound,
-)
+)  # fmt: skip
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -123,9 +129,7 @@ class _Reading:
         return value if is_count(value) else self.ranks.states.count("global_samples")
 
     def _order(self) -> QkvOrder:
-        """Return the row order of fused projections; the user may have to give it, as it has changed without a new
-        checkpoint version.
-        """
+        # the user may have to give it: it has changed without a new checkpoint version
         said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # present in files that were written here
         version = self.ranks.states.settings.get("checkpoint_version")
         if self.options.qkv_layout is not None:
@@ -163,9 +167,7 @@ class _Reading:
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
         kept_in = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
-        is_narrow = any(
-            self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in kept_in.items()
-        )
+        is_narrow = any(self.ranks.computed_in(name, kind).itemsize < kind.itemsize for name, kind in kept_in.items())
         return (MASTER, *MOMENTS) if is_narrow and not self._takes_copies() else MOMENTS
 
     def _takes_copies(self) -> bool:
@@ -207,9 +209,7 @@ class Ranks:
     vocab_size: int | None = None  # number of entries without padding, if the files state it
 
     def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of a weight in the model, given the dtype in which it is stored, which is at least as
-        wide.
-        """
+        """Return the dtype of a weight in the model, given the dtype of its stored copy, which is no narrower."""
         found = self.dtypes.get(name) or self._common_dtype or stored
         return found if found.itemsize < stored.itemsize else stored
 
@@ -224,9 +224,7 @@ class Ranks:
         """Return the shapes of a rank's tensors by our names."""
         prefix = prefix_of(tp_rank)
         everything = {**self.modules, **self.kept.get(MASTER, {})}
-        return {
-            name.removeprefix(prefix): stored.shape for name, stored in everything.items() if name.startswith(prefix)
-        }
+        return {name.removeprefix(prefix): x.shape for name, x in everything.items() if name.startswith(prefix)}
 
 
 class Loader:
@@ -241,25 +239,20 @@ class Loader:
         models = folder.models or {mp: files[0] for mp, files in sorted(folder.zero_models.items())}
         self.states = {mp: ModelStates.of(path) for mp, path in models.items()}
         self.layers = dict(self._layer_tensors())
-        self._raw = [
-            *self.layers,
-            *(name for s in self.states.values() for name in (*s.module, *s.shapes)),
-            *folder.universal,
-        ]
+        of_states = (name for states in self.states.values() for name in (*states.module, *states.shapes))
+        self._raw = [*self.layers, *of_states, *folder.universal]
         self.is_pipeline = bool(folder.layers) or is_pipeline(self._raw)
         self.tp = self._tp()
-        self.pipeline = (
-            PipelineNames({n.partition("|")[2] if "|" in n else n for n in self._raw}, str(folder.path))
-            if self.is_pipeline
-            else None
-        )
+        self.pipeline: PipelineNames | None = None
+        if self.is_pipeline:
+            self.pipeline = PipelineNames({name.rpartition("|")[2] for name in self._raw}, str(folder.path))
         self.stack = "encoder" if any(name.startswith("lm_head.dense.") for name in self._raw) else "decoder"
         self.ranks = Ranks(self.states[0], self.tp)
 
     def load(self) -> Ranks:
-        require_one_save(
-            written_by(self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()})
-        )
+        models = self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}
+        places = [(mp, dp, path) for mp, by_dp in models.items() for dp, path in by_dp.items()]
+        require_one_save({(m, d): Written.of(path, as_dict(TorchFile(path).tree, str(path))) for m, d, path in places})
         self._add_modules()
         if self.folder.universal:
             self._add_universal()
@@ -278,7 +271,7 @@ class Loader:
                         yield f"{tp_rank}|{layer}.{plain_name(name)}", Stored.whole(item)
 
     def _tp(self) -> int:
-        num_mp = self.folder.num_mp
+        num_mp = len(self.states)
         if self.folder.layers:
             tp = len(next(iter(self.folder.layers.values())))
         else:
@@ -334,14 +327,13 @@ class Loader:
             of_all = [states]
             if states.frozen_shapes and self.folder.zero_models:
                 of_all += [ModelStates.of(path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
-            found = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
-            if mp and found.step != self.ranks.step:
-                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {found.step}"
+            first, by_kind = gather(of_all, self.folder.optimizers[mp], moments=self.moments)
+            if mp and first.step != self.ranks.step:
+                raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {first.step}"
                                       f" steps, that of mp_rank_00 {self.ranks.step}: the files are of different"
                                       " saves")  # fmt: skip
-            self.ranks.step = found.step
-            self.ranks.loss_scale = found.loss_scale
-            for kind, tensors in found.tensors.items():
+            self.ranks.step, self.ranks.loss_scale = first.step, first.loss_scale
+            for kind, tensors in by_kind.items():
                 into = self.ranks.kept.setdefault(kind, {})
                 for raw, stored in tensors.items():
                     self._put(into, mp, raw, stored)
@@ -367,19 +359,15 @@ class Loader:
 
 
 class Weights:
-    """The weights of all ranks; the optimizer's copies are checked against the model's own weights (a
-    ``TensorStore``).
-    """
+    """The weights of all ranks, where the optimizer's copies must round to the model's own (a ``TensorStore``)."""
 
     def __init__(self, ranks: Ranks, *, wide: bool) -> None:
         self._modules, self._masters = Stretches(ranks.modules), kept(ranks, MASTER)
         self._shown, self._kept = ranks.shown, ranks.kept.get(MASTER, {})
         self._tensors = {**self._modules.tensors(), **self._masters.tensors()}
         if not wide:
-            self._tensors |= {
-                name: TensorInfo(info.shape, ranks.computed_in(name, info.dtype))
-                for name, info in self._tensors.items()
-            }
+            for name, info in self._tensors.items():
+                self._tensors[name] = TensorInfo(info.shape, ranks.computed_in(name, info.dtype))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -393,15 +381,13 @@ class Weights:
         return master.to(self._tensors[name].dtype)
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """Check that the model's own weights are those of the optimizer, rounded."""
         own = self._modules.tensors()[name]
         if own.shape != tuple(master.shape):
             raise CheckpointError(f"{self._shown[name]} is {list(own.shape)} in the model and {list(master.shape)} in"
                                   " the optimizer's: they are of different saves")  # fmt: skip
         stored = self._kept[name]
-        flat = master.reshape(-1)[
-            : stored.num_stored if isinstance(stored, Share) else None
-        ]  # padding is not in universal files
+        # padding is not in universal files
+        flat = master.reshape(-1)[: stored.num_stored if isinstance(stored, Share) else None]
         for at, block in self._modules.blocks(name):
             wide = flat[at : at + block.numel()].to(own.dtype)
             if not is_same(wide, block[: wide.numel()]):
@@ -412,8 +398,5 @@ class Weights:
 def kept(ranks: Ranks, kind: str) -> TensorStore:
     found = ranks.kept.get(kind, {})
     shares = {name: item for name, item in found.items() if isinstance(item, Share)}
-    return (
-        Shares(shares)
-        if shares
-        else Stretches({name: item for name, item in found.items() if isinstance(item, Stored)})
-    )
+    stored = {name: item for name, item in found.items() if isinstance(item, Stored)}
+    return Shares(shares) if shares else Stretches(stored)

@@ -1,172 +1,18 @@
-"""Access to many torch files, and tensors assembled from stretches of the tensors in them.
-
-A tensor of a ZeRO checkpoint is split over the files of all data parallel ranks. ``Stored`` lists the stretches of the
-files that it consists of; ``Stretches`` reads them block by block into the tensor, so that memory holds only the tensor
-and one block.
-"""
+"""The files of a step folder of DeepSpeed, found by their names; their model states; the names of pipelines."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron_sp.convert.archive.torch_files import TensorRecord, require_dtype
-from megatron_sp.convert.copies import TensorInfo
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.convert.formats.format import require_inside
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.strict_json import read_small_file
-
-_BLOCK = 4 << 20  # elements that are read at once where a tensor has several parts
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """``count`` elements of a tensor in a file, in row-major order, from ``first`` on."""
-
-    record: TensorRecord
-    first: int
-    count: int
-
-    def read(self) -> Tensor:
-        record = self.record
-        if not is_contiguous(record):
-            return record.read().reshape(-1)[self.first : self.first + self.count]
-        return replace(record, offset=record.offset + self.first, shape=(self.count,), stride=(1,)).read()
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that is the concatenation of stretches."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stretches: tuple[Stretch, ...]
-
-    @classmethod
-    def whole(cls, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
-        """Describe a tensor of a file, optionally with another shape."""
-        shape = record.shape if shape is None else shape
-        numel = torch.Size(shape).numel()
-        if numel != record.numel:
-            raise CheckpointError(f"{record.file.path} has {record.numel:,} elements where {list(shape)} are {numel:,}:"
-                                  " it is of another model, or damaged")  # fmt: skip
-        return cls(tuple(shape), dtype_of(record), (Stretch(record, 0, numel),))
-
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.shape, self.dtype)
-
-
-class Stretches:
-    """Tensors by name, assembled from their stretches (a ``TensorStore``)."""
-
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self.stored = stored
-
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: stored.info for name, stored in self.stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        stored = self.stored[name]
-        if len(stored.stretches) == 1 and stored.stretches[0].count == stored.stretches[0].record.numel:
-            return stored.stretches[0].record.read().contiguous().view(stored.shape)
-        made = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
-        for at, block in self.blocks(name):
-            made[at : at + block.numel()] = block
-        return made.view(stored.shape)
-
-    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements in order, as (position, [n]) with bounded n."""
-        at = 0
-        for stretch in self.stored[name].stretches:
-            for first in range(0, stretch.count, _BLOCK):
-                count = min(_BLOCK, stretch.count - first)
-                yield at, Stretch(stretch.record, stretch.first + first, count).read()
-                at += count
-
-
-def is_contiguous(record: TensorRecord) -> bool:
-    """Return whether the elements are stored in row-major order without gaps."""
-    wanted = 1
-    for size, stride in zip(reversed(record.shape), reversed(record.stride), strict=True):
-        if size != 1 and stride != wanted:
-            return False
-        wanted *= size
-    return True
-
-
-def dtype_of(record: TensorRecord) -> torch.dtype:
-    return require_dtype(record.dtype, f"{record.file.path}: a tensor")
-
-
-EMBEDDING, BLOCKS = "language_model.embedding.", "language_model.encoder.layers."
-FINAL_NORM, HEAD = "language_model.encoder.final_layernorm.", "language_model.output_layer."
-TIED_COPY = "word_embeddings_for_head.weight"
-_TIED = "tied_modules.embed."
-_NUMBERED = re.compile(r"([0-9]{1,4})\.(.+)")
-_IN_BLOCK = re.compile(r"(self_attention|attention|mlp|input_layernorm)\..+")
-_IN_EMBEDDING = re.compile(r"(word_embeddings|position_embeddings|tokentype_embeddings)\..+")
-
-
-def is_pipeline(names: Iterable[str]) -> bool:
-    """Return whether the names are those of a pipeline with numbered layers."""
-    return any(name.startswith(_TIED) or _NUMBERED.fullmatch(name) for name in names)
-
-
-class PipelineNames:
-    """Translator of the parameter names of a pipeline, whose layers are numbered, to those without a pipeline.
-
-        1.word_embeddings.weight                     language_model.embedding.word_embeddings.weight
-        tied_modules.embed.word_embeddings.weight    the same (first stage); word_embeddings_for_head.weight (last one)
-        2.input_layernorm.weight                     language_model.encoder.layers.0.input_layernorm.weight
-        26.weight                                    language_model.encoder.final_layernorm.weight
-        27.lm_head.weight                            language_model.output_layer.weight
-
-    The numbers differ between versions (some have a layer before the first block that only transposes dims), so the
-    kind of a layer is determined by its parameters. Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe;
-    deepspeed 0.19.8, runtime/pipe/module.py.
-    """
-
-    def __init__(self, names: Iterable[str], where: str) -> None:
-        self._where = where
-        numbered = [(int(m[1]), m[2]) for name in names if (m := _NUMBERED.fullmatch(name))]
-        self._blocks = sorted({number for number, rest in numbered if _IN_BLOCK.fullmatch(rest)})
-        if not self._blocks or self._blocks != list(range(self._blocks[0], self._blocks[-1] + 1)):
-            raise CheckpointError(f"{where} has the layers {self._blocks[:20]} with attention: they must follow each"
-                                  " other; files are missing")  # fmt: skip
-
-    def translate(self, name: str, *, first_stage: bool = True) -> str | None:
-        """Return the name without a pipeline; None for a copy that the model never uses."""
-        if name.startswith(_TIED):
-            return self._tied(name.removeprefix(_TIED), first_stage)
-        match = _NUMBERED.fullmatch(name)
-        if match is None:
-            raise CheckpointError(f"{self._where}: {name[:200]} is in no numbered layer, as all parameters of a"
-                                  " pipeline are")  # fmt: skip
-        number, rest = int(match[1]), match[2]
-        if number in self._blocks:
-            return f"{BLOCKS}{number - self._blocks[0]}.{rest}"
-        if _IN_EMBEDDING.fullmatch(rest):
-            return self._tied(rest, number < self._blocks[0])
-        if number > self._blocks[-1] and rest in ("weight", "bias"):
-            return FINAL_NORM + rest
-        if number > self._blocks[-1] and rest.startswith("lm_head."):
-            return HEAD + rest.removeprefix("lm_head.")
-        raise CheckpointError(f"{self._where}: layer {number} has {rest[:200]}; layers of this pipeline are an"
-                              f" embedding, blocks ({self._blocks[0]} to {self._blocks[-1]}), a norm and a"
-                              " head")  # fmt: skip
-
-    def _tied(self, rest: str, first_stage: bool) -> str | None:
-        if first_stage:
-            return EMBEDDING + rest
-        return TIED_COPY if rest == "word_embeddings.weight" else None
-
 
 _MODEL = re.compile(r"mp_rank_([0-9]{1,4})_model_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]{1,4})(?:-model_([0-9]{1,4}))?-model_states\.pt")
@@ -260,11 +106,6 @@ class StepFolder:
             raise CheckpointError(f"{self.path}: {what} goes to {max(ranks)}, but {missing[:8]} are missing: copy all"
                                   " files")  # fmt: skip
 
-    @property
-    def num_mp(self) -> int:
-        """Number of model parallel ranks: tp times stages."""
-        return len(self.models or self.zero_models)
-
 
 def is_there(path: Path) -> bool:
     """Return whether a folder, or a direct subfolder, has files named as by DeepSpeed."""
@@ -289,14 +130,10 @@ def find(path: Path, step: int | None) -> StepFolder:
 
 
 def _newest(path: Path, folders: dict[str, Path]) -> str:
-    for mark, pattern in (
-        ("latest", "{}"),
-        ("latest_universal", "{}"),
-        ("latest_checkpointed_iteration.txt", "global_step{}"),
-    ):
+    marks = {"latest": "", "latest_universal": "", "latest_checkpointed_iteration.txt": "global_step"}
+    for mark, prefix in marks.items():
         if (path / mark).exists() or (path / mark).is_symlink():
-            text = read_small_file(path / mark, 4096).decode("utf-8", "replace").strip()
-            name = pattern.format(text)
+            name = prefix + read_small_file(path / mark, 4096).decode("utf-8", "replace").strip()
             if not _PLAIN_NAME.fullmatch(name):
                 raise CheckpointError(f"{path / mark} names {name[:100]!r}, which is not a plain name of a folder: give"
                                       " --step N")  # fmt: skip
@@ -314,3 +151,181 @@ def step_in_name(folder: Path) -> int:
     """Return N of a folder named global_stepN; 0 for other names."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else 0
+
+
+Shapes = dict[str, tuple[int, ...]]
+_MAX_DEPTH = 16
+
+
+@dataclass
+class ModelStates:
+    """Contents of a ``*_model_states.pt`` file: weights of a rank, shapes for ZeRO's files, settings of the run.
+
+    Source: deepspeed 0.19.8, runtime/engine.py :: _common_checkpoint_state; Megatron-DeepSpeed, checkpointing.py ::
+    save_checkpoint.
+    """
+
+    path: Path
+    # its weights by name; empty where pipeline stages store them in files of layers
+    module: dict[str, TensorRecord] = field(default_factory=dict)
+    # names and shapes of the trained parameters by group, in the order in which ZeRO flattens them; empty without it
+    groups: list[Shapes] = field(default_factory=list)
+    # those of parameters that are not trained; in stage 3 a part is one rank's
+    frozen_shapes: Shapes = field(default_factory=dict)
+    frozen_parts: dict[str, TensorRecord] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # all entries of the file
+
+    @classmethod
+    def of(cls, path: Path) -> ModelStates:
+        tree = as_dict(TorchFile(path).tree, str(path))
+        if "module" not in tree:
+            raise CheckpointError(f"{path} has no entry 'module', which model states of DeepSpeed have: it is another"
+                                  " kind of file")  # fmt: skip
+        for name in ("ds_autoep_layers", "autoep_layers"):
+            if tree.get(name):
+                raise CheckpointError(f"{path} is of a mixture of experts ({name}), which cannot be converted: there is"
+                                      " no such model here")  # fmt: skip
+        found = cls(path, settings=tree)
+        found.module = dict(_flattened(tree["module"], path)) if tree["module"] is not None else {}
+        groups = tree.get("param_shapes", [])
+        groups = [] if groups is None else groups if isinstance(groups, list) else [groups]
+        found.groups = [_shapes(group, path) for group in groups]
+        found.frozen_shapes = _shapes(tree.get("frozen_param_shapes") or {}, path)
+        found.frozen_parts = dict(_flattened(tree.get("frozen_param_fragments") or {}, path))
+        shared = tree.get("shared_params")
+        shared = as_dict({} if shared is None else shared, f"{path}, shared_params")
+        if not all(isinstance(a, str) and isinstance(b, str) for a, b in shared.items()):
+            raise CheckpointError(f"{path}: shared_params must be names, it is damaged")
+        found.shared = {plain_name(a): plain_name(b) for a, b in shared.items()}
+        return found
+
+    @property
+    def args(self) -> Object | None:
+        found = self.settings.get("args")
+        return found if isinstance(found, Object) else None
+
+    def count(self, *names: str) -> int:
+        """Return the first of these entries that is a non-negative number, as an integer; 0 if none is."""
+        for name in names:
+            if (value := number(self.settings.get(name))) is not None and value >= 0:
+                return int(value)
+        return 0
+
+    @property
+    def universal_info(self) -> dict[str, Any]:
+        found = self.settings.get("universal_checkpoint_info")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def shapes(self) -> Shapes:
+        return {name: shape for group in self.groups for name, shape in group.items()}
+
+
+def as_dict(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must hold a dict, and holds {type(value).__name__}: it is another kind of file,"
+                              " or damaged")  # fmt: skip
+    return value
+
+
+def number(value: Any) -> int | float | None:
+    """Return a finite number, or the value of an enumeration's member; None: it is neither."""
+    if isinstance(value, Object) and len(value.args) == 1:
+        value = value.args[0]
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list[tuple[str, TensorRecord]]:
+    found: list[tuple[str, TensorRecord]] = []
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
+    for key, item in as_dict(value, f"{path}, {prefix or 'module'}").items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: {prefix or 'module'} has the key {str(key)[:100]!r}, which is not a name")
+        if isinstance(item, TensorRecord):
+            found.append((plain_name(prefix + key), item))
+        elif isinstance(item, dict):
+            found += _flattened(item, path, f"{prefix}{key}.", depth + 1)
+        elif item is not None and not isinstance(item, bytes | Object):  # _extra_state of transformer_engine
+            raise CheckpointError(f"{path}: {prefix}{key} is {type(item).__name__} where a tensor should be")
+    return found
+
+
+def _shapes(value: Any, path: Path) -> Shapes:
+    found: Shapes = {}
+    for name, shape in as_dict(value, f"{path}, param_shapes").items():
+        sizes = tuple(shape) if isinstance(shape, tuple | list) else (None,)
+        plain = all(isinstance(n, int) and 0 <= n < 1 << 40 for n in sizes)
+        if not isinstance(name, str) or not plain:
+            raise CheckpointError(f"{path}: param_shapes says {str(shape)[:100]!r} of {str(name)[:200]!r}, which is not"
+                                  " a shape: it is damaged")  # fmt: skip
+        found[plain_name(name)] = sizes
+    return found
+
+
+EMBEDDING, BLOCKS = "language_model.embedding.", "language_model.encoder.layers."
+FINAL_NORM, HEAD = "language_model.encoder.final_layernorm.", "language_model.output_layer."
+TIED_COPY = "word_embeddings_for_head.weight"
+_TIED = "tied_modules.embed."
+_NUMBERED = re.compile(r"([0-9]{1,4})\.(.+)")
+_IN_BLOCK = re.compile(r"(self_attention|attention|mlp|input_layernorm)\..+")
+_IN_EMBEDDING = re.compile(r"(word_embeddings|position_embeddings|tokentype_embeddings)\..+")
+
+
+def is_pipeline(names: Iterable[str]) -> bool:
+    """Return whether the names are those of a pipeline with numbered layers."""
+    return any(name.startswith(_TIED) or _NUMBERED.fullmatch(name) for name in names)
+
+
+class PipelineNames:
+    """Translator of the parameter names of a pipeline, whose layers are numbered, to those without a pipeline.
+
+        1.word_embeddings.weight                     language_model.embedding.word_embeddings.weight
+        tied_modules.embed.word_embeddings.weight    the same (first stage); word_embeddings_for_head.weight (last one)
+        2.input_layernorm.weight                     language_model.encoder.layers.0.input_layernorm.weight
+        26.weight                                    language_model.encoder.final_layernorm.weight
+        27.lm_head.weight                            language_model.output_layer.weight
+
+    The numbers differ between versions (some have a layer before the first block that only transposes dims), so the
+    kind of a layer is determined by its parameters. Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe;
+    deepspeed 0.19.8, runtime/pipe/module.py.
+    """
+
+    def __init__(self, names: Iterable[str], where: str) -> None:
+        self._where = where
+        numbered = [(int(m[1]), m[2]) for name in names if (m := _NUMBERED.fullmatch(name))]
+        self._blocks = sorted({number for number, rest in numbered if _IN_BLOCK.fullmatch(rest)})
+        if not self._blocks or self._blocks != list(range(self._blocks[0], self._blocks[-1] + 1)):
+            raise CheckpointError(f"{where} has the layers {self._blocks[:20]} with attention: they must follow each"
+                                  " other; files are missing")  # fmt: skip
+
+    def translate(self, name: str, *, first_stage: bool = True) -> str | None:
+        """Return the name without a pipeline; None for a copy that the model never uses."""
+        if name.startswith(_TIED):
+            return self._tied(name.removeprefix(_TIED), first_stage)
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            raise CheckpointError(f"{self._where}: {name[:200]} is in no numbered layer, as all parameters of a"
+                                  " pipeline are")  # fmt: skip
+        number, rest = int(match[1]), match[2]
+        if number in self._blocks:
+            return f"{BLOCKS}{number - self._blocks[0]}.{rest}"
+        if _IN_EMBEDDING.fullmatch(rest):
+            return self._tied(rest, number < self._blocks[0])
+        if number > self._blocks[-1] and rest in ("weight", "bias"):
+            return FINAL_NORM + rest
+        if number > self._blocks[-1] and rest.startswith("lm_head."):
+            return HEAD + rest.removeprefix("lm_head.")
+        raise CheckpointError(f"{self._where}: layer {number} has {rest[:200]}; layers of this pipeline are an"
+                              f" embedding, blocks ({self._blocks[0]} to {self._blocks[-1]}), a norm and a"
+                              " head")  # fmt: skip
+
+    def _tied(self, rest: str, first_stage: bool) -> str | None:
+        if first_stage:
+            return EMBEDDING + rest
+        return TIED_COPY if rest == "word_embeddings.weight" else None

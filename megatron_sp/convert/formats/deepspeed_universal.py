@@ -19,8 +19,8 @@ from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.families.family import Sizes
-from megatron_sp.convert.formats.deepspeed_files import dtype_of, is_contiguous
-from megatron_sp.convert.formats.deepspeed_states import as_dict
+from megatron_sp.convert.formats.deepspeed_files import as_dict
+from megatron_sp.convert.formats.deepspeed_zero import dtype_of, is_contiguous
 from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
 from megatron_sp.utils.errors import CheckpointError
 
@@ -194,21 +194,13 @@ def _parts(
     path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int,
     vocab_rows: int | None
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
-    """Return (dim, [(start, size)]): ``start`` of each block along ``dim``, and ``size`` of the part that each rank has
-    of it.
-    """
+    # (dim, [(start, size)]): the start of each block along ``dim``, and the size of the part that each rank has of it
     if "sub_param_shape" in tree:
         return _blocks(path, tree["sub_param_shape"], record, tp)
     dim = tree.get("cat_dim")
     if tree.get("vocab_tensor"):
-        rows = (
-            shape[0] * tp
-            if shape is not None
-            else vocab_rows
-            if vocab_rows is not None
-            else -(-record.shape[0] // tp) * tp
-        )
-        return 0, _even(path, [rows], tp)
+        rows = vocab_rows if vocab_rows is not None else -(-record.shape[0] // tp) * tp
+        return 0, _even(path, [rows if shape is None else shape[0] * tp], tp)
     if not isinstance(dim, int) or not 0 <= dim < len(record.shape):
         raise CheckpointError(f"{path}: cat_dim is {str(dim)[:50]} of a tensor {list(record.shape)}: it is damaged")
     count = tree.get("param_n_sub_params", 1)
@@ -227,7 +219,7 @@ def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
 
 
 def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, list[tuple[int, int]]]:
-    """Parse ``SubparamShape(patterns, shape, partition_dim)``, whose shape contains the sizes of the blocks."""
+    # SubparamShape(patterns, shape, partition_dim): its shape contains the sizes of the blocks
     said = spec.attributes if isinstance(spec, Object) else {}
     dim, shape = said.get("partition_dim"), said.get("shape")
     if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):

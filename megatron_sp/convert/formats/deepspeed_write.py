@@ -1,5 +1,4 @@
-"""Writer of Megatron-DeepSpeed checkpoints: files of model parallel ranks, ZeRO 1 for one data parallel rank, or a
-universal one.
+"""Writer of Megatron-DeepSpeed checkpoints: the weights alone, ZeRO 1 for one data parallel rank, or a universal one.
 
     latest, latest_checkpointed_iteration.txt
     global_step5/mp_rank_00_model_states.pt                          all three
@@ -67,10 +66,8 @@ class Plan:
 
     def groups(self) -> list[list[str]]:
         """Return our names of the parameters with weight decay, and of those without."""
-        return [
-            [n for n, shape in self.shapes.items() if is_decayed(theirs(n), shape) == decayed]
-            for decayed in (True, False)
-        ]
+        decayed = {name: None for name, shape in self.shapes.items() if is_decayed(theirs(name), shape)}
+        return [list(decayed), [name for name in self.shapes if name not in decayed]]
 
 
 def theirs(name: str) -> str:
@@ -93,22 +90,15 @@ def make_plan(model: Model, options: Options) -> Plan:
     layout = _layout(model, options)
     if layout != "module":
         require_state(model, options)
-    cut = Cut(
-        config, options.tp, order, padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
-    )
+    rows = padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
+    cut = Cut(config, options.tp, order, rows)
     whole = Cut(config, 1, order, config.vocab_size)
     scattered = partial(_scattered, model, shapes)
-    has_master = any(
-        name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors()
-    )  # without copies weights serve as such
-    sources = {
-        MASTER: f"{OPTIMIZER}{MASTER}." if has_master else "",
-        **{kind: f"{OPTIMIZER}{kind}." for kind in MOMENTS},
-    }
-    sources = {} if layout == "module" else sources
-    kept = {
-        kind: scattered(whole if layout == "universal" else cut, ours, torch.float32) for kind, ours in sources.items()
-    }
+    kept = {}
+    for kind in () if layout == "module" else (MASTER, *MOMENTS):
+        is_there = any(name.startswith(f"{OPTIMIZER}{kind}.") for name in model.store.tensors())
+        ours = f"{OPTIMIZER}{kind}." if is_there else ""  # without master copies the weights serve as such
+        kept[kind] = scattered(whole if layout == "universal" else cut, ours, torch.float32)
     return Plan(model, options, layout, shapes, cut, scattered(cut, "", options.dtype), kept)
 
 
@@ -118,9 +108,8 @@ def _scattered(
     assert model.config.num_layers
     places = [Shard(prefix_of(rank), rank, 0, model.config.num_layers, True, True) for rank in range(cut.tp)]
     copies, filled = shard_copies(cut, shapes, places, ours=ours)
-    return Scattered(
-        Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype
-    )
+    correspondence = Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled)
+    return Scattered(correspondence, model.store, dtype)
 
 
 def prefix_of(tp_rank: int) -> str:
@@ -128,9 +117,7 @@ def prefix_of(tp_rank: int) -> str:
 
 
 def _layout(model: Model, options: Options) -> Layout:
-    there = {
-        name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)
-    }
+    there = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
     has_moments = options.optimizer and set(MOMENTS) <= there
     if options.deepspeed_layout in ("zero1", "universal") and not has_moments:
         raise ConfigError(f"--deepspeed-layout {options.deepspeed_layout} holds Adam's state, and"
@@ -155,10 +142,8 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
         plan.ranks.forget()
         if plan.layout == "zero1":
             prefix = "bf16_" if plan.dtype == torch.bfloat16 else ""
-            write_torch_file(
-                folder / f"{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
-                _zero_states(plan, rank, progress),
-            )
+            file = folder / f"{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"
+            write_torch_file(file, _zero_states(plan, rank, progress))
     if plan.layout == "universal":
         _write_universal(plan, folder / "zero", progress)
     write_synced(path / ("latest_universal" if plan.layout == "universal" else "latest"), name.encode())
@@ -170,10 +155,9 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
     model, prefix = plan.model, prefix_of(rank)
     module = {theirs(name): lazy(plan.ranks, prefix + name, progress) for name in plan.shapes}
-    shapes = [
-        OrderedDict((theirs(n), torch.Size(plan.ranks.tensors()[prefix + n].shape)) for n in group)
-        for group in plan.groups()
-    ]
+    tensors, shapes = plan.ranks.tensors(), []
+    for group in plan.groups():
+        shapes.append(OrderedDict((theirs(name), torch.Size(tensors[prefix + name].shape)) for name in group))
     has_optimizer = bool(plan.kept)
     return {
         "module": nested(module), "buffer_names": [], "optimizer": None,
@@ -189,15 +173,8 @@ def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
 
 def _args(plan: Plan, rank: int) -> Namespace:
     c, cut = plan.model.config, plan.cut
-    found = namespace(
-        plan.model,
-        tp=cut.tp,
-        pp=1,
-        padded_vocab_size=cut.padded_vocab_size,
-        legacy=True,
-        params_dtype=plan.dtype,
-        rank=rank,
-    )
+    ranks: dict[str, int] = {"tp": cut.tp, "pp": 1, "rank": rank, "padded_vocab_size": cut.padded_vocab_size}
+    found = namespace(plan.model, legacy=True, params_dtype=plan.dtype, **ranks)
     more = {
         "num_key_value_heads": c.num_groups, "normalization": c.normalization.lower(), "rope_theta": c.rotary_base,
         "num_experts": [1], "deepspeed": True, "no_pipeline_parallel": True, "ds_sequence_parallel_size": 1,
@@ -207,9 +184,7 @@ def _args(plan: Plan, rank: int) -> Namespace:
 
 
 def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Return the optimizer states of the only data parallel rank, as stage 1 saves them: moments with padding, weights
-    without.
-    """
+    # of the only data parallel rank, as stage 1 saves them: moments with padding, weights without
     prefix = prefix_of(rank)
     groups = [[prefix + name for name in group] for group in plan.groups()]
     counts = [sum(math.prod(plan.ranks.tensors()[name].shape) for name in group) for group in groups]
@@ -253,9 +228,8 @@ def _fragments(plan: Plan, prefix: str, group: list[str]) -> OrderedDict[str, Ob
     for name in group:
         numel = math.prod(plan.ranks.tensors()[name].shape)
         state = {"numel": numel, "start": at}
-        found[theirs(name.removeprefix(prefix))] = Object(
-            "deepspeed.utils.tensor_fragment.fragment_address", state=state
-        )
+        address = Object("deepspeed.utils.tensor_fragment.fragment_address", state=state)
+        found[theirs(name.removeprefix(prefix))] = address
         at += numel
     return found
 

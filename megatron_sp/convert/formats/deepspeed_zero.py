@@ -20,22 +20,102 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile
+from megatron_sp.convert.archive.torch_files import Object, TensorRecord, TorchFile, require_dtype
+from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
-from megatron_sp.convert.formats.deepspeed_files import Stored, Stretch, Stretches, dtype_of
-from megatron_sp.convert.formats.deepspeed_states import ModelStates, Shapes, as_dict, number, plain_name
-from megatron_sp.convert.formats.megatron_files import WAY_OUT, Written
+from megatron_sp.convert.formats.deepspeed_files import ModelStates, Shapes, as_dict, number, plain_name
+from megatron_sp.convert.formats.megatron_files import WAY_OUT
 from megatron_sp.convert.model import KINDS, LossScale
 from megatron_sp.utils.errors import CheckpointError
 
 MASTER, MOMENTS = KINDS[0], KINDS[1:]
 _ALIGNMENT = 2  # elements that stages 1 and 2 round a rank's range up to
+
+
+_BLOCK = 4 << 20  # elements that are read at once where a tensor has several parts
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``count`` elements of a tensor in a file, in row-major order, from ``first`` on."""
+
+    record: TensorRecord
+    first: int
+    count: int
+
+    def read(self) -> Tensor:
+        record = self.record
+        if not is_contiguous(record):
+            return record.read().reshape(-1)[self.first : self.first + self.count]
+        return replace(record, offset=record.offset + self.first, shape=(self.count,), stride=(1,)).read()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is the concatenation of stretches."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def whole(cls, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
+        """Describe a tensor of a file, optionally with another shape."""
+        shape = record.shape if shape is None else shape
+        numel = torch.Size(shape).numel()
+        if numel != record.numel:
+            raise CheckpointError(f"{record.file.path} has {record.numel:,} elements where {list(shape)} are {numel:,}:"
+                                  " it is of another model, or damaged")  # fmt: skip
+        return cls(tuple(shape), dtype_of(record), (Stretch(record, 0, numel),))
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.shape, self.dtype)
+
+
+class Stretches:
+    """Tensors by name, assembled from their stretches (a ``TensorStore``)."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = stored
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: stored.info for name, stored in self.stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        stored = self.stored[name]
+        if len(stored.stretches) == 1 and stored.stretches[0].count == stored.stretches[0].record.numel:
+            return stored.stretches[0].record.read().contiguous().view(stored.shape)
+        made = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
+        for at, block in self.blocks(name):
+            made[at : at + block.numel()] = block
+        return made.view(stored.shape)
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the elements in order, as (position, [n]) with bounded n."""
+        at = 0
+        for stretch in self.stored[name].stretches:
+            for first in range(0, stretch.count, _BLOCK):
+                count = min(_BLOCK, stretch.count - first)
+                yield at, Stretch(stretch.record, stretch.first + first, count).read()
+                at += count
+
+
+def is_contiguous(record: TensorRecord) -> bool:
+    """Return whether the elements are stored in row-major order without gaps."""
+    steps = [math.prod(record.shape[dim + 1 :]) for dim in range(len(record.shape))]
+    return all(size == 1 or have == need for size, have, need in zip(record.shape, record.stride, steps, strict=True))
+
+
+def dtype_of(record: TensorRecord) -> torch.dtype:
+    return require_dtype(record.dtype, f"{record.file.path}: a tensor")
 
 
 @dataclass
@@ -54,15 +134,6 @@ class Partition:
     # in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there are none
     squares: list[TensorRecord] = field(default_factory=list)
     loss_scale: LossScale | None = None
-
-
-@dataclass
-class ZeroTensors:
-    """Tensors of all data parallel ranks combined, by kind and the parameter's own name."""
-
-    tensors: dict[str, dict[str, Stored]]
-    step: int | None
-    loss_scale: LossScale | None
 
 
 def read_partition(path: Path, *, moments: bool) -> Partition:
@@ -85,18 +156,30 @@ def read_partition(path: Path, *, moments: bool) -> Partition:
     squares = [item for one in states if isinstance(item := one.get(MOMENTS[1]), TensorRecord)]
     if stage != 3 or [flat.numel for flat in squares] != [flat.numel for flat in flats[MASTER]]:
         squares = []
+    count = state.get("partition_count")
+    counts = [n for item in (count if isinstance(count, list) else [count]) if (n := number(item)) is not None]
+    if not counts or max(counts) < 1:
+        raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is"
+                              " damaged")  # fmt: skip
+    paddings = state.get("param_alignment_paddings")
+    lists = paddings if isinstance(paddings, list) else [None]
+    small = (isinstance(some, list) and all(isinstance(n, int) and 0 <= n < 4096 for n in some) for some in lists)
+    if paddings is not None and not all(small):
+        raise CheckpointError(f"{path}: param_alignment_paddings must be lists of small numbers: it is damaged")
     # the number of updates is stored separately (elastic), beside the moments, or in the settings
     settings = (group.get("step") for group in param_groups[:1] if isinstance(group, dict))
     steps = map(whole, (state.get("base_optimizer_state_step"), *(one.get("step") for one in states[:1]), *settings))
     return Partition(
-        path, stage, _count(state.get("partition_count"), path), flats,
-        next((step for step in steps if step is not None), None), _fragments(state.get("param_slice_mappings"), path),
-        _paddings(state.get("param_alignment_paddings"), path), squares, scale_of_deepspeed(state.get("loss_scaler")),
+        path, stage, int(max(counts)), flats, next((step for step in steps if step is not None), None),
+        _fragments(state.get("param_slice_mappings"), path), paddings, squares,
+        scale_of_deepspeed(state.get("loss_scaler")),
     )  # fmt: skip
 
 
-def gather(states: list[ModelStates], paths: dict[int, Path], *, moments: bool) -> ZeroTensors:
-    """Locate every parameter of a model parallel rank."""
+def gather(
+    states: list[ModelStates], paths: dict[int, Path], *, moments: bool
+) -> tuple[Partition, dict[str, dict[str, Stored]]]:
+    """Locate every parameter of a model parallel rank: return its first file, and its tensors by kind and name."""
     ranks = [read_partition(paths[rank], moments=moments) for rank in sorted(paths)]
     _require_alike(ranks)
     of = _stage_3 if ranks[0].stage == 3 else _stage_1
@@ -109,7 +192,7 @@ def gather(states: list[ModelStates], paths: dict[int, Path], *, moments: bool) 
         for found in tensors.values():
             if original in found:
                 found[name] = found[original]
-    return ZeroTensors(tensors, ranks[0].step, ranks[0].loss_scale)
+    return ranks[0], tensors
 
 
 def _require_alike(ranks: list[Partition]) -> None:
@@ -122,9 +205,8 @@ def _require_alike(ranks: list[Partition]) -> None:
             if getattr(first, what) != getattr(other, what):
                 raise CheckpointError(f"{other.path}: its {what} is {getattr(other, what)}, that of {first.path.name}"
                                       f" is {getattr(first, what)}: they are of different saves")  # fmt: skip
-        if {kind: len(flats) for kind, flats in first.flats.items()} != {
-            kind: len(flats) for kind, flats in other.flats.items()
-        }:
+        groups = [{kind: len(flats) for kind, flats in rank.flats.items()} for rank in (first, other)]
+        if groups[0] != groups[1]:
             raise CheckpointError(f"{other.path} and {first.path.name} do not have the same groups of parameters: they"
                                   " are of different saves")  # fmt: skip
 
@@ -163,9 +245,7 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
 
 
 def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first, count) of the elements from ``at`` on; all ranks before the last non-empty one have equal
-    ranges.
-    """
+    # (rank, first, count) from ``at`` on; all ranks before the last non-empty one have equal ranges
     size = flats[0].numel
     while count:
         rank = min(at // size, len(flats) - 1) if size else len(flats) - 1
@@ -179,9 +259,7 @@ def _ranges(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterat
 
 
 def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Locate the parameters by the ranks' own lists and the 16-bit weights, if the model states have no shapes (bf16
-    without ZeRO).
-    """
+    # for model states without shapes (bf16 without ZeRO): by the ranks' own lists and the 16-bit weights
     if not any(rank.fragments for rank in ranks):
         raise CheckpointError(f"{states.path} has no param_shapes and {ranks[0].path.name} no param_slice_mappings:"
                               " which parameters are in the optimizer's files cannot be told; move them aside to"
@@ -203,9 +281,7 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Locate the parameters of stage 3: equal parts of each, concatenated on every rank over its groups as if they were
-    one.
-    """
+    # equal parts of each parameter, concatenated on every rank over its groups as if they were one
     at = 0
     for name, shape in states.shapes.items():
         numel = math.prod(shape)
@@ -235,7 +311,7 @@ def _across(flats: list[TensorRecord], at: int, count: int, name: str) -> Iterat
 
 
 def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
-    """Locate frozen parameters: stage 3 keeps a part of each in the model states of every rank."""
+    # stage 3 keeps a part of each frozen parameter in the model states of every rank
     for name, shape in states[0].frozen_shapes.items():
         numel = math.prod(shape)
         part = -(-numel // len(states))
@@ -257,9 +333,7 @@ def _flat(path: Path, item: Any) -> TensorRecord:
 
 
 def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]]:
-    """Return the optimizer's state of each group and its settings, from a list (``elastic``) or a state dict of torch
-    (``rigid``).
-    """
+    # the state of each group and the settings, from a list (``elastic``) or a state dict of torch (``rigid``)
     if base is None:
         return [], []
     if isinstance(base, list):
@@ -289,42 +363,18 @@ def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str,
 
 
 def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
-    found = []
+    fragments = []
     for group in value if isinstance(value, list) else []:
-        found.append(
-            {
-                plain_name(str(name)): _address(item, path)
-                for name, item in as_dict(group, f"{path}, param_slice_mappings").items()
-            }
-        )
-    return found
-
-
-def _address(item: Any, path: Path) -> tuple[int, int]:
-    attributes = item.attributes if isinstance(item, Object) else {}
-    start, count = attributes.get("start"), attributes.get("numel")
-    if not (isinstance(start, int) and isinstance(count, int) and start >= 0 and count >= 0):
-        raise CheckpointError(f"{path}: param_slice_mappings has {str(item)[:100]} where a start and a number should"
-                              " be: it is damaged")  # fmt: skip
-    return start, count
-
-
-def _paddings(value: Any, path: Path) -> list[list[int]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(
-        isinstance(g, list) and all(isinstance(n, int) and 0 <= n < 4096 for n in g) for g in value
-    ):
-        raise CheckpointError(f"{path}: param_alignment_paddings must be lists of small numbers: it is damaged")
-    return value
-
-
-def _count(value: Any, path: Path) -> int:
-    counts = [n for item in (value if isinstance(value, list) else [value]) if (n := number(item)) is not None]
-    if not counts or max(counts) < 1:
-        raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is"
-                              " damaged")  # fmt: skip
-    return int(max(counts))
+        by_name = {}
+        for name, item in as_dict(group, f"{path}, param_slice_mappings").items():
+            attributes = item.attributes if isinstance(item, Object) else {}
+            start, count = attributes.get("start"), attributes.get("numel")
+            if not (isinstance(start, int) and isinstance(count, int) and start >= 0 and count >= 0):
+                raise CheckpointError(f"{path}: param_slice_mappings has {str(item)[:100]} where a start and a number"
+                                      " should be: it is damaged")  # fmt: skip
+            by_name[plain_name(str(name))] = start, count
+        fragments.append(by_name)
+    return fragments
 
 
 # An optimizer's file of stage 3 does not contain its rank, all have the same shapes, and there are no other weights to
@@ -337,15 +387,6 @@ def _count(value: Any, path: Path) -> int:
 # Files exchanged with those of another host are not detected, unless a parameter is split unevenly: they leave no
 # trace. Source: deepspeed 0.19.8, runtime/zero/stage3.py :: partition_grads; Megatron-DeepSpeed, arguments.py
 # (args.rank).
-def written_by(paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
-    """Return who wrote the model states, by model parallel rank and data parallel rank."""
-    return {
-        (mp, dp): Written.of(path, as_dict(TorchFile(path).tree, str(path)))
-        for mp, by_dp in paths.items()
-        for dp, path in by_dp.items()
-    }  # fmt: skip
-
-
 def require_devices(models: Mapping[int, Path], optimizers: Mapping[int, Path]) -> None:
     """Refuse an optimizer's file from another device than its rank's model states."""
     for dp in models.keys() & optimizers.keys():
@@ -375,7 +416,7 @@ def require_padding(squares: list[list[Stored]], shapes: Shapes) -> None:
 
 
 def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]:
-    """Yield (position, length) of the padding in the concatenated parts of a rank."""
+    # (position, length) in the concatenated parts of a rank
     at = 0
     for shape in shapes.values():
         numel = torch.Size(shape).numel()
