@@ -44,9 +44,7 @@ def whole(value: Any) -> int | None:
 
 
 def updates_of(state: Mapping[Any, Any]) -> int | None:
-    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups. None:
-    not stated.
-    """
+    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups."""
     by_number, groups = state.get("state"), state.get("param_groups")
     by_number = by_number if isinstance(by_number, dict) else {}
     first = next((one for one in by_number.values() if isinstance(one, dict)), {})
@@ -55,33 +53,23 @@ def updates_of(state: Mapping[Any, Any]) -> int | None:
     return next((found for place in places if (found := whole(place)) is not None), None)
 
 
-def scale_of_megatron(state: Any) -> LossScale | None:
-    """Return the loss scale in ``grad_scaler``; None: there is none, or it is constant."""
-    if not isinstance(state, dict):
-        return None
-    return _scale(
-        single(state.get("scale")), *(whole(state.get(name)) for name in ("growth_tracker", "hysteresis_tracker"))
-    )
-
-
 def of_megatron(tree: Mapping[Any, Any]) -> tuple[int | None, LossScale | None]:
     """Return updates and loss scale of the state saved under "optimizer", which is Adam's own or that of a wrapper."""
     outer = tree.get("optimizer")
     if not isinstance(outer, dict):
         return None, None
-    inner = next(
-        (outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer
-    )
-    return updates_of(inner), scale_of_megatron(outer.get("grad_scaler"))
+    inside = (outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict))
+    updates, scaler = updates_of(next(inside, outer)), outer.get("grad_scaler")
+    if not isinstance(scaler, dict):
+        return updates, None
+    counts = (whole(scaler.get(name)) for name in ("growth_tracker", "hysteresis_tracker"))
+    return updates, _scale(single(scaler.get("scale")), *counts)
 
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
-    """Return the samples counted by Megatron's learning rate scheduler, which excludes skipped steps; None: not
-    stated.
-    """
-    state: Mapping[Any, Any] = next(
-        (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {}
-    )
+    """Return the samples counted by Megatron's learning rate scheduler, without skipped steps; None: not stated."""
+    states = (tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict))
+    state: Mapping[Any, Any] = next(states, {})
     found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key))) is not None), None)
     return found if found is not None and found <= consumed else None
 
@@ -109,13 +97,8 @@ def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
     if scale is None:
         return {}
     good_steps, left = int(scale["good_steps"]) % precision.loss_scale_window, int(scale["hysteresis_left"])
-    return {
-        "grad_scaler": {
-            "scale": torch.tensor([scale["scale"]]),
-            "growth_tracker": good_steps,
-            "hysteresis_tracker": left,
-        }
-    }
+    tensor = torch.tensor([scale["scale"]])
+    return {"grad_scaler": {"scale": tensor, "growth_tracker": good_steps, "hysteresis_tracker": left}}
 
 
 def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:

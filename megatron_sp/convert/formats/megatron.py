@@ -31,7 +31,7 @@ from megatron_sp.convert.formats.megatron_files import (
     open_ranks,
     places,
     rank_folders,
-)
+)  # fmt: skip
 from megatron_sp.convert.formats.megatron_names import ignored, is_decayed, registered
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
 from megatron_sp.convert.model import OPTIMIZER, Fate, LossScale, Model, match_tensors, parameter_shapes, require_sound
@@ -80,9 +80,8 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
     require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
     order = _order(opened, config, options, notes)
     cut = Cut(config, opened.tp, order, facts.padded_vocab_size, opened.ep, neighbours_of(settings, config, order))
-    if (
-        order != "interleaved" or cut.neighbours
-    ) and config.num_groups % cut.tp:  # every rank must have whole groups then
+    needs_groups = order != "interleaved" or cut.neighbours  # every rank must have whole groups then
+    if needs_groups and config.num_groups % cut.tp:
         raise CheckpointError(f"{folder}: {config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in"
                               f" the order {order}")  # fmt: skip
     store = RankFiles()
@@ -103,25 +102,21 @@ def _read(folder: Path, opened: Opened, options: Options) -> Model:
         found = find_optimizer(opened, store)
         fates += found.fates
         for kind in found.kinds:
-            more, padding = shard_copies(
-                cut, shapes, there, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.", tied_heads=heads
-            )
-            copies = copies + more
-            filled = {**filled, **padding}
-            ours = {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
+            names = {"kind": f"{kind}.", "ours": f"{OPTIMIZER}{kind}."}
+            more, padding = shard_copies(cut, shapes, there, tied_heads=heads, **names)
+            copies, filled = copies + more, {**filled, **padding}
+            ours |= {f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}
     else:
-        ranks = [file.rank.path.name for file in opened.files if "optimizer" in file.tree]
-        fates += [
-            Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks
-        ]
+        for rank in [file.rank.path.name for file in opened.files if "optimizer" in file.tree]:
+            fates.append(Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind"))
     dropped = {f"[^/]+/(model[0-9]+/)?{pattern}": reason for pattern, reason in ignored().items()}
-    fitted = match_tensors(
-        str(folder), Correspondence.of(ours, copies, filled), store, dropped, tied={}, shown=store.shown()
-    )
+    correspondence = Correspondence.of(ours, copies, filled)
+    fitted = match_tensors(str(folder), correspondence, store, dropped, tied={}, shown=store.shown())
     if settings.document == {}:
         notes.append("it holds no arguments: sizes are taken from its tensors, the rest from --set or Megatron's"
                      " defaults")  # fmt: skip
-    iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
+    iteration, consumed = opened.common("iteration"), opened.args.get("consumed_train_samples")
+    consumed = consumed if is_count(consumed) else 0
     return Model(
         config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
         consumed_samples=consumed, scheduled_samples=scheduled_of(opened.files[0].tree, consumed),
@@ -143,11 +138,7 @@ def _facts(opened: Opened, there: list[Shard]) -> Facts:
 
 
 def _order(opened: Opened, config: ModelConfig, options: Options, notes: list[str]) -> QkvOrder:
-    """Return the row order of the fused projections: that of --qkv-layout, or of the checkpoint version."""
-    if options.qkv_layout is not None:
-        order: QkvOrder = options.qkv_layout
-    else:
-        order = _order_of_version(opened, notes)
+    order: QkvOrder = options.qkv_layout or _order_of_version(opened, notes)
     if order in ("v0", "v1") and config.num_groups != config.num_attention_heads:
         raise ConfigError(f"the rows of queries, keys and values cannot be in the order {order}, which knows no groups"
                           f" of heads: the model has {config.num_attention_heads} heads and {config.num_groups} groups;"
@@ -171,10 +162,8 @@ def _order_of_version(opened: Opened, notes: list[str]) -> QkvOrder:
 
 
 def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
-    said = [
-        settings.count(f"{axis}_model_parallel_size", found)
-        for axis, found in (("tensor", opened.tp), ("pipeline", opened.pp))
-    ]
+    tp = settings.count("tensor_model_parallel_size", opened.tp)
+    pp = settings.count("pipeline_model_parallel_size", opened.pp)
     ep = settings.count("expert_model_parallel_size", opened.ep)
     if ep != opened.ep:
         raise CheckpointError(f"{folder} has files of {opened.ep} shares of the experts, and {ep} were written: copy"
@@ -184,14 +173,9 @@ def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
         raise CheckpointError(f"{folder}: experts are split over {experts_tp} ranks (expert_tensor_parallel_size) and"
                               f" the rest over {opened.tp}: only the same number can be converted; save it as"
                               " torch_dist")  # fmt: skip
-    if said != [opened.tp, opened.pp]:
+    if (tp, pp) != (opened.tp, opened.pp):
         raise CheckpointError(f"{folder} has files of {opened.tp} x {opened.pp} ranks (tp x pp), and was written by"
-                              f" {said[0]} x {said[1]} of them: copy all of their folders to one place")  # fmt: skip
-
-
-def _count(args: Mapping[str, Any], name: str) -> int:
-    value = args.get(name)
-    return value if is_count(value) else 0
+                              f" {tp} x {pp} of them: copy all of their folders to one place")  # fmt: skip
 
 
 # Adam's state has two forms. The plain optimizer numbers its parameters, in one or two groups (with and without weight
@@ -264,10 +248,8 @@ def _inner(file: RankFile) -> Mapping[Any, Any]:
                               f" {_WAY_OUT}")  # fmt: skip
     if not isinstance(found, dict):
         return {}
-    inner = next(
-        (found[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), dict)), found
-    )
-    return inner  # type: ignore[no-any-return]
+    inside = (found[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), dict))
+    return next(inside, found)
 
 
 def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
@@ -276,9 +258,7 @@ def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
         if chunk.rank != file.rank:
             continue
         by_listed = {stored.shown.rsplit(":", 1)[-1]: name for name, stored in chunk.tensors.items()}
-        for listed in registered(
-            [name for name in by_listed if not any(re.fullmatch(pattern, name) for pattern in dropped)]
-        ):
+        for listed in registered([x for x in by_listed if not any(re.fullmatch(pattern, x) for pattern in dropped)]):
             name = by_listed[listed]
             yield Parameter(chunk, name, chunk.tensors[name])
 
@@ -288,22 +268,18 @@ def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], 
     for kind in ("master", *_MOMENTS) if is_half else _MOMENTS:
         store.add(f"{prefix}{kind}.{parameter.name}", tensors[kind])
     if "master" in tensors:
-        store.checks[f"{prefix}{'master' if is_half else 'exp_avg'}.{parameter.name}"] = (
-            prefix + parameter.name,
-            tensors["master"],
-        )
+        first = f"{prefix}{'master' if is_half else 'exp_avg'}.{parameter.name}"
+        store.checks[first] = prefix + parameter.name, tensors["master"]
 
 
 def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is_half: bool) -> None:
     inner, where = _inner(file), file.file.path
     groups, state = inner.get("param_groups"), inner["state"]
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
-        groups = [{"params": [None]}]
-    if not all(isinstance(number, int) for group in groups for number in group["params"]):
+    groups = groups if isinstance(groups, list) else [None]
+    lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not all(isinstance(part, list) and all(isinstance(number, int) for number in part) for part in lists):
         raise CheckpointError(f"{where}: the optimizer has no groups of parameters: {_WAY_OUT}")
-    numbers = [group["params"] for group in groups if group["params"]]
+    numbers: list[list[Any]] = [part for part in lists if part]
     masters = _masters(file, [len(part) for part in numbers]) if is_half else [[] for _ in numbers]
     for part, copies, members in zip(numbers, masters, _members(file, parameters, numbers, state), strict=True):
         for i, (number, parameter) in enumerate(zip(part, members, strict=True)):
@@ -321,15 +297,12 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
 
 def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:
     outer = file.tree["optimizer"]
-    found: list[Any] = next(
-        (outer[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if isinstance(outer.get(key), list)), []
-    )
-    found = [group for group in found if group]
-    if [len(group) for group in found] != lengths:
-        raise CheckpointError(f"{file.file.path}: groups of {lengths} parameters, but of"
-                              f" {[len(group) for group in found]} fp32 copies: which is which cannot be told;"
-                              f" {_WAY_OUT}")  # fmt: skip
-    return found
+    lists = (outer[key] for key in ("fp32_from_fp16_params", "fp32_from_fp16") if isinstance(outer.get(key), list))
+    copies = [group for group in next(lists, []) if group]
+    if (there := [len(group) for group in copies]) != lengths:
+        raise CheckpointError(f"{file.file.path}: groups of {lengths} parameters, but of {there} fp32 copies: which is"
+                              f" which cannot be told; {_WAY_OUT}")  # fmt: skip
+    return copies
 
 
 def _members(
@@ -362,26 +335,18 @@ def _add_distributed(
     chunks = list({id(p.chunk): p.chunk for p in parameters}.values())
     buffers = _buffers(opened_file, len(chunks))
     for number, (chunk, rows) in enumerate(zip(chunks, buffers, strict=True)):
-        mine = [p for p in parameters if p.chunk is chunk]
-        starts = _starts(opened, opened_file, mine, rows["param"])
-        for parameter, start in zip(mine, starts, strict=True):
-            kinds = (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-            tensors = {
-                kind: Stored(
-                    _part(rows[key], start, parameter.shape),
-                    f"{file.rank.path.name}/{DISTRIBUTED}:{number}.{key}[{start}:]",
-                )
-                for kind, key in kinds
-            }
+        shown = f"{file.rank.path.name}/{DISTRIBUTED}:{number}"
+        of_chunk = [p for p in parameters if p.chunk is chunk]
+        starts = _starts(opened, opened_file, of_chunk, rows["param"])
+        for parameter, start in zip(of_chunk, starts, strict=True):
+            shape, tensors = parameter.shape, {}
+            stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            for kind, key in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                record = replace(rows[key], offset=rows[key].offset + start, shape=shape, stride=stride)
+                tensors[kind] = Stored(record, f"{shown}.{key}[{start}:]")
             _add(store, parameter, tensors, is_half)
         if not is_half:
-            fates.append(
-                Fate(
-                    f"{file.rank.path.name}/{DISTRIBUTED}:{number}.param",
-                    "",
-                    "the weights again, which are fp32 already",
-                )
-            )
+            fates.append(Fate(f"{shown}.param", "", "the weights again, which are fp32 already"))
 
 
 def _buffers(file: TorchFile, count: int) -> list[dict[str, TensorRecord]]:
@@ -409,11 +374,6 @@ def _rows(file: TorchFile, by_dtype: Any) -> dict[str, TensorRecord]:
     return found
 
 
-def _part(row: TensorRecord, start: int, shape: tuple[int, ...]) -> TensorRecord:
-    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return replace(row, offset=row.offset + start, shape=shape, stride=tuple(stride))
-
-
 def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: TensorRecord) -> list[int]:
     """Return the start of each parameter in the flat buffers."""
     length = row.shape[0]
@@ -431,11 +391,8 @@ def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> I
     yield _laid_out(parameters, 1, None, set())
     dp = args.get("data_parallel_size")
     bucket = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (dp if isinstance(dp, int) else 1))
-    shared = (
-        {"embedding.word_embeddings.weight", "output_layer.weight"}
-        if pp > 1 and not args.get("untie_embeddings_and_output_weights")
-        else set()
-    )
+    is_shared = pp > 1 and not args.get("untie_embeddings_and_output_weights")
+    shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if is_shared else set()
     for alignment in (1, _ALIGNMENT):
         yield _laid_out(parameters, alignment, None, shared)
         yield _laid_out(parameters, alignment, int(bucket), shared)
@@ -444,9 +401,7 @@ def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> I
 def _laid_out(
     parameters: list[Parameter], alignment: int, bucket_size: int | None, shared: set[str]
 ) -> tuple[tuple[int, ...], int]:
-    """Lay out parameters as in Megatron's buffer, without the padding at the end of buckets, which files do not
-    contain.
-    """
+    # as in Megatron's buffer, without the padding at the end of buckets, which files do not contain
     starts: dict[str, int] = {}
     behind, at, is_empty = 0, 0, True  # total length of the previous buckets; position in this one
     for parameter in reversed(parameters):

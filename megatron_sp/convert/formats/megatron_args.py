@@ -20,8 +20,7 @@ from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Overrides
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
-# Arguments that change what the model computes and that we do not support: their neutral values, and what other values
-# mean.
+# Arguments that we do not support: the values that change nothing, and what the model does with others.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "multi_latent_attention": ((None, False), "has multi-latent attention"),
     "attention_output_gate": ((None, False), "gates the output of attention"),
@@ -64,11 +63,8 @@ def refuse_unknown(settings: Settings) -> None:
 
 def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
     refuse_unknown(settings)
-    for name, found in (
-        ("num_layers", facts.num_layers),
-        ("hidden_size", facts.hidden_size),
-        ("ffn_hidden_size", facts.ffn_size),
-    ):
+    sizes = {"num_layers": facts.num_layers, "hidden_size": facts.hidden_size, "ffn_hidden_size": facts.ffn_size}
+    for name, found in sizes.items():
         if found is not None and (said := settings.count(name, found)) != found:
             raise CheckpointError(f"{settings.where}: {name} is {said}, but {found} by the tensors that are there:"
                                   " files are missing, or of another checkpoint")  # fmt: skip
@@ -77,12 +73,8 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
         raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set"
                           " num-attention-heads=N")  # fmt: skip
     is_untied = not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
-    head_dim = (
-        settings.count("kv_channels", None)
-        or given.count("kv_channels", None)
-        or facts.head_dim
-        or facts.attention_width // heads
-    )
+    head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None)
+    head_dim = head_dim or facts.head_dim or facts.attention_width // heads
     if head_dim < 1:
         raise CheckpointError(f"{settings.where}: num_attention_heads is {heads}, more than the {facts.attention_width}"
                               " columns that all heads have together")  # fmt: skip
@@ -109,7 +101,11 @@ def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: in
     _set_activation(config, settings, facts, given, legacy=legacy)
     window = settings.document.get("window_size")
     if window not in (None, (-1, -1), [-1, -1]):
-        _set_window(config, settings, window)
+        is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+        if not is_pair or not isinstance(window[0], int) or window[0] < 0 or window[1] not in (0, -1):
+            raise CheckpointError(f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens"
+                                  " before a token, can be converted")  # fmt: skip
+        config.window_size = window[0] + 1
     given.apply(config)
     return config
 
@@ -139,9 +135,8 @@ def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given:
         raise CheckpointError(f"{settings.where}: position_embedding_type is {kind[:100]!r}: only learned_absolute,"
                               " rope and none can be converted")  # fmt: skip
     config.position_embedding_type = kind  # type: ignore[assignment]
-    config.max_position_embeddings = facts.positions or settings.count(
-        "max_position_embeddings", given.get("max_position_embeddings", 2048)
-    )
+    usual = given.get("max_position_embeddings", 2048)
+    config.max_position_embeddings = facts.positions or settings.count("max_position_embeddings", usual)
     config.seq_length = settings.count("seq_length", config.max_position_embeddings)
     if kind != "rope":
         return
@@ -179,23 +174,8 @@ def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given
         config.bert_head_activation = "gelu_tanh" if openai else "gelu"
 
 
-def _set_window(config: ModelConfig, settings: Settings, window: Any) -> None:
-    if not (
-        isinstance(window, (tuple, list))
-        and len(window) == 2
-        and isinstance(window[0], int)
-        and window[0] >= 0
-        and window[1] in (0, -1)
-    ):
-        raise CheckpointError(f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens before"
-                              " a token, can be converted")  # fmt: skip
-    config.window_size = window[0] + 1
-
-
 def needs_openai_gelu(config: ModelConfig) -> bool:
-    """Return whether GELU is the tanh approximation where Megatron's fused kernel is not used: such models need
-    --openai-gelu.
-    """
+    """Return whether GELU is the tanh approximation outside of Megatron's fused kernel, which takes --openai-gelu."""
     of_head = config.is_bert and config.head_activation == "gelu_tanh"
     return config.activation == "gelu_tanh" and (of_head or config.disable_bias_linear)
 
@@ -291,8 +271,7 @@ def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-# Arguments that change what a mixture computes and that we do not support: their neutral values, and what other values
-# mean.
+# The same for mixtures of experts.
 _NEUTRAL_OF_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_expert_capacity_factor": ((None,), "drops tokens of experts that are full"),
     "moe_shared_expert_gate": ((None, False), "has a gate of the shared expert"),
@@ -310,11 +289,8 @@ def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
     """Set the experts of a model from the arguments, and from the tensors what these do not say."""
     said, where = settings.document.get("num_experts"), settings.where
     if said not in (None, 0, 1, [1]) and said != facts.num_experts:
-        there = (
-            f"the tensors have {facts.num_experts}"
-            if facts.num_experts
-            else "the tensors have none under the names that are known"
-        )
+        count = facts.num_experts or "none under the names that are known"
+        there = f"the tensors have {count}"
         raise CheckpointError(f"{where}: num_experts is {str(said)[:60]!r}, and so the model is a mixture of experts,"
                               f" and {there}: it cannot be converted")  # fmt: skip
     if not facts.num_experts:
@@ -332,12 +308,10 @@ def set_experts(config: ModelConfig, settings: Settings, facts: Facts) -> None:
     config.moe_shared_expert_intermediate_size = facts.shared_ffn_size or None
     config.moe_router_topk = settings.count("moe_router_topk", 2)
     config.moe_layer_freq = _layers(settings, config.num_layers or 0)
-    config.moe_router_score_function = settings.choice(
-        "moe_router_score_function", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"
-    )
-    config.moe_router_pre_softmax = (
-        settings.get("moe_router_pre_softmax", bool, False) and config.moe_router_score_function == "softmax"
-    )
+    scores = {"softmax": "softmax", "sigmoid": "sigmoid"}
+    config.moe_router_score_function = settings.choice("moe_router_score_function", scores, "softmax")
+    is_softmax = config.moe_router_score_function == "softmax"
+    config.moe_router_pre_softmax = settings.get("moe_router_pre_softmax", bool, False) and is_softmax
     config.moe_router_topk_scaling_factor = settings.get("moe_router_topk_scaling_factor", float, None)
     config.moe_router_num_groups = settings.count("moe_router_num_groups", None)
     config.moe_router_group_topk = settings.count("moe_router_group_topk", None)
@@ -377,9 +351,9 @@ def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
         return {"num_experts": None}
     assert c.num_layers
     balance = c.moe_router_load_balancing_type or "seq_aux_loss"
-    freq: int | list[int] = (
-        int(c.moe_layer_freq) if is_even(c) else [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers)]
-    )
+    is_number = c.moe_layer_freq.isdigit()
+    pattern = [int(has) for has in layer_pattern(c.moe_layer_freq, c.num_layers)]
+    freq: int | list[int] = int(c.moe_layer_freq) if is_number else pattern
     return {
         "num_experts": c.num_experts, "moe_router_topk": c.moe_router_topk, "moe_ffn_hidden_size": c.expert_ffn_size,
         "moe_shared_expert_intermediate_size": c.shared_expert_size or None, "moe_layer_freq": freq,
@@ -392,8 +366,3 @@ def expert_arguments(c: ModelConfig, ep: int) -> dict[str, Any]:
         "moe_aux_loss_coeff": c.moe_aux_loss_coeff, "moe_z_loss_coeff": c.moe_z_loss_coeff, "moe_grouped_gemm": True,
         "expert_model_parallel_size": ep,
     }  # fmt: skip
-
-
-def is_even(c: ModelConfig) -> bool:
-    """Return whether Megatron has the layers with experts as a number."""
-    return c.moe_layer_freq.isdigit()

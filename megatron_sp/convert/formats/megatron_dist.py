@@ -1,6 +1,4 @@
-"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, independent of the
-ranks.
-"""
+"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from megatron_sp.convert.formats.megatron_files import iteration_folder, rank_fo
 from megatron_sp.convert.formats.megatron_names import canonical, ignored
 from megatron_sp.convert.formats.megatron_shards import Cut, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_write import make_plan, size
-from megatron_sp.convert.model import OPTIMIZER, LossScale, Model, match_tensors, parameter_shapes, require_sound
+from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizers import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -52,19 +50,20 @@ class MegatronDist:
 
     def recognises(self, path: Path) -> bool:
         folder = iteration_folder(path, None)
-        return (
-            folder is not None
-            and (folder / ".metadata").exists()
-            and not rank_folders(folder)
-            and not (path / "latest").exists()
-        )
+        if folder is None or not (folder / ".metadata").exists():
+            return False
+        return not rank_folders(folder) and not (path / "latest").exists()
 
     def read(self, path: Path, options: Options) -> Model:
         folder = iteration_folder(path, options.step)
         if folder is None or not (folder / ".metadata").exists():
             raise CheckpointError(f"{path} has no .metadata, and so is not a torch_dist checkpoint: give its folder or"
                                   " one of its iterations")  # fmt: skip
-        _require_backend(folder)
+        if (folder / BACKEND).exists():
+            document = parse_object(read_small_file(folder / BACKEND, _MAX_JSON_BYTES), str(folder / BACKEND))
+            if (backend := document.get("sharded_backend")) != "torch_dist":
+                raise CheckpointError(f"{folder / BACKEND}: the backend is {json.dumps(backend)[:60]}: only torch_dist"
+                                      " can be converted; save it as that")  # fmt: skip
         return _read(folder, DistFolder(folder, options.max_metadata_mb << 20), options)
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
@@ -74,19 +73,15 @@ class MegatronDist:
         return size(make_plan(model, megatron_dist_write.whole(options), ep=0))
 
 
-def _require_backend(folder: Path) -> None:
-    if not (folder / BACKEND).exists():
-        return
-    backend = parse_object(read_small_file(folder / BACKEND, _MAX_JSON_BYTES), str(folder / BACKEND)).get(
-        "sharded_backend"
-    )
-    if backend != "torch_dist":
-        raise CheckpointError(f"{folder / BACKEND}: the backend is {json.dumps(backend)[:60]}: only torch_dist can be"
-                              " converted; save it as that")  # fmt: skip
-
-
 def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
-    common, num_updates, loss_scale = _common(folder, dist)
+    if (folder / COMMON).exists():
+        common: Any = TorchFile(folder / COMMON).tree
+    else:
+        states = (name for name in dist.objects if name == "common_state" or name.startswith("common_state/"))
+        common = next((dist.read_object(name) for name in states), {})
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(common).__name__}")
+    num_updates, loss_scale = of_megatron(common)
     args = common.get("args")
     document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
     if document.get("ckpt_format") == "fsdp_dtensor" or any(key.startswith("model.module.") for key in dist.tensors):
@@ -101,15 +96,11 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
                               " in this format")  # fmt: skip
     weights = {name: info.shape for name, info in store.tensors().items()}
     # the two halves of a gated MLP may be stored under keys of their own
-    halves = {
-        name[:-2]: (2 * shape[0], *shape[1:])
-        for name, shape in weights.items()
-        if name.endswith((".weight_w", ".bias_w"))
-    }
-    layers = [
-        n for n in weights if n.endswith("self_attention.linear_proj.weight") and n.startswith(("decoder.", "encoder."))
-    ]
-    facts = facts_of(folder, {**weights, **halves}, {**weights, **halves}, tp=1, num_layers=len(layers))
+    halves = {name: shape for name, shape in weights.items() if name.endswith((".weight_w", ".bias_w"))}
+    known = {**weights, **{name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in halves.items()}}
+    layers = [name for name in weights if name.endswith("self_attention.linear_proj.weight")]
+    num_layers = sum(name.startswith(("decoder.", "encoder.")) for name in layers)
+    facts = facts_of(folder, known, known, tp=1, num_layers=num_layers)
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))
@@ -119,23 +110,19 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
     copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
     ours = dict(shapes)
-    kinds = state_kinds(store, shapes) if options.optimizer else ()
+    there = {name.partition(".")[0] for name in weights if name.partition(".")[2] in shapes}
+    kinds = [kind for kind in KINDS if kind in there and options.optimizer]
     if kinds and config.has_experts:
         raise ConfigError(f"{folder}: the optimizer's state of a mixture of experts cannot be converted: give"
                           " --no-optimizer")  # fmt: skip
     for kind in kinds:
         more, padding = shard_copies(cut, shapes, place, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.")
         copies += _as_stored(more, padding, cut, shapes, weights)
-        filled, ours = {**filled, **padding}, {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
-    copies = _halves(copies, weights)
-    fitted = match_tensors(
-        str(folder),
-        Correspondence.of(ours, copies, filled),
-        store,
-        {**ignored(), **_OTHER},
-        tied={},
-        shown=store.shown(),
-    )
+        filled |= padding
+        ours |= {f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}
+    correspondence = Correspondence.of(ours, _halves(copies, weights), filled)
+    dropped = {**ignored(), **_OTHER}
+    fitted = match_tensors(str(folder), correspondence, store, dropped, tied={}, shown=store.shown())
     step, samples = common.get("iteration"), document.get("consumed_train_samples")
     consumed = samples if is_count(samples) else 0
     return Model(
@@ -144,29 +131,6 @@ def _read(folder: Path, dist: DistFolder, options: Options) -> Model:
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
         num_updates=num_updates, loss_scale=loss_scale,
     )  # fmt: skip
-
-
-class _Common(NamedTuple):
-    tree: Mapping[str, Any]
-    num_updates: int | None
-    loss_scale: LossScale | None
-
-
-def _common(folder: Path, dist: DistFolder) -> _Common:
-    if (folder / COMMON).exists():
-        file = TorchFile(folder / COMMON)
-        return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder)))
-    tree: Any = next(
-        (dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")),
-        {},
-    )
-    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder)))
-
-
-def _dict(tree: Any, folder: Path) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(tree).__name__}")
-    return tree
 
 
 def _as_stored(
@@ -198,6 +162,7 @@ def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Co
 
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_BUFFERS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
 _MAX_BLOCKS = 1 << 12  # names are made for each block before it is known to exist
 _MAX_NAMES = 100_000  # names of all blocks: a hundred layers have some 5,000, with the optimizer's
@@ -285,20 +250,10 @@ class DistStore:
         return replace(record, offset=offset, shape=record.shape[1:], stride=record.stride[1:]).read()
 
 
-def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the kinds of the optimizer's tensors that exist for any parameter."""
-    names = store.tensors()
-    return tuple(
-        kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(f"{kind}.{name}" in names for name in shapes)
-    )
-
-
 def refuse_buffers(folder: DistFolder) -> None:
     """Check that the optimizer's state names its parameters."""
     for key in (*folder.tensors, *folder.objects):
-        if re.match(
-            r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key
-        ):
+        if _BUFFERS.match(key):
             raise CheckpointError(f"{folder.path}: the optimizer's state is in buffers of ranks (dp_reshardable,"
                                   f" {key[:100]}), which do not name parameters: save it in Megatron with"
                                   " --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the weights"
@@ -306,10 +261,11 @@ def refuse_buffers(folder: DistFolder) -> None:
 
 
 def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> Iterator[Copy]:
-    """Yield the equivalent of a copy for a tensor stored as rows of the ranks' shares, [parts along each dim, elements
-    of a part].
+    """Yield the equivalent of a copy for a tensor that is stored as rows of the ranks' shares.
+
+    ``stored`` is (parts along each dim, elements of a part).
     """
-    parts, dims = stored[:-1], len(ours)
+    parts = stored[:-1]
     sizes = tuple(size // count for size, count in zip(ours, parts, strict=True))
     for at in itertools.product(*map(range, parts)):
         first = tuple(i * size for i, size in zip(at, sizes, strict=True))
@@ -317,7 +273,6 @@ def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> I
         if inside is not None:
             mine, theirs = inside
             yield Copy(mine, View(copy.theirs.name, (*parts, *sizes), (*at, *theirs), stored=stored), copy.replica)
-    assert dims == len(parts)
 
 
 def _inside(
@@ -330,10 +285,8 @@ def _inside(
         return None
     rows = slice(mine_low + start - low, mine_low + end - low)
     rest = tuple(slice(f, f + s) for f, s in zip(first[1:], sizes[1:], strict=True))
-    return View(copy.ours.name, None, (rows, *rest)), (
-        slice(start - first[0], end - first[0]),
-        *(slice(0, s) for s in sizes[1:]),
-    )
+    inside = slice(start - first[0], end - first[0]), *(slice(0, s) for s in sizes[1:])
+    return View(copy.ours.name, None, (rows, *rest)), inside
 
 
 def _rows(view: View, count: int) -> tuple[int, int]:
@@ -347,10 +300,7 @@ def _rows(view: View, count: int) -> tuple[int, int]:
 
 def is_flattened(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Return whether ``stored`` is the shape of a tensor of shape ``wanted`` that is stored as rows of shares."""
-    if (
-        len(stored) != len(wanted) + 1
-        or math.prod(stored[:-1]) > _MAX_SHARES
-        or not all(n and size % n == 0 for n, size in zip(stored, wanted, strict=False))
-    ):
+    pairs = list(zip(wanted, stored, strict=False))
+    if len(stored) != len(wanted) + 1 or math.prod(stored[:-1]) > _MAX_SHARES:
         return False
-    return stored[-1] == math.prod(size // n for n, size in zip(stored, wanted, strict=False))
+    return all(n and size % n == 0 for size, n in pairs) and stored[-1] == math.prod(size // n for size, n in pairs)

@@ -1,13 +1,12 @@
-"""Writer of ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, with
-stacked blocks.
-"""
+"""Writer of ``torch_dist`` folders: whole tensors, blocks stacked, in the chunks that ranks of tp x pp would write."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,12 +47,8 @@ def whole(options: Options) -> Options:
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
     require_layout(model, options)
     assert model.config.vocab_size and model.config.num_layers
-    plan = make_plan(
-        model,
-        whole(options),
-        ep=0,
-        padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp),
-    )
+    rows = padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp)
+    plan = make_plan(model, whole(options), ep=0, padded=rows)
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
     cut = Cut(model.config, options.tp, "interleaved", plan.cut.padded_vocab_size, ep=0)
@@ -66,25 +61,17 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
         for key, rank in _extra_keys(plan.weights, model.config, model.config.num_layers // options.pp, options.tp):
             writer.add_object(key, [None], rank)  # Megatron stores None where no FP8 was used
         writer.finish()
-    args = namespace(
-        model, tp=options.tp, pp=options.pp, padded_vocab_size=cut.padded_vocab_size, legacy=False, params_dtype=dtype
-    )  # fmt: skip
+    args = namespace(model, tp=options.tp, pp=options.pp, padded_vocab_size=rows, legacy=False, params_dtype=dtype)
     args.ckpt_format = "torch_dist"
-    common = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": model.step,
-        "num_floating_point_operations_so_far": 0,
-    }
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": model.step}
+    common["num_floating_point_operations_so_far"] = 0
     if plan.states:
         common |= optimizer_groups(model, plan)
     write_torch_file(folder / "common.pt", common)
     backend = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
+        "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
         "common_backend_version": 1,
-    }
+    }  # fmt: skip
     write_synced(folder / "metadata.json", json.dumps(backend).encode())
     write_synced(path / TRACKER, str(model.step or "release").encode())
     fsync_dir(folder)
@@ -96,28 +83,22 @@ def _extra_keys(store: Scattered, config: ModelConfig, layers_per_stage: int, tp
     layers, differ = config.num_layers or 0, _differs(config)
     prefix = next(name for name in names if _LAYER.fullmatch(name)).partition("layers.")[0]
     for number in range(layers):
-        mine = [name for name in names if (layer := _LAYER.fullmatch(name)) and int(layer[2]) == number]
-        norms = [
-            name.replace(".weight", "._extra_state")
-            for name in mine
-            if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-        ]
+        of_layer = [name for name in names if (layer := _LAYER.fullmatch(name)) and int(layer[2]) == number]
+        norms = [name for name in of_layer if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
+        norms = [name.replace(".weight", "._extra_state") for name in norms]
         if number in config.expert_layers(layers):
             norms.append(f"{prefix}layers.{number}.pre_mlp_layernorm._extra_state")  # elsewhere a part of linear_fc1
-        for key in [*extra_states(mine), *norms, f"{prefix}layers.{number}.self_attention.core_attention._extra_state"]:
+        core = f"{prefix}layers.{number}.self_attention.core_attention._extra_state"
+        for key in [*extra_states(of_layer), *norms, core]:
             shared = key if differ else key.replace(f".layers.{number}.", ".layers.", 1)
             place = [] if differ else [(number, layers)]
             rank = number // layers_per_stage * tp
             if ".mlp.experts." not in key:
                 yield _object_key(shared, place), rank
                 continue
-            for i in range(config.num_experts or 0):
-                yield (
-                    _object_key(
-                        shared.replace(".mlp.experts.", ".mlp.experts.experts."), [*place, (i, config.num_experts or 0)]
-                    ),
-                    rank,
-                )
+            shared, experts = shared.replace(".mlp.experts.", ".mlp.experts.experts."), config.num_experts or 0
+            for i in range(experts):
+                yield _object_key(shared, [*place, (i, experts)]), rank
     yield f"{prefix}final_layernorm._extra_state/shard_0_1", (layers // layers_per_stage - 1) * tp
 
 
@@ -157,7 +138,7 @@ def _add(
         stage = 0 if layer is None else int(layer[2]) // layers_per_stage
         for rank, offsets, sizes in _shares(cut, name.partition("/")[2], info.shape):
             front = ((number,), (1,)) if stack.is_stacked else ((), ())
-            make = last.part(name, offsets, sizes, stacked=stack.is_stacked)
+            make = partial(last.part, name, offsets, sizes, stack.is_stacked)
             chunks.append(NewChunk((*front[0], *offsets), (*front[1], *sizes), make, stage * cut.tp + rank))
     shape = (len(stack.names), *info.shape) if stack.is_stacked else info.shape
     writer.add_tensor(prefix + stack.key, shape, info.dtype, chunks)
@@ -183,15 +164,10 @@ class _Last:
         self._store, self._progress = store, progress
         self._name, self._tensor = "", torch.empty(0)
 
-    def part(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, stacked: bool
-    ) -> Callable[[], Tensor]:
-        def make() -> Tensor:
-            if self._name != name:
-                self._tensor = torch.empty(0)  # free it before the next one is read
-                self._tensor, self._name = self._store.read(name), name
-            part = self._tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
-            self._progress(part.numel() * part.element_size())
-            return part[None] if stacked else part
-
-        return make
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stacked: bool) -> Tensor:
+        if self._name != name:
+            self._tensor = torch.empty(0)  # free it before the next one is read
+            self._tensor, self._name = self._store.read(name), name
+        part = self._tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
+        self._progress(part.numel() * part.element_size())
+        return part[None] if stacked else part

@@ -1,6 +1,4 @@
-"""Facts about the model of a Megatron checkpoint, derived from the names and shapes of its tensors, and the size of its
-vocabulary.
-"""
+"""The model of a Megatron checkpoint by the names and shapes of its tensors, and the size of its vocabulary."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def _mlp(shapes: Shapes, inside: str) -> tuple[tuple[int, ...], tuple[int, ...]]
     name = next((name for name in shapes if pattern.fullmatch(name)), None)
     if name is None:
         return None
-    pair = {
-        key: shapes[key] for key in (name, name.replace("linear_fc1", "linear_fc2"))
-    }  # KeyError: half of it is missing
+    pair = {key: shapes[key] for key in (name, name.replace("linear_fc1", "linear_fc2"))}  # KeyError: half is missing
     if inside.startswith("experts") and all(len(shape) == 3 for shape in pair.values()):
         pair = {key: shape[1:] for key, shape in pair.items()}  # stacked
     first, second = (_table(pair, key) for key in pair)
@@ -122,9 +118,7 @@ def padded_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 
 def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int:
-    """Return the number of entries of the vocabulary: that of --vocab-size or --tokenizer, else that in the
-    arguments.
-    """
+    """Return the entries of the vocabulary: those of --vocab-size or --tokenizer, else those in the arguments."""
     if options.vocab_size is not None:
         return _fitting(options.vocab_size, padded, "--vocab-size")
     if options.tokenizer is not None and (counted := tokenizer_size(options.tokenizer)) is not None:
@@ -133,9 +127,8 @@ def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int
     said = settings.count("vocab_size", None)
     if said is not None:
         said += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # its end-of-text token is not counted
-        if (divisible_by is None and said <= padded) or (
-            divisible_by is not None and padded_size(said, divisible_by, tp) == padded
-        ):
+        fits = said <= padded if divisible_by is None else padded_size(said, divisible_by, tp) == padded
+        if fits:
             return int(said)
     if divisible_by is not None and divisible_by * tp == 1:
         return padded
@@ -164,7 +157,7 @@ def tokenizer_size(path: Path) -> int | None:
 
 
 def _of_json(path: Path) -> int:
-    document = parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES)
+    document = _document(path)
     words, added = document["model"]["vocab"], document.get("added_tokens") or []
     ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
     return int(max([*ids, *(token["id"] for token in added)])) + 1

@@ -1,6 +1,4 @@
-"""The files of a Megatron checkpoint: their folders, the parts of the model in them as one store, and a check that they
-belong together.
-"""
+"""The files of a Megatron checkpoint: folders, the model in them as one store, whether they belong together."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.format import require_inside
 from megatron_sp.convert.formats.megatron_shards import Shard
 from megatron_sp.utils.errors import CheckpointError
-from megatron_sp.utils.strict_json import read_small_file
+from megatron_sp.utils.strict_json import is_count, read_small_file
 
 TRACKER, MODEL, DISTRIBUTED = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -36,18 +34,13 @@ class RankFolder(NamedTuple):
 
 
 def iteration_folder(path: Path, step: int | None) -> Path | None:
-    """Return the folder of one iteration: ``path`` itself, the parent of a rank's folder, or a child; None: there is
-    none.
-    """
+    """Return the folder of one iteration: ``path`` itself, its parent or a child; None: there is none."""
     if _RANK.fullmatch(path.name) and (path / MODEL).exists():
         return path.parent
     if rank_folders(path) or (path / ".metadata").exists() or (path / "metadata.json").exists():
         return path
-    found = {
-        int(match[1]): child
-        for child in path.iterdir()
-        if (match := _ITERATION.fullmatch(child.name)) and child.is_dir()
-    }
+    matches = ((_ITERATION.fullmatch(child.name), child) for child in path.iterdir() if child.is_dir())
+    found = {int(match[1]): child for match, child in matches if match}
     if (path / "release").is_dir():
         found.setdefault(0, path / "release")
     if not found:
@@ -73,8 +66,7 @@ def _noted(path: Path, found: dict[int, Path]) -> int:
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """Return the complete set of rank folders of one iteration: every tp rank of every stage, and of every share of the
-    experts.
+    """Return the rank folders of one iteration: every tp rank of every stage, and of every share of the experts.
 
     A single number after that of the tp rank is taken for that of the stage; without stages it is that of the share,
     which only the arguments in the files tell.
@@ -91,16 +83,9 @@ def rank_folders(path: Path) -> list[RankFolder]:
     if not found:
         return []
     tp, pp, ep = (1 + max(key[axis] for key in found) for axis in range(3))
-    if (
-        len(found) != tp * pp * ep
-    ):  # a folder's name may claim any number of ranks, so only the first missing ones are listed
-        missing = (
-            rank_name(t, p, pp, e, ep)
-            for p in range(pp)
-            for t in range(tp)
-            for e in range(ep)
-            if (t, p, e) not in found
-        )
+    if len(found) != tp * pp * ep:  # a name may claim any number of ranks: only the first missing ones are listed
+        every = ((t, p, e) for p in range(pp) for t in range(tp) for e in range(ep))
+        missing = (rank_name(t, p, pp, e, ep) for t, p, e in every if (t, p, e) not in found)
         sizes, axes = (f"{tp} x {pp}", "tp x pp") if ep == 1 else (f"{tp} x {pp} x {ep}", "tp x pp x ep")
         raise CheckpointError(f"{path} has folders of {len(found)} ranks, and {sizes} are expected ({axes}):"
                               f" {', '.join(islice(missing, 8))} missing. Copy all of them to one place")  # fmt: skip
@@ -135,17 +120,13 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
-        """Extract the identification from the contents of a file."""
         args = tree.get("args")
         there = args.attributes if isinstance(args, Object) else {}
-        said = {name: tree[name] for name in _COUNTERS if name in tree} | {
-            name: there[name] for name in _ARGUMENTS if name in there
-        }
+        entries = [(name, tree[name]) for name in _COUNTERS if name in tree]
+        entries += [(name, there[name]) for name in _ARGUMENTS if name in there]
+        plain = {name: value for name, value in entries if isinstance(value, int | float | str | None)}
         rank = there.get("rank")
-        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
-        return cls(
-            path, rank if is_rank else None, {k: v for k, v in said.items() if isinstance(v, int | float | str | None)}
-        )
+        return cls(path, rank if is_count(rank) else None, plain)
 
 
 def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
@@ -157,10 +138,6 @@ def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
             if other != value and value == value:  # NaN differs from itself
                 raise CheckpointError(f"{file.path}: {name} is {str(other)[:60]}, and {str(value)[:60]} in"
                                       f" {first.path}: these are files of different checkpoints")  # fmt: skip
-    _require_order(files)
-
-
-def _require_order(files: Mapping[tuple[int, int], Written]) -> None:
     if len({file.rank for file in files.values()} - {None}) != len(files):
         return  # absent, or written by one process for all ranks, as conversion tools do
     for (a, b), file in files.items():
@@ -207,23 +184,28 @@ class RankFiles:
 
     def __init__(self) -> None:
         self.stored: dict[str, Stored] = {}
-        self.checks: dict[
-            str, tuple[str, Stored]
-        ] = {}  #: compared before a tensor is read: a weight and its copy in fp32
+        #: compared before a tensor is read: a weight and its copy in fp32
+        self.checks: dict[str, tuple[str, Stored]] = {}
 
     def add(self, name: str, stored: Stored) -> None:
         assert name not in self.stored
         self.stored[name] = stored
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
-            name: TensorInfo(stored.record.shape, require_dtype(stored.record.dtype, stored.shown))
-            for name, stored in self.stored.items()
-        }
+        described = {}
+        for name, (record, shown) in self.stored.items():
+            described[name] = TensorInfo(record.shape, require_dtype(record.dtype, shown))
+        return described
 
     def read(self, name: str) -> Tensor:
         if name in self.checks:
-            self._check(name, *self.checks[name])
+            weight, main = self.checks[name]
+            own, rounded = self._read(self.stored[weight]), self._read(main)
+            if not bool((rounded.to(own.dtype) == own).logical_or(own != own).all()):
+                raise CheckpointError(f"{main.record.file.path}: what should be the optimizer's copy of"
+                                      f" {self.stored[weight].shown} is not that weight: it is in an order that is not"
+                                      " known here, or of another step. Give --no-optimizer to convert the weights"
+                                      " alone")  # fmt: skip
         return self._read(self.stored[name])
 
     def shown(self) -> dict[str, str]:
@@ -232,14 +214,6 @@ class RankFiles:
 
     def _read(self, stored: Stored) -> Tensor:
         return stored.record.read().contiguous()
-
-    def _check(self, name: str, weight: str, main: Stored) -> None:
-        found = self._read(self.stored[weight])
-        if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
-            raise CheckpointError(f"{main.record.file.path}: what should be the optimizer's copy of"
-                                  f" {self.stored[weight].shown} is not that weight: it is in an order that is not"
-                                  " known here, or of another step. Give --no-optimizer to convert the weights"
-                                  " alone")  # fmt: skip
 
 
 @dataclass
@@ -300,28 +274,22 @@ def open_ranks(folders: list[RankFolder]) -> Opened:
         files.append(RankFile(rank, opened_file, opened_file.tree))
     found = files[0].tree.get("args")
     args = found.attributes if isinstance(found, Object) and found.name == "argparse.Namespace" else {}
-    if _is_above_one(args.get("expert_model_parallel_size")) and not _is_above_one(
-        args.get("pipeline_model_parallel_size")
-    ):
+    ep, pp = args.get("expert_model_parallel_size"), args.get("pipeline_model_parallel_size")
+    if isinstance(ep, int) and ep > 1 and not (isinstance(pp, int) and pp > 1):
         for file in files:  # without stages the second number of a folder's name is that of the share of the experts
             if file.rank.ep_rank == 0:
                 file.rank = file.rank._replace(pp_rank=0, ep_rank=file.rank.pp_rank)
     for ep_rank in sorted({f.rank.ep_rank for f in files}):
         of_share = [f for f in files if f.rank.ep_rank == ep_rank]
         require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in of_share})
-    require_one_save(
-        {(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in files if f.rank.pp_rank == f.rank.tp_rank == 0}
-    )
+    of_shares = [f for f in files if f.rank.pp_rank == f.rank.tp_rank == 0]
+    require_one_save({(f.rank.ep_rank, 0): Written.of(f.file.path, f.tree) for f in of_shares})
     opened = Opened(files, args)
     flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]
-    is_bert = any(name in found for _, _, found in flat for name in ("lm_head.dense.weight",))
+    is_bert = any("lm_head.dense.weight" in tensors for _, _, tensors in flat)
     for rank_file, number, tensors in flat:
         opened.chunks.append(_chunk(rank_file, number, tensors, "encoder" if is_bert else "decoder"))
     return opened
-
-
-def _is_above_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
 
 
 def _models(file: RankFile) -> list[tuple[int, Any]]:
@@ -366,12 +334,8 @@ def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack:
 
 
 def places(opened: Opened) -> list[Shard]:
-    """Return the layers of each chunk: virtual stages are interleaved over the ranks, and stages may have different
-    numbers of layers.
-    """
-    by_key = {
-        (chunk.number, chunk.rank.pp_rank, (chunk.rank.ep_rank, chunk.rank.tp_rank)): chunk for chunk in opened.chunks
-    }
+    """Return the layers of each chunk; virtual stages are interleaved over the ranks and may differ in number."""
+    by_key = {(c.number, c.rank.pp_rank, (c.rank.ep_rank, c.rank.tp_rank)): c for c in opened.chunks}
     rounds = 1 + max(chunk.number for chunk in opened.chunks)
     stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
     found, first = [], 0
@@ -384,8 +348,7 @@ def places(opened: Opened) -> list[Shard]:
             raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
         for (ep_rank, tp_rank), chunk in zip(ranks, group, strict=True):
             assert chunk is not None
-            found.append(
-                Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1], ep_rank)
-            )
+            ends = stage == stages[0], stage == stages[-1]
+            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, *ends, ep_rank))
         first += group[0].num_layers if group[0] else 0
     return found

@@ -47,6 +47,10 @@ def ignored() -> dict[str, str]:
     return dict(_IGNORED)
 
 
+_OLD = {
+    "linear_qkv": "query_key_value", "linear_proj": "dense", "pre_mlp_": "post_attention_",
+    "linear_fc1": "dense_h_to_4h", "linear_fc2": "dense_4h_to_h",
+}  # fmt: skip
 _LINEAR = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight0?")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(linear_fc[12])\.(weight|bias)")
 
@@ -83,11 +87,8 @@ def written(name: str, names: Names, *, tied_head: bool = False, separate_norm: 
     """Return the name of a parameter of ours in a file."""
     if expert := _EXPERT.fullmatch(name):
         before, number, linear, kind = expert.groups()
-        return (
-            f"{before}local_experts.{number}.{linear}.{kind}"
-            if names == "core-local"
-            else f"{before}{linear}.{kind}{number}"
-        )
+        is_local = names == "core-local"
+        return f"{before}local_experts.{number}.{linear}.{kind}" if is_local else f"{before}{linear}.{kind}{number}"
     if names == "core-local":
         return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
     if names == "core":
@@ -108,15 +109,10 @@ def _legacy(name: str, tied_head: bool) -> str:
     stack = re.fullmatch(r"(?:decoder|encoder)\.(.+)", name)
     if stack is None:
         return name
-    rest = (
-        stack[1]
-        .replace("linear_qkv", "query_key_value")
-        .replace("linear_proj", "dense")
-        .replace("pre_mlp_", "post_attention_")
-    )
-    return "language_model.encoder." + rest.replace("linear_fc1", "dense_h_to_4h").replace(
-        "linear_fc2", "dense_4h_to_h"
-    )
+    rest = stack[1]
+    for new, old in _OLD.items():
+        rest = rest.replace(new, old)
+    return f"language_model.encoder.{rest}"
 
 
 # The order in which Megatron's modules register their parameters, by which its optimizers number them: files list them
@@ -124,17 +120,9 @@ def _legacy(name: str, tied_head: bool) -> str:
 # BertModel, and of legacy ParallelTransformerLayer.
 _TOP = {
     "core": ("embedding.", "decoder.", "encoder.", "lm_head.", "output_layer.", "binary_head.", "pooler."),
-    "legacy": (
-        "embedding.",
-        "decoder.",
-        "encoder.",
-        "pooler.",
-        "output_layer.weight",
-        "output_layer.bias",
-        "lm_head.",
-        "binary_head.",
-    ),
-}
+    "legacy": ("embedding.", "decoder.", "encoder.", "pooler.", "output_layer.weight", "output_layer.bias", "lm_head.",
+        "binary_head."),
+}  # fmt: skip
 _ATTENTION = ("linear_proj.", "linear_qkv.", "q_layernorm.", "k_layernorm.")
 _INNER = {
     "core": (

@@ -73,14 +73,13 @@ class Cut:
         return not is_cut_expert and not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
 
     def is_replica(self, name: str, place: Shard) -> bool:
-        """Return whether another place, before this one, has the same share of a parameter."""
+        # another place, before this one, has the same share
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             return place.tp_rank > 0 and expert[2] == "linear_fc2.bias"
         return place.ep_rank > 0 or (place.tp_rank > 0 and self.is_replicated(name))
 
     def is_cut_along_columns(self, name: str) -> bool:
-        """Return whether a parameter is a row-parallel weight: each tp rank has a share of its columns."""
         return _COLUMNS.fullmatch(name) is not None
 
     def regions(
@@ -98,10 +97,8 @@ class Cut:
         elif _QKV.fullmatch(name) and self.neighbours:
             yield from self._by_neighbours(ours, shape, theirs, rank)
         elif _HEAD_NORM.fullmatch(name) and self.neighbours:
-            yield from (
-                (View(ours, None, (here,)), View(theirs, None, (there,), stored=shape))
-                for here, there in self._channels(shape[0])
-            )
+            for here, there in self._channels(shape[0]):
+                yield View(ours, None, (here,)), View(theirs, None, (there,), stored=shape)
         elif _FC1.fullmatch(name) and self.is_gated:
             yield from self._gated(ours, shape, theirs, rank)
         elif self.is_cut_along_columns(name):
@@ -149,18 +146,15 @@ class Cut:
     def _vocabulary(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> tuple[View, View]:
         rows, here = self.padded_vocab_size // self.tp, self._rows(shape[0], rank)
         first = min(rank * rows, shape[0])
-        return View(ours, None, (slice(first, first + here),)), View(
-            theirs, None, (slice(0, here),), stored=(rows, *shape[1:])
-        )
+        stored = View(theirs, None, (slice(0, here),), stored=(rows, *shape[1:]))
+        return View(ours, None, (slice(first, first + here),)), stored
 
     def _gated(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
         each, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
         for half in range(2):
             first = half * shape[0] // 2 + rank * each
-            yield (
-                View(ours, None, (slice(first, first + each),)),
-                View(theirs, None, (slice(half * each, (half + 1) * each),), stored=stored),
-            )
+            region = View(theirs, None, (slice(half * each, (half + 1) * each),), stored=stored)
+            yield View(ours, None, (slice(first, first + each),)), region
 
     def _channels(self, width: int) -> Iterator[tuple[slice, slice]]:
         n = self.neighbours
@@ -188,23 +182,17 @@ class Cut:
             inner = (groups * (s.r + 2), s.d, *rest)
             for j in range(groups):
                 group = rank * groups + j
-                yield (
-                    View(ours, whole, (group, slice(0, s.r))),
-                    View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored),
-                )
+                queries = View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored)
+                yield View(ours, whole, (group, slice(0, s.r))), queries
                 for part in range(2):
                     at = groups * s.r + part * groups + j
                     yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (at,), stored=stored)
             return
         mine = slice(rank * groups, (rank + 1) * groups)
         for part in range(3):  # one query head for each key and value: these versions had no grouped queries
-            if self.qkv == "v0":
-                yield View(ours, whole, (mine, part)), View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
-            else:
-                yield (
-                    View(ours, whole, (mine, part)),
-                    View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored),
-                )
+            v0 = View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
+            v1 = View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
+            yield View(ours, whole, (mine, part)), v0 if self.qkv == "v0" else v1
 
 
 def local_name(name: str, place: Shard) -> str | None:
@@ -228,9 +216,8 @@ def shard_copies(
 
     def add(name: str, local: str, place: Shard, replica: bool) -> None:
         theirs, shape, rank = f"{place.prefix}{kind}{local}", shapes[name], place.tp_rank
-        copies.extend(
-            Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank)
-        )
+        regions = cut.regions(name, shape, theirs, rank, ours + name, place.ep_rank)
+        copies.extend(Copy(a, b, replica) for a, b in regions)
         if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
             filled[theirs] = padding
 

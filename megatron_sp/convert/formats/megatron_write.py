@@ -1,9 +1,8 @@
-"""Writer of classic Megatron checkpoints: one file per rank, with tensors that are sliced from ours when they are
-written.
-"""
+"""Writer of classic Megatron checkpoints: one file per rank, its tensors sliced from ours when they are written."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,9 +79,8 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
 
     def scattered(ours: str, dtype: torch.dtype | None) -> Scattered:
         copies, filled = shard_copies(cut, shapes, places, ours=ours, tied_heads=heads)
-        return Scattered(
-            Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), source, dtype
-        )
+        correspondence = Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled)
+        return Scattered(correspondence, source, dtype)
 
     weights = scattered("", options.dtype)
     states = {kind: scattered(ours, torch.float32) for kind, ours in _state_sources(model, options, weights).items()}
@@ -92,9 +90,7 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None, ep: 
 def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[str, str]:
     if not options.optimizer or not model.has_optimizer:
         return {}
-    there = {
-        name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)
-    }
+    there = {name.split(".")[1] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
     if not {"exp_avg", "exp_avg_sq"} <= there:
         return {}  # the optimizer is not Adam
     if model.config.has_experts:
@@ -109,11 +105,8 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
 def require_state(model: Model, options: Options) -> None:
     own = model.dtypes
     kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
-    if (
-        any(name.startswith(f"{OPTIMIZER}master.") for name in kept)
-        and options.dtype is not None
-        and own != {options.dtype}
-    ):
+    has_master = any(name.startswith(f"{OPTIMIZER}master.") for name in kept)
+    if has_master and options.dtype is not None and own != {options.dtype}:
         named, theirs = (str(dtype).removeprefix("torch.") for dtype in (options.dtype, max(own, key=str)))
         raise ConfigError(f"--dtype {named}: the optimizer's state is that of a {theirs} model, and its fp32 copies do"
                           f" not round to {named} weights made of {theirs} ones; leave --dtype out, or give"
@@ -126,16 +119,12 @@ def require_state(model: Model, options: Options) -> None:
 def require_layout(model: Model, options: Options) -> None:
     """Check that the model can be split over the ranks."""
     c = model.config
-    for what, count in (
-        ("num_query_groups", c.num_groups),
-        ("num_attention_heads", c.num_attention_heads),
-        ("ffn_hidden_size", c.ffn_size),
-        *(
-            (("moe_ffn_hidden_size", c.expert_ffn_size), ("moe_shared_expert_intermediate_size", c.shared_expert_size))
-            if c.has_experts
-            else ()
-        ),
-    ):
+    widths = {"num_query_groups": c.num_groups, "num_attention_heads": c.num_attention_heads,
+              "ffn_hidden_size": c.ffn_size}  # fmt: skip
+    if c.has_experts:
+        widths["moe_ffn_hidden_size"] = c.expert_ffn_size
+        widths["moe_shared_expert_intermediate_size"] = c.shared_expert_size
+    for what, count in widths.items():
         if (count or 0) % options.tp:
             raise ConfigError(f"{what} ({count}) must be a multiple of --target-tensor-parallel-size ({options.tp}):"
                               " use a divisor")  # fmt: skip
@@ -153,12 +142,11 @@ def require_layout(model: Model, options: Options) -> None:
 def _places(model: Model, options: Options) -> list[Shard]:
     assert model.config.num_layers
     each = model.config.num_layers // options.pp
-    return [
-        Shard(f"{rank_name(t, p, options.pp, e, options.ep)}/", t, p * each, each, p == 0, p == options.pp - 1, e)
-        for p in range(options.pp)
-        for e in range(options.ep)
-        for t in range(options.tp)
-    ]
+    places = []
+    for p, e, t in itertools.product(range(options.pp), range(options.ep), range(options.tp)):
+        prefix, ends = f"{rank_name(t, p, options.pp, e, options.ep)}/", (p == 0, p == options.pp - 1)
+        places.append(Shard(prefix, t, p * each, each, *ends, e))
+    return places
 
 
 def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Progress) -> dict[str, Any]:
@@ -241,11 +229,9 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progres
     inner = {"state": {number: state(name) for number, name in enumerate(numbered)}, "param_groups": groups}
     if "master" not in plan.states:
         return inner
-    return {
-        "optimizer": inner,
-        "fp32_from_fp16_params": [[lazy(plan.states["master"], name, progress) for name in group] for group in decays],
-        **megatron_scaler(model, training(model).precision),
-    }
+    masters = [[lazy(plan.states["master"], name, progress) for name in group] for group in decays]
+    scaler = megatron_scaler(model, training(model).precision)
+    return {"optimizer": inner, "fp32_from_fp16_params": masters, **scaler}
 
 
 def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
@@ -268,10 +254,9 @@ def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
     shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
     decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     inner = {"state": {"common_step": model.updates}, "param_groups": _groups(model, decays)}
-    outer = (
-        {"optimizer": inner, **megatron_scaler(model, training(model).precision)} if "master" in plan.states else inner
-    )
-    return {"optimizer": outer, "opt_param_scheduler": scheduler(model)}
+    outer = {"optimizer": inner, **megatron_scaler(model, training(model).precision)}
+    is_half = "master" in plan.states
+    return {"optimizer": outer if is_half else inner, "opt_param_scheduler": scheduler(model)}
 
 
 def training(model: Model) -> Config:
@@ -283,9 +268,7 @@ def training(model: Model) -> Config:
 
 
 def scheduler(model: Model) -> dict[str, Any]:
-    """Return the state of ``OptimizerParamScheduler``, which counts samples; --override-opt_param-scheduler makes flags
-    override it.
-    """
+    """Return the state of ``OptimizerParamScheduler``, which counts samples."""
     config = training(model)
     o, samples = config.optimizer, config.batch.global_batch_size or 1
     steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)
