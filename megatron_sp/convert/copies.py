@@ -97,8 +97,7 @@ class Correspondence:
     ours: dict[str, tuple[int, ...]]
     theirs: dict[str, tuple[int, ...]]
     copies: list[Copy]  # the pairs of equal regions
-    # by name of a tensor of theirs, the number of its elements without counterpart: zero when written, ignored when
-    # read
+    # by name of theirs, the number of elements without counterpart: zero when written, ignored when read
     filled: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -110,12 +109,11 @@ class Correspondence:
         theirs: dict[str, tuple[int, ...]] = {}
         for copy in copies:
             shape = copy.theirs.own_shape(_shape_of(copy.ours, ours))
-            assert theirs.setdefault(copy.theirs.name, shape) == shape, (
-                f"{copy.theirs.name}: {shape} and {theirs[copy.theirs.name]}"
-            )
-        made = cls(ours, theirs, copies, filled or {})
-        made.check()
-        return made
+            other = theirs.setdefault(copy.theirs.name, shape)
+            assert other == shape, f"{copy.theirs.name}: {shape} and {other}"
+        correspondence = cls(ours, theirs, copies, filled or {})
+        correspondence.check()
+        return correspondence
 
     def check(self) -> None:
         """Check that the copies cover each tensor of either side exactly once.
@@ -134,20 +132,6 @@ class Correspondence:
         for name, shape in self.theirs.items():
             covered = theirs[name] + self.filled.get(name, 0)
             assert covered == math.prod(shape), f"{name} {shape}: {covered} elements are covered"
-
-    def of_ours(self) -> dict[str, list[Copy]]:
-        """Return the copies that make up each tensor of ours."""
-        found: dict[str, list[Copy]] = {name: [] for name in self.ours}
-        for copy in self.copies:
-            found[copy.ours.name].append(copy)
-        return found
-
-    def of_theirs(self) -> dict[str, list[Copy]]:
-        """Return the copies that make up each tensor of theirs."""
-        found: dict[str, list[Copy]] = {name: [] for name in self.theirs}
-        for copy in self.copies:
-            found[copy.theirs.name].append(copy)
-        return found
 
 
 def _shape_of(view: View, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -186,9 +170,10 @@ class Gathered:
     """Our tensors, gathered from a store of theirs on request (a ``TensorStore``)."""
 
     def __init__(self, correspondence: Correspondence, store: TensorStore) -> None:
-        self._store, self._parts = store, correspondence.of_ours()
-        stored = store.tensors()
-        self._tensors = {}
+        self._store, stored, self._tensors = store, store.tensors(), dict[str, TensorInfo]()
+        self._parts: dict[str, list[Copy]] = {name: [] for name in correspondence.ours}
+        for copy in correspondence.copies:
+            self._parts[copy.ours.name].append(copy)
         for name, shape in correspondence.ours.items():
             dtypes = {stored[copy.theirs.name].dtype for copy in self._parts[name]}
             self._tensors[name] = TensorInfo(shape, widest(dtypes))
@@ -237,20 +222,21 @@ class LastRead:
 
 
 class Scattered:
-    """Their tensors, made from a store of ours on request (a ``TensorStore``); caches one of ours, as q, k, v come from
-    the same one.
+    """Their tensors, made from a store of ours on request (a ``TensorStore``).
+
+    One of ours is cached, as q, k, v come from the same one: let several ``Scattered`` share a ``LastRead``.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
         self._store = store if isinstance(store, LastRead) else LastRead(store)
-        self._parts = correspondence.of_theirs()
-        stored = store.tensors()
-        self._tensors = {}
+        stored, self._tensors = store.tensors(), dict[str, TensorInfo]()
+        self._parts: dict[str, list[Copy]] = {name: [] for name in correspondence.theirs}
+        for copy in correspondence.copies:
+            self._parts[copy.theirs.name].append(copy)
         for name, shape in correspondence.theirs.items():
             names = {copy.ours.name for copy in self._parts[name]}
-            self._tensors[name] = TensorInfo(
-                shape, widest({stored_dtype(name, stored[name].dtype, dtype) for name in names})
-            )
+            dtypes = {stored_dtype(ours, stored[ours].dtype, dtype) for ours in names}
+            self._tensors[name] = TensorInfo(shape, widest(dtypes))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors

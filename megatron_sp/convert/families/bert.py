@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy, Index, View
+from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import (
     ACTIVATIONS,
     BIAS,
     WEIGHT,
+    Family,
     Settings,
     Sizes,
     Tensors,
@@ -46,7 +47,7 @@ _NORM = {
 }
 
 
-class Bert:
+class Bert(Family):
     """The original BERT (post-norm); ``MegatronBert`` overrides what differs."""
 
     model_type, prefix, placement, name = "bert", "bert.", "post", "Bert"
@@ -137,9 +138,6 @@ class Bert:
         if config.has_order_head:
             yield from same("pooler.dense", "bert.pooler.dense", _BOTH)
             yield from same("binary_head", "cls.seq_relationship", _BOTH)
-
-    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
-from megatron_sp.convert.copies import Copy, Index, View
+from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import (
     ACTIVATIONS,
     ALL,
     BIAS,
     WEIGHT,
+    Family,
     Settings,
     Sizes,
     Tensors,
@@ -34,23 +35,18 @@ from megatron_sp.convert.families.family import (
 )
 from megatron_sp.utils.errors import CheckpointError
 
-_TURNED = (
-    ("self_attention.linear_proj", "attn.c_proj"),
-    ("mlp.linear_fc1", "mlp.c_fc"),
-    ("mlp.linear_fc2", "mlp.c_proj"),
-)
+_TURNED = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
 
 
-class GPT2:
+class GPT2(Family):
     """transformers' GPT-2."""
 
     model_type, prefix = "gpt2", "transformer."
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         settings.require("scale_attn_weights", True, "leaves attention scores as they are")
-        settings.require(
-            "scale_attn_by_inverse_layer_idx", False, "divides attention scores by the number of the layer"
-        )
+        why = "divides attention scores by the number of the layer"
+        settings.require("scale_attn_by_inverse_layer_idx", False, why)
         settings.require("add_cross_attention", False, "attends to another model")
         hidden = settings.count("n_embd")
         config = ModelConfig(
@@ -66,9 +62,6 @@ class GPT2:
         set_activation(config, settings.choice("activation_function", ACTIVATIONS, "gelu_new"))
         return config
 
-    def renamed(self, name: str) -> str:
-        return name
-
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         return {r"transformer\.h\.\d+\.attn\.(masked_)?bias": "the causal mask, which is not a weight"}
 
@@ -83,13 +76,11 @@ class GPT2:
             for part, rows in enumerate((query, key, value)):
                 wide = (s.g, s.r, s.d) if part == 0 else (s.n, s.d)
                 bias = View(f"{theirs}attn.c_attn.bias", (3, *wide), (part,), stored=(3 * s.h,))
-                turned = (*range(1, len(wide) + 1), 0)
-                weight = View(
-                    f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored=(s.h, 3 * s.h)
-                )
+                turned, stored = (*range(1, len(wide) + 1), 0), (s.h, 3 * s.h)
+                weight = View(f"{theirs}attn.c_attn.weight", (s.h, 3, *wide), (ALL, part), turned, stored)
                 yield Copy(rows(f"{ours}self_attention.linear_qkv", s, BIAS), bias)
                 yield Copy(rows(f"{ours}self_attention.linear_qkv", s, WEIGHT), weight)
-            for a, b in _TURNED:
+            for a, b in _TURNED.items():
                 yield from same(f"{ours}{a}", f"{theirs}{b}", (BIAS,))
                 yield Copy(View(f"{ours}{a}.weight"), View(f"{theirs}{b}.weight", order=(1, 0)))
         yield from same("decoder.final_layernorm", "transformer.ln_f", (WEIGHT, BIAS))
@@ -98,12 +89,6 @@ class GPT2:
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return "GPT2LMHeadModel"
-
-    def num_classes(self, tensors: Tensors) -> int:
-        return 0
-
-    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
@@ -133,7 +118,7 @@ _LINEAR = (
 )  # fmt: skip
 
 
-class GPTNeoX:
+class GPTNeoX(Family):
     """transformers' GPT-NeoX (Pythia)."""
 
     model_type, prefix = "gpt_neox", "gpt_neox."
@@ -161,9 +146,6 @@ class GPTNeoX:
     def renamed(self, name: str) -> str:
         return "embed_out.weight" if name == "lm_head.weight" else name  # the class and its files name it differently
 
-    def num_classes(self, tensors: Tensors) -> int:
-        return 0
-
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         return {
             r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias": "the causal mask, which is not a weight",
@@ -184,9 +166,6 @@ class GPTNeoX:
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return "GPTNeoXForCausalLM"
-
-    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        return {}
 
     def fits(self, config: ModelConfig) -> str | None:
         assert config.num_attention_heads
@@ -217,7 +196,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
-class Llama:
+class Llama(Family):
     """transformers' Llama 1 to 3.2; base of the families that differ from it in few entries."""
 
     model_type, prefix, name = "llama", "model.", "Llama"
@@ -247,12 +226,9 @@ class Llama:
         return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        """Set the fields that are specific to this member of the family."""
+        """Set the fields that are specific to this family."""
         attention = settings.get("attention_bias", bool, False)
         set_biases(config, qkv=attention, proj=attention, mlp=settings.get("mlp_bias", bool, False))
-
-    def renamed(self, name: str) -> str:
-        return name
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         return {_ROTARY: "rotary frequencies, which are worked out"}
@@ -285,12 +261,6 @@ class Llama:
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         return f"{self.name}ForCausalLM"
 
-    def num_classes(self, tensors: Tensors) -> int:
-        return 0
-
-    def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        return {}
-
     def fits(self, config: ModelConfig) -> str | None:
         wanted = {
             "model_family": "gpt", "position_embedding_type": "rope", "rotary_percent": 1.0, "normalization": "RMSNorm",
@@ -300,7 +270,7 @@ class Llama:
         return misfit(config, **{**wanted, **self.own(config)})
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the required values of the fields that are specific to this member of the family."""
+        """Return the required values of the fields that are specific to this family."""
         return {"proj_bias": config.qkv_bias}
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
@@ -315,7 +285,7 @@ class Llama:
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json that are specific to this member of the family."""
+        """Return the entries of config.json that are specific to this family."""
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
@@ -344,11 +314,9 @@ class Qwen2(Llama):
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         absent = "sliding_window" not in settings.document  # null means no window
-        window = (
-            settings.count("sliding_window", 4096 if absent else None)
-            if settings.get("use_sliding_window", bool, False)
-            else None
-        )
+        window = None
+        if settings.get("use_sliding_window", bool, False):
+            window = settings.count("sliding_window", 4096 if absent else None)
         config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
         set_biases(config, qkv=True, proj=False, mlp=False)
 

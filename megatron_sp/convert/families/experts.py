@@ -50,10 +50,8 @@ class _Experts(Llama):
                 regions[f"{prefix}{self.down}.weight"] = (expert,)
             else:
                 half = shape[1] // 2
-                regions |= {
-                    f"{prefix}{self.gate}.weight": (expert, slice(0, half)),
-                    f"{prefix}{self.up}.weight": (expert, slice(half, None)),
-                }
+                regions[f"{prefix}{self.gate}.weight"] = (expert, slice(0, half))
+                regions[f"{prefix}{self.up}.weight"] = (expert, slice(half, None))
         return regions
 
     def renamed(self, name: str) -> str:
@@ -67,13 +65,8 @@ class _Experts(Llama):
         yield from same(f"{ours}router", f"{inside}gate")
         for expert in range(config.num_experts or 0):
             name = f"{inside}experts.{expert}."
-            yield from gate_up(
-                f"{ours}experts.linear_fc1",
-                f"{name}{self.gate}",
-                f"{name}{self.up}",
-                config.expert_ffn_size,
-                expert=expert,
-            )
+            gate, up, width = f"{name}{self.gate}", f"{name}{self.up}", config.expert_ffn_size
+            yield from gate_up(f"{ours}experts.linear_fc1", gate, up, width, expert=expert)
             yield Copy(View(f"{ours}experts.linear_fc2.weight", None, (expert,)), View(f"{name}{self.down}.weight"))
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
@@ -114,9 +107,7 @@ class Mixtral(_Experts):
 
 
 class Qwen3Moe(_Experts):
-    """Qwen3 with experts in some or all layers: norms on query and key heads, and a sliding window in all layers or in
-    none.
-    """
+    """Qwen3 with experts in some or all layers, norms on query and key heads, a window in all layers or in none."""
 
     model_type, name = "qwen3_moe", "Qwen3Moe"
     groups_if_absent = 4
@@ -129,9 +120,8 @@ class Qwen3Moe(_Experts):
         config.qk_layernorm = True
         config.moe_router_pre_softmax = not settings.get("norm_topk_prob", bool, False)
         if settings.get("use_sliding_window", bool, False):
-            config.window_size = settings.count(
-                "sliding_window", None if "sliding_window" in settings.document else 4096
-            )
+            absent = "sliding_window" not in settings.document
+            config.window_size = settings.count("sliding_window", 4096 if absent else None)
         step, dense = settings.count("decoder_sparse_step", 1), settings.get("mlp_only_layers", list, [])
         assert config.num_layers
         if config.num_layers <= MOST_LAYERS:  # else it is refused elsewhere

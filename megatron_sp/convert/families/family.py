@@ -6,9 +6,10 @@ Types in config.json are checked, and unsupported settings that would change the
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import Copy, Index, View
@@ -38,15 +39,12 @@ class Settings:
                 raise CheckpointError(f"{self.where} has no {name}: it cannot be told what model this is")
             return default
         if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return self._finite(name, value)
+            if not abs(value) <= sys.float_info.max:
+                raise CheckpointError(f"{self.where}: {name} must be a finite number, found {str(value)[:100]}")
+            return float(value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise CheckpointError(f"{self.where}: {name} must be {kind.__name__}, found {str(value)[:100]!r}")
         return value
-
-    def _finite(self, name: str, value: float) -> float:
-        if not abs(value) <= sys.float_info.max:
-            raise CheckpointError(f"{self.where}: {name} must be a finite number, found {str(value)[:100]}")
-        return float(value)
 
     def count(self, name: str, default: Any = _MISSING) -> Any:
         value = self.get(name, int, default)
@@ -72,8 +70,7 @@ class Settings:
         self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None,
         theta: float = 10000.0
     ) -> None:  # fmt: skip
-        """Set the rotary positions of a model from rope_parameters or, in older files, from rope_theta and
-        rope_scaling.
+        """Set the rotary positions from rope_parameters or, in older files, from rope_theta and rope_scaling.
 
         Where both rope_parameters and rope_scaling are present, only rope_scaling is used, as in transformers.
 
@@ -87,9 +84,8 @@ class Settings:
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
         config.rotary_base = rope.get("rope_theta", float, self.get(base, float, theta))
         if percent is None:
-            Settings({**self.document, **rope.document}, self.where).require(
-                "partial_rotary_factor", 1.0, "turns a part of each head"
-            )
+            both = Settings({**self.document, **rope.document}, self.where)
+            both.require("partial_rotary_factor", 1.0, "turns a part of each head")
         else:
             config.rotary_percent = rope.get("partial_rotary_factor", float, self.get(percent, float, share))
         if kind == "linear":
@@ -101,13 +97,9 @@ class Settings:
             config.rope_scaling_high_freq_factor = rope.get("high_freq_factor", float)
             config.rope_scaling_original_length = rope.count("original_max_position_embeddings")
         elif kind != "default":
-            same = (
-                "; without that entry the model is the same up to max_position_embeddings tokens"
-                if kind == "dynamic"
-                else ""
-            )
+            same = "; without that entry the model is the same up to max_position_embeddings tokens"
             raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be"
-                                  f" converted{same}")  # fmt: skip
+                                  f" converted{same if kind == 'dynamic' else ''}")  # fmt: skip
 
     @staticmethod
     def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
@@ -154,50 +146,46 @@ def set_biases(config: ModelConfig, *, qkv: bool, proj: bool, mlp: bool) -> None
 Tensors = Mapping[str, tuple[int, ...]]
 
 
-class Family(Protocol):
+class Family(ABC):
     """A family of architectures; instances are stateless."""
 
-    @property
-    def model_type(self) -> str: ...
+    model_type: str
+    prefix: str  # of all tensor names except those of a head; checkpoints of a bare model lack it
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of all tensor names except those of a head; checkpoints of a bare model lack it."""
-        ...
+    @abstractmethod
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig: ...
+
+    @abstractmethod
+    def document(self, config: ModelConfig) -> dict[str, Any]:
+        """Return config.json without the entries that all families share."""
+
+    @abstractmethod
+    def fits(self, config: ModelConfig) -> str | None:
+        """Return why no model of this family computes what this one does, or None if one does."""
+
+    @abstractmethod
+    def architecture(self, config: ModelConfig, num_classes: int) -> str:
+        """Return the name of the transformers class for such a model."""
+
+    @abstractmethod
+    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
+        """Return the correspondence between regions of our tensors and of theirs."""
 
     def renamed(self, name: str) -> str:
         """Return the family's current name of a tensor; older files may use another."""
-        ...
-
-    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig: ...
+        return name
 
     def num_classes(self, tensors: Tensors) -> int:
         """Return the number of classes of a classifier; 0 for other models."""
-        ...
-
-    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
-        """Return the correspondence between regions of our tensors and of theirs."""
-        ...
+        return 0
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         """Return regular expressions of names that hold no weights of the model, each with the reason."""
-        ...
+        return {}
 
     def unstacked(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
         """Return the tensors that a stacked one contains, and their regions of it; empty if it is none."""
-        ...
-
-    def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        """Return the name of the transformers class for such a model."""
-        ...
-
-    def fits(self, config: ModelConfig) -> str | None:
-        """Return why no model of this family computes what this one does, or None if one does."""
-        ...
-
-    def document(self, config: ModelConfig) -> dict[str, Any]:
-        """Return config.json without the entries that all families share."""
-        ...
+        return {}
 
 
 _PLAIN = {
@@ -210,12 +198,8 @@ _PLAIN = {
 def misfit(config: ModelConfig, **wanted: Any) -> str | None:
     """Describe the fields of a model that differ from what a family requires, or return None."""
     wanted = {**_PLAIN, **wanted}
-    wrong = [
-        f"{name} is {getattr(config, name)}, not {value}"
-        for name, value in wanted.items()
-        if getattr(config, name) != value
-    ]
-    return "; ".join(wrong) or None
+    wrong = [(name, getattr(config, name), value) for name, value in wanted.items() if getattr(config, name) != value]
+    return "; ".join(f"{name} is {has}, not {value}" for name, has, value in wrong) or None
 
 
 ALL = slice(None)
@@ -235,16 +219,9 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Sizes:
-        """Sizes of a configuration that has all of them."""
-        assert config.hidden_size and config.num_attention_heads and config.vocab_size
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_groups,
-            config.head_dim,
-            config.ffn_size,
-            config.vocab_size,
-        )
+        c = config
+        assert c.hidden_size and c.num_attention_heads and c.vocab_size
+        return cls(c.hidden_size, c.num_attention_heads, c.num_groups, c.head_dim, c.ffn_size, c.vocab_size)
 
     @property
     def r(self) -> int:
@@ -298,9 +275,7 @@ def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Itera
 def gate_up(
     ours: str, gate: str, up: str, f: int, which: Iterable[str] = (WEIGHT,), expert: int | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies between our [gate | up] projection of width f each, or that of one of stacked experts, and two
-    of theirs.
-    """
+    """Yield the copies between our [gate | up] of width f each, of one of stacked experts or not, and two of theirs."""
     of = () if expert is None else (expert,)
     for kind in which:
         yield Copy(View(f"{ours}.{kind}", None, (*of, slice(0, f))), View(f"{gate}.{kind}"))

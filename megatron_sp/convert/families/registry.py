@@ -12,21 +12,8 @@ from megatron_sp.convert.families.family import Family
 from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        GPT2(),
-        Llama(),
-        Mistral(),
-        Qwen2(),
-        GPTNeoX(),
-        Mixtral(),
-        Qwen3Moe(),
-        Olmoe(),
-        Bert(),
-        MegatronBert(),
-    )
-}
+_ALL = (GPT2, Llama, Mistral, Qwen2, GPTNeoX, Mixtral, Qwen3Moe, Olmoe, Bert, MegatronBert)
+FAMILIES: dict[str, Family] = {family.model_type: family() for family in _ALL}
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:
@@ -38,9 +25,7 @@ def family_named(document: dict[str, Any], path: Path) -> Family:
 
 
 def family_for(model: Model) -> Family:
-    """Return the family whose classes compute what a model does: the one it came from if it fits, else the first that
-    does.
-    """
+    """Return the family that computes what a model does: the one it came from if it fits, else the first that does."""
     kept = model.settings.get("hf")
     first = kept.get("model_type") if isinstance(kept, dict) else None
     families = sorted(FAMILIES.values(), key=lambda family: family.model_type != first)

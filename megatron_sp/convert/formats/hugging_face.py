@@ -11,32 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.checkpoint import safetensors_file as safetensors
+from megatron_sp.checkpoint.pieces import Piece
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert import tokenizers
+from megatron_sp.convert.archive.torch_files import TensorRecord, TorchFile, require_dtype
 from megatron_sp.convert.copies import Correspondence, Gathered, Index, LastRead, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.families.family import ROTARY, Family, Settings, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.hugging_face_files import SafetensorsFiles, TorchFiles, divide, write_tensors
 from megatron_sp.convert.model import Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.tokenizers import (
-    copy_files,
-    find_files,
-    special_ids,
-    write_generation_config,
-    write_tokenizer_config,
-)
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
-from megatron_sp.utils.strict_json import parse_object, read_small_file
+from megatron_sp.utils.strict_json import open_regular, parse_object, read_small_file
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 8 << 20, 100_000
-_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = (
-    1 << 20,
-    50_000,
-)  # limits for config.json to be kept in a checkpoint, for the way back
+_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = 1 << 20, 50_000  # it is kept in checkpoints, for the way back
 _WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
 _DTYPES = "hf_dtypes"  # the tensors' own dtypes, which config.json may contradict
 
@@ -64,7 +57,7 @@ class HuggingFace:
         unused = {r"cls\..*": "heads of pretraining, which a classifier does not have"} if num_classes else {}
         ignored = {**family.ignored(config), **unused}
         found = match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
-        tokenizer = find_files(options.tokenizer or path)
+        tokenizer = tokenizers.find_files(options.tokenizer or path)
         dtypes = _names(store.tensors()[name].dtype for name in found.correspondence.theirs)
         return Model(
             config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates,
@@ -84,16 +77,16 @@ class HuggingFace:
             total = {"total_size": sum(info.num_bytes for info in store.tensors().values())}
             _write_json(path / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
         dtypes = {info.dtype for info in store.tensors().values()}
-        copy_files(model.tokenizer, path)
+        tokenizers.copy_files(model.tokenizer, path)
         document = _document(model, family, dtypes)
         if not _is_of(model, family):  # a model that came from there keeps its own
-            ids, notes = special_ids(model, path)
+            ids, notes = tokenizers.special_ids(model, path)
             document |= ids
             if not model.config.is_bert:
-                notes += write_generation_config(ids, path, model.config.vocab_size or 0)
+                notes += tokenizers.write_generation_config(ids, path, model.config.vocab_size or 0)
             model.notes += notes
         _write_json(path / CONFIG, document)
-        model.notes += write_tokenizer_config(model, path, family.model_type)
+        model.notes += tokenizers.write_tokenizer_config(model, path, family.model_type)
         fsync_dir(path)
 
     def size(self, model: Model, options: Options) -> int:
@@ -105,6 +98,92 @@ class HuggingFace:
         correspondence = Correspondence.of(ours, family.copies(model.config, model.num_classes))
         store = Scattered(correspondence, model.store, options.dtype)
         return family, _WithoutTypes(store) if model.config.is_bert and not model.config.token_types else store
+
+
+class SafetensorsFiles:
+    """The tensors of several files (a ``TensorStore``)."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self.folder = folder
+        self._pieces: dict[str, safetensors.StoredPiece] = {}
+        for name in names:
+            for piece in safetensors.read_header(folder / name, whole=True):
+                if piece.name in self._pieces:
+                    raise CheckpointError(f"{folder}: {piece.name[:200]} is in {self._pieces[piece.name].file} and"
+                                          f" again in {piece.file}")  # fmt: skip
+                self._pieces[piece.name] = piece
+        self._tensors = {}
+        for name, piece in self._pieces.items():
+            self._tensors[name] = TensorInfo(piece.rect.sizes, safetensors.DTYPES[piece.dtype])
+
+    def file_of(self, name: str) -> str:
+        return self._pieces[name].file
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        piece = self._pieces[name]
+        with open(open_regular(self.folder / piece.file), "rb", buffering=0) as file:
+            return safetensors.read_rows(file, piece, 0, piece.rect.sizes[0] if piece.rect.sizes else 1)
+
+
+def divide(store: TensorStore, max_bytes: int) -> list[list[safetensors.NamedPiece]]:
+    """Assign the tensors to files in order: a new file begins where the next tensor would exceed ``max_bytes``."""
+    files: list[list[safetensors.NamedPiece]] = []
+    room = 0
+    for name, info in store.tensors().items():
+        stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        if not files or info.num_bytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(safetensors.NamedPiece(name, info.shape, Piece((0,) * len(info.shape), stand_in)))
+        room -= info.num_bytes
+    return files
+
+
+def write_tensors(path: Path, items: list[safetensors.NamedPiece], store: TensorStore) -> None:
+    """Write one file, each tensor read when its turn comes."""
+    for item in items:
+        if item.piece.tensor.dtype not in safetensors.DTYPE_NAMES:
+            raise CheckpointError(f"{item.name} is {item.piece.tensor.dtype}, which safetensors files cannot hold: give"
+                                  " --dtype")  # fmt: skip
+    safetensors.write_plain_file(path, items, lambda item: store.read(item.name))
+
+
+class TorchFiles:
+    """The tensors of several files (a ``TensorStore``)."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._found: dict[str, TensorRecord] = {}
+        for name in names:
+            self._take(TorchFile(folder / name))
+        self._tensors = {}
+        for name, record in self._found.items():
+            dtype = require_dtype(record.dtype, f"{record.file.path}: {name[:200]}")
+            self._tensors[name] = TensorInfo(record.shape, dtype)
+
+    def _take(self, file: TorchFile) -> None:
+        if not isinstance(file.tree, dict):
+            raise CheckpointError(f"{file.path} holds a {type(file.tree).__name__}, not names and their tensors: save"
+                                  " its state_dict()")  # fmt: skip
+        for name, record in file.tree.items():
+            if not isinstance(name, str) or not isinstance(record, TensorRecord):
+                raise CheckpointError(f"{file.path}: {str(name)[:100]!r} is not a tensor with a name: save the model's"
+                                      " state_dict() alone")  # fmt: skip
+            if name in self._found:
+                raise CheckpointError(f"{file.path.parent}: {name[:200]} is in {self._found[name].file.path.name} and"
+                                      f" again in {file.path.name}")  # fmt: skip
+            self._found[name] = record
+
+    def file_of(self, name: str) -> str:
+        return self._found[name].file.path.name
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        return self._found[name].read().contiguous()
 
 
 class _Renamed:
@@ -125,15 +204,11 @@ class _Renamed:
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         found = self._store.tensors()
-        return {new: self._info(found[old], self._regions.get(new)) for new, old in self.old.items()}
-
-    @staticmethod
-    def _info(stored: TensorInfo, region: Index | None) -> TensorInfo:
-        return (
-            stored
-            if region is None
-            else TensorInfo(tuple(torch.empty(stored.shape, device="meta")[region].shape), stored.dtype)
-        )
+        described = {new: found[old] for new, old in self.old.items()}
+        for name, region in self._regions.items():
+            shape, dtype = described[name].shape, described[name].dtype
+            described[name] = TensorInfo(tuple(torch.empty(shape, device="meta")[region].shape), dtype)
+        return described
 
     def read(self, name: str) -> Tensor:
         region = self._regions.get(name)
@@ -141,9 +216,7 @@ class _Renamed:
 
 
 class _WithoutTypes:
-    """A BERT without segment types plus a zero table for one type, which the transformers class always has (a
-    ``TensorStore``).
-    """
+    """A BERT without segment types plus a zero table for one, which transformers always has (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -176,9 +249,8 @@ def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
         return {"cls.predictions.decoder.weight": table, "cls.predictions.decoder.bias": "cls.predictions.bias"}
     if config.untie_embeddings_and_output_weights:
         return {}
-    table = next(
-        copy.theirs.name for copy in family.copies(config, 0) if copy.ours.name == "embedding.word_embeddings.weight"
-    )
+    copies = family.copies(config, 0)
+    table = next(copy.theirs.name for copy in copies if copy.ours.name == "embedding.word_embeddings.weight")
     return {"lm_head.weight": table, "embed_out.weight": table}
 
 
@@ -192,10 +264,8 @@ def _open(path: Path) -> TensorStore:
         if (path / single).exists() or (path / single).is_symlink():
             return kind(path, [single])
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
-    raise CheckpointError(
-        f"{path} has neither {SINGLE} nor {INDEX}, nor {BIN}" + (f", but {', '.join(found[:5])}" if found else "")
-        + ": save the model as safetensors"
-    )  # fmt: skip
+    there = f", but {', '.join(found[:5])}" if found else ""
+    raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}, nor {BIN}{there}: save the model as safetensors")
 
 
 def _open_sharded(path: Path, index: str, kind: type[SafetensorsFiles | TorchFiles]) -> SafetensorsFiles | TorchFiles:
@@ -227,9 +297,7 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 
 def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
-    """Return config.json: the source's own if it describes the same model, else with the family's entries for the
-    model.
-    """
+    # the source's own if it describes the same model, else with the family's entries for the model
     kept = model.settings.get("hf")
     made = {
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
