@@ -1,5 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist: read without running code from
-them, and written.
+"""Folders of ``torch.distributed.checkpoint``, the format of Megatron's torch_dist, read and written.
 
 ``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a
 torch file embedded in a ``.distcp`` file, given by its byte range. A tensor is assembled chunk by chunk, after checking
@@ -15,21 +14,15 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
-from megatron_sp.convert.archive.torch_files import (
-    MEMORY_OF_PICKLE,
-    Object,
-    TensorRecord,
-    TorchFile,
-    read_records,
-    require_dtype,
-)
+from megatron_sp.convert.archive.torch_files import MEMORY_OF_PICKLE, Object, TensorRecord, TorchFile
+
+from megatron_sp.convert.archive.torch_files import read_records, require_dtype  # isort: skip
 from megatron_sp.convert.archive.torch_writer import LazyTensor, TreeWriter, append_torch_file
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
@@ -48,6 +41,9 @@ class ByteRange(NamedTuple):
     length: int
 
 
+Places = dict[tuple[str, Any], ByteRange]  # by name and offsets; None for objects that are not tensors
+
+
 class StoredChunk(NamedTuple):
     """A rectangle of a tensor, and the byte range where it is stored."""
 
@@ -64,20 +60,13 @@ class StoredTensor(NamedTuple):
 
 
 class DistFolder:
-    """A folder.
-
-    ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of
-    ``.metadata``: ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's
-    ``mcore_data`` with the original shapes.
-    """
+    """A folder: ``tensors`` and ``objects`` describe its contents by name."""
 
     def __init__(self, path: str | Path, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
         self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
         attributes = self._read_metadata()
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, ByteRange] = {}
-        self.planner_data = attributes.get("planner_data")
-        self.extra = {name: value for name, value in attributes.items() if name not in _KNOWN}
         self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
 
     def read(self, name: str) -> Tensor:
@@ -150,8 +139,8 @@ class DistFolder:
             else:
                 raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
-    def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
-        places: dict[tuple[str, Any], ByteRange] = {}
+    def _places(self, stored: Mapping[Any, Any]) -> Places:
+        places: Places = {}
         for index, info in stored.items():
             if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
                 raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known"
@@ -167,33 +156,24 @@ class DistFolder:
             places[str(at.get("fqn")), at.get("offset")] = ByteRange(str(file), where["offset"], where["length"])
         return places
 
-    def _found(self, places: Mapping[tuple[str, Any], ByteRange], name: str, offsets: Any) -> ByteRange:
+    def _found(self, places: Places, name: str, offsets: Any) -> ByteRange:
         if (name, offsets) not in places:
             raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is"
                                 " stored")  # fmt: skip
         return places[name, offsets]
 
-    def _tensor(
-        self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], ByteRange]
-    ) -> StoredTensor:
-        shape, chunks = described.get("size"), described.get("chunks")
-        properties = described.get("properties")
-        dtype = (
-            properties.state[0]
-            if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state
-            else None
-        )
-        if isinstance(properties, Object) and dtype is None:
-            dtype = properties.attributes.get("dtype")
+    def _tensor(self, name: str, described: Mapping[str, Any], places: Places) -> StoredTensor:
+        shape, chunks, properties = (described.get(key) for key in ("size", "chunks", "properties"))
+        dtype = None
+        if isinstance(properties, Object):
+            state = properties.state
+            dtype = state[0] if isinstance(state, tuple) and state else properties.attributes.get("dtype")
         if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, torch.dtype)):
             raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
         found = []
         for chunk in chunks:
-            offsets, sizes = (
-                (chunk.attributes.get(key) for key in ("offsets", "sizes"))
-                if isinstance(chunk, Object)
-                else (None, None)
-            )
+            attributes = chunk.attributes if isinstance(chunk, Object) else {}
+            offsets, sizes = attributes.get("offsets"), attributes.get("sizes")
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
             if math.prod(sizes):  # an empty chunk has nothing to read, and may start where another one starts
@@ -201,9 +181,6 @@ class DistFolder:
         if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
         return StoredTensor(shape, dtype, tuple(found))
-
-
-_KNOWN = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 
 
 def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
@@ -220,8 +197,7 @@ class NewChunk(NamedTuple):
 
 
 class DistFolderWriter:
-    """Writer of a folder: add tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which
-    closes it.
+    """Writer of a folder: add tensors and objects in any order, then ``finish``; a ``with`` statement closes it.
 
     Without ``finish`` there is no ``.metadata``, so the folder is not recognized as a checkpoint.
     """
@@ -238,9 +214,7 @@ class DistFolderWriter:
     def __enter__(self) -> DistFolderWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -270,17 +244,12 @@ class DistFolderWriter:
             self._stored[index] = self._append(chunk.rank, LazyTensor(rect.sizes, dtype, chunk.make))
         layout = Object("torch.serialization._get_layout", ("torch.strided",))
         memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
-        self._described[name] = _record(
-            "TensorStorageMetadata",
-            properties=Object(
-                f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False)
-            ),  # grad, pinned: False
-            size=torch.Size(shape),
-            chunks=[
-                _record("ChunkStorageMetadata", offsets=torch.Size(rect.offsets), sizes=torch.Size(rect.sizes))
-                for rect in rects
-            ],
-        )
+        # neither requires_grad nor pinned
+        properties = Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False))
+        sizes = [{"offsets": torch.Size(rect.offsets), "sizes": torch.Size(rect.sizes)} for rect in rects]
+        described = [_record("ChunkStorageMetadata", **size) for size in sizes]
+        of_tensor = {"properties": properties, "size": torch.Size(shape), "chunks": described}
+        self._described[name] = _record("TensorStorageMetadata", **of_tensor)
 
     def add_object(self, name: str, tree: Any, rank: int = 0) -> None:
         """Write an object that is not a tensor; ``tree`` as accepted by ``TreeWriter``."""
@@ -288,27 +257,20 @@ class DistFolderWriter:
         self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(rank, tree)
         self._described[name] = Object(f"{METADATA}BytesStorageMetadata", state={})
 
-    def finish(
-        self, paths: Mapping[str, Sequence[str | int]] | None = None, extra: Mapping[str, Any] | None = None
-    ) -> None:
+    def finish(self) -> None:
         """Sync the files to disk, then write ``.metadata``."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         self.close()
-        planner_data = {name: tuple((paths or {}).get(name, (name,))) for name in self._described}
-        metadata = _record(
-            "Metadata",
-            state_dict_metadata=self._described,
-            planner_data=planner_data,
-            storage_data=self._stored,
-            storage_meta=_record("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
-            version="1.0.0",
-            **(extra or {}),
-        )
+        storage_meta = _record("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+        metadata = {
+            "state_dict_metadata": self._described, "planner_data": {name: (name,) for name in self._described},
+            "storage_data": self._stored, "storage_meta": storage_meta, "version": "1.0.0",
+        }  # fmt: skip
         temporary = self.path / ".metadata.tmp"
         temporary.unlink(missing_ok=True)
-        write_synced(temporary, TreeWriter().dumps(metadata))
+        write_synced(temporary, TreeWriter().dumps(_record("Metadata", **metadata)))
         os.rename(temporary, self.path / ".metadata")
         fsync_dir(self.path)
 

@@ -314,9 +314,8 @@ class TorchFile:
             loaded = self._loaded(window, data)
             places = _DEVICE.findall(data) if self._entries else ()
             #: devices with a number, such as cuda:1, on which its tensors were
-            self.devices = frozenset(
-                name.decode() for size, name in places if int.from_bytes(size, "little") == len(name)
-            )
+            names = (name.decode() for size, name in places if int.from_bytes(size, "little") == len(name))
+            self.devices = frozenset(names)
             with _guarded(window.where, len(data)):
                 #: what was saved: plain data, Object and TensorRecord
                 self.tree: Any = _Plain(len(data), self._record)(loaded)[0]
@@ -346,11 +345,8 @@ class TorchFile:
                                   " reads 2 alone, which torch.save writes: save it again without"
                                   " pickle_protocol")  # fmt: skip
         names = {f"{_RENAMED.get(m.decode(), m.decode())}.{n.decode()}" for m, n in _GLOBAL.findall(data)}
-        known = [
-            (_MAKERS.get(name) or _record_class(name), name)
-            for name in sorted(names)
-            if name in _SINGLE or name in _MAKERS or name.startswith(_FAMILIES)
-        ]
+        names = {name for name in names if name in _SINGLE or name in _MAKERS or name.startswith(_FAMILIES)}
+        known = [(_MAKERS.get(name) or _record_class(name), name) for name in sorted(names)]
         # tensors of a zip file take no memory on the meta device; those of an older one are read now
         device, room = ("meta", len(data)) if self._entries else ("cpu", len(data) + window.size // MEMORY_OF_PICKLE)
         window.seek(0)

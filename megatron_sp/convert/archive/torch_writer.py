@@ -1,5 +1,4 @@
-"""Streaming writer of ``torch.save`` files and of pickles that other programs load: torch (also with
-``weights_only=True``), Megatron-LM, DeepSpeed.
+"""Streaming writer of ``torch.save`` files and of pickles that torch, Megatron-LM and DeepSpeed load.
 
 Lazy tensors of the tree are in memory one at a time, so a file may be larger than memory. A class name is written as
 text, so a pickle of another program's object (``Object``) can be made without installing that program; it is never
@@ -170,15 +169,8 @@ class TreeWriter:
         numel = value.untyped_storage().nbytes() // value.element_size()
         flat = value.as_strided((numel,), (1,), 0)
         identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
-        self._rebuild(
-            identity,
-            value.dtype,
-            numel,
-            lambda: [flat],
-            int(value.storage_offset()),
-            tuple(value.shape),
-            value.stride(),
-        )
+        view = int(value.storage_offset()), tuple(value.shape), value.stride()
+        self._rebuild(identity, value.dtype, numel, lambda: [flat], *view)
 
     def _rebuild(
         self, identity: Any, dtype: torch.dtype, numel: int, parts: Callable[[], Iterable[Tensor]], offset: int,
@@ -189,9 +181,7 @@ class TreeWriter:
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
             self.storages.append(_Storage(num_bytes, dtype, parts))
-        typed = _STORAGES.get(
-            dtype
-        )  # newer dtypes have no class of storages: their bytes have, and the tensor its dtype
+        typed = _STORAGES.get(dtype)  # newer dtypes have no class of storages: their bytes have, the tensor its dtype
         self._global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}")
         self._out(b"((")
         self._value("storage")

@@ -48,10 +48,9 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
         assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
         assert (folder.tensors[name].shape, folder.tensors[name].dtype) == (tensor.shape, tensor.dtype)
     assert (folder.read_object("args.lr"), folder.read_object("args.layers")) == (1e-4, [1, "x"])
-    assert folder.planner_data["model.w"] == ("model", "w") and folder.extra == {}
 
 
-def written(path: Path, w: Tensor, paths: dict[str, Any] | None = None, **extra: Any) -> Path:
+def written(path: Path, w: Tensor) -> Path:
     """A folder of ours in three files, w cut into a large rectangle and two small ones."""
     with DistFolderWriter(path) as writer:
         cuts = [((0, 0), (4, 2), 0), ((0, 2), (1, 3), 1), ((1, 2), (3, 3), 2)]
@@ -60,14 +59,14 @@ def written(path: Path, w: Tensor, paths: dict[str, Any] | None = None, **extra:
         writer.add_tensor("step", (), torch.int64, [NewChunk((), (), lambda: torch.tensor(7))])
         writer.add_tensor("empty", (0, 3), torch.float32, [NewChunk((0, 0), (0, 3), lambda: torch.zeros(0, 3))])
         writer.add_object("args", [1, {"a": torch.ones(2), "b": None}], rank=1)
-        writer.finish(paths, extra)
+        writer.finish()
     return path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16])
 def test_what_is_written_torch_loads_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     w = torch.arange(20).view(4, 5).to(dtype)
-    folder = written(tmp_path / "a", w, {"model.w": ("model", "w")})
+    folder = written(tmp_path / "a", w)
     assert sorted(p.name for p in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     state = {"model": {"w": torch.zeros(4, 5, dtype=dtype)}, "step": torch.tensor(0), "empty": torch.zeros(0, 3), "args": None}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -75,17 +74,16 @@ def test_what_is_written_torch_loads_bit_for_bit(tmp_path: Path, dtype: torch.dt
     assert state["args"][0] == 1 and torch.equal(state["args"][1]["a"], torch.ones(2))
     dcp_to_torch_save(folder, tmp_path / "a.pt")
     got = serialization.load(tmp_path / "a.pt", weights_only=True)
-    assert torch.equal(got["model"]["w"], w) and got["step"].dtype == torch.int64 and got["empty"].shape == (0, 3)
+    assert torch.equal(got["model.w"], w) and got["step"].dtype == torch.int64 and got["empty"].shape == (0, 3)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     w = torch.randn(4, 5)
-    folder = DistFolder(written(tmp_path / "a", w, mcore_data={"model.w": {"shape": (4, 5)}}))
+    folder = DistFolder(written(tmp_path / "a", w))
     assert torch.equal(folder.read("model.w"), w) and len(folder.tensors["model.w"].chunks) == 3
     assert int(folder.read("step")) == 7 and folder.read("empty").shape == (0, 3)
     got = folder.read_object("args")
     assert got[0] == 1 and torch.equal(got[1]["a"].read(), torch.ones(2))
-    assert folder.extra == {"mcore_data": {"model.w": {"shape": (4, 5)}}}
     with pytest.raises(CheckpointError, match="no tensor 'x'"):
         folder.read("x")
     with pytest.raises(CheckpointError, match=r"no object 'model\.w'"):
