@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import re
+import shutil
+import signal
 import sys
+import threading
 import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,15 +26,18 @@ from megatron_sp.config.schema_experts import is_expert_bias
 from megatron_sp.convert.archive.dist_folder import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.foreign_model import ForeignModel
+from megatron_sp.convert.formats.format import Progress, Writer
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import OPTIMIZER, LookedAt, Model
 from megatron_sp.convert.options import Options, Overrides
-from megatron_sp.convert.run import Bar, convert, require_absent
 from megatron_sp.utils.entry_point import is_out_of_memory
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
+from megatron_sp.utils.files import free_bytes, fsync_dir, write_synced
 from megatron_sp.utils.format import format_parameters
 from megatron_sp.utils.output_file import require_place, write_output
 
+REPORT = "conversion.json"
+_SPACE_FACTOR = 1.05
 _MAX_METADATA_MB = 1024
 _RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats with a file per rank
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
@@ -37,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
         message = str(error)
         if not any(str(path) in message for path in (args.input, args.output)):
             message = f"{args.input}: {message}"
-        lines = (
-            line if line.isprintable() else _plain(line) for line in message.splitlines()
-        )  # parts of it are from files
+        lines = (line if line.isprintable() else _plain(line) for line in message.splitlines())  # some is from files
         raise CheckpointError("\n".join(lines)) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -102,9 +113,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _about_widening(model: Model, options: Options, args: argparse.Namespace) -> str:
-    """Say that 16-bit weights do not become more exact in float32, and where more exact ones are; empty if that is not
-    asked for.
-    """
+    # 16-bit weights do not become more exact in float32
     there = model.store.tensors()
     narrow = {info.dtype for name, info in there.items() if not name.startswith(OPTIMIZER) and info.dtype.itemsize == 2}
     if options.dtype != torch.float32 or not narrow:
@@ -113,10 +122,8 @@ def _about_widening(model: Model, options: Options, args: argparse.Namespace) ->
             " bytes")  # fmt: skip
     if any(name.startswith(f"{OPTIMIZER}master.") for name in there):
         step = "" if args.step is None else f"/checkpoints/step-{args.step:06d}"
-        said += (
-            "; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
-            f" {args.input}{step} --output DIR makes a run of these, to be converted instead"
-        )
+        said += ("; the optimizer's master copies have more of them: megatron-sp ckpt merge --weights-only --dtype fp32"
+                 f" {args.input}{step} --output DIR makes a run of these, to be converted instead")  # fmt: skip
     return said
 
 
@@ -180,7 +187,7 @@ def parse_size(text: str) -> int:
 def _require_use(args: argparse.Namespace, source: str) -> None:
     """Refuse flags that have no effect for these formats: the user expects an effect and would notice too late."""
     read = {
-        "--set": (args.set, _RANKS), "--vocab-size": (args.vocab_size is not None, _RANKS),
+        "--set": (bool(args.set), _RANKS), "--vocab-size": (args.vocab_size is not None, _RANKS),
         "--qkv-layout": (args.qkv_layout is not None, _RANKS),
         "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
     }  # fmt: skip
@@ -207,10 +214,7 @@ def _show_fates(model: Model, *, everything: bool) -> None:
         for fate in model.fates:
             print(f"{_plain(fate.name)} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
     elif dropped:
-        reasons: dict[str, int] = {}
-        for fate in dropped:
-            reasons[fate.why] = reasons.get(fate.why, 0) + 1
-        for why, count in reasons.items():
+        for why, count in Counter(fate.why for fate in dropped).items():
             _tell(f"dropped {count} tensor{'s' if count > 1 else ''}: {why}")
 
 
@@ -220,3 +224,115 @@ def _plain(name: str) -> str:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def convert(
+    model: Any, target: Writer, output: Path, options: Options, progress: Progress, report: dict[str, Any],
+    tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write ``output`` completely or not at all.
+
+    Args:
+        model: as returned by the reader.
+        output: must not exist; appears by a single rename once everything is on disk.
+        report: written into it as conversion.json.
+        tell: called with messages for the user.
+    Raises:
+        CheckpointError: ``output`` exists, or the target cannot store the model.
+        DiskError: no space, no permission, or a disk failure; nothing is left behind, not even new parent folders.
+        KeyboardInterrupt: SIGTERM or SIGINT; nothing is left behind either.
+    """
+    require_absent(output)
+    options.output = output.absolute()
+    needed = int(_SPACE_FACTOR * target.size(model, options))
+    made = [folder for folder in output.absolute().parents if not folder.exists()]  # deepest first
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if (free := free_bytes(output.parent)) < needed:
+            raise DiskError(f"{output.parent} has {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB are needed: nothing"
+                            " was written")  # fmt: skip
+        for path in sorted(output.parent.glob(f".{glob.escape(output.name)}.part-*")):
+            tell(f"note: {path} is left over from a conversion that was cut off, or another one is writing it now: if"
+                 " not, delete it")  # fmt: skip
+        staging = output.parent / f".{output.name}.part-{uuid.uuid4().hex[:12]}"
+        with _removed_unless_done(staging):
+            target.write(model, staging, options, progress)
+            write_synced(staging / REPORT, (json.dumps(report, indent=1) + "\n").encode("utf-8"))
+            fsync_dir(staging)
+            require_absent(output)
+            staging.rename(output)
+            fsync_dir(output.parent)
+    except OSError as error:
+        raise DiskError(f"{output} was not written: {error.strerror or error} ({error.filename or output})") from None
+    except DiskError as error:  # the writer knows only its temporary folder
+        raise DiskError(str(error) if str(output) in str(error) else f"{output} was not written: {error}") from None
+    except KeyboardInterrupt:
+        if not output.exists():
+            tell(f"{output} was not written: a signal stopped the conversion, and nothing of it is left")
+        raise
+    finally:
+        if not output.exists():
+            with suppress(OSError):  # another program has put something there in the meantime
+                for folder in made:
+                    folder.rmdir()
+
+
+def require_absent(output: Path) -> None:
+    try:
+        is_there = output.exists() or output.is_symlink()
+    except OSError as error:
+        raise DiskError(f"--output {str(output)[:300]} cannot be written: {error.strerror or error}") from None
+    if is_there:
+        raise CheckpointError(f"--output {output} is there already: nothing is ever written over, name a folder that"
+                              " does not exist")  # fmt: skip
+
+
+@contextmanager
+def _removed_unless_done(staging: Path) -> Iterator[None]:
+    # after SIGKILL it remains, under a name that nothing reads
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop) if threading.current_thread() is threading.main_thread() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+        if staging.exists():
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+_SECONDS = 10.0  # between two lines
+
+
+class Bar:
+    """Progress display, used in a ``with`` statement."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = max(1, total), 0
+        self._last = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Bar:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self.total)
+        return self
+
+    def advance(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done)
+        elif time.monotonic() - self._last >= _SECONDS:
+            self._last = time.monotonic()
+            print(f"{100 * self.done / self.total:.0f} % of {self.total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

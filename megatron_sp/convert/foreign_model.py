@@ -1,5 +1,4 @@
-"""Runs of models from elsewhere (``megatron-sp schedule train``), written as the Hugging Face folder that such a model
-came from.
+"""Runs of foreign models (``megatron-sp schedule train``), written as the Hugging Face folders that they came from.
 
 The checkpoint keeps the class and the configuration of a model of transformers, and its tensors under their own names:
 transformers makes the model, and writes it. No code comes out of the checkpoint.
@@ -25,18 +24,14 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without entries that may make transformers fetch or run something: classes, kernels and
-    quantizers by name.
-    """
-    return {
-        name: without_code(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name not in ("auto_map", "quantization_config", "use_kernels") and not name.endswith("_implementation")
-    }
+    """Return a configuration without entries that may make transformers fetch or run something."""
+    code = ("auto_map", "quantization_config", "use_kernels")  # classes, quantizers and kernels by name
+    rest = {n: value for n, value in config.items() if n not in code and not n.endswith("_implementation")}
+    return {name: without_code(value) if isinstance(value, dict) else value for name, value in rest.items()}
 
 
 class ForeignModel:
-    """A foreign model in a checkpoint; also what writes it (``convert.run``)."""
+    """A foreign model in a checkpoint; also what writes it (``command.convert``)."""
 
     name, holds_optimizer = "hf", False
 
@@ -53,9 +48,7 @@ class ForeignModel:
 
     @staticmethod
     def read(path: Path, options: Options) -> ForeignModel | None:
-        """Return the model of a run; None if it is one of this project's own. Raises CheckpointError like
-        ``Native.read``.
-        """
+        """Return the model of a run; None if it is one of this project's own."""
         reader = NativeReader(find_step(path, options.step), verified=True)
         described = reader.state.get("foreign_model")
         return ForeignModel(reader, described, options) if isinstance(described, dict) else None
@@ -70,9 +63,8 @@ class ForeignModel:
 
     def write(self, model: object, path: Path, options: Options, progress: Progress) -> None:
         made = self._made()
-        wanted = {name for name, _ in made.named_parameters()} | {
-            name for name, _ in made.named_buffers() if name in made.state_dict()
-        }
+        buffers = {name for name, _ in made.named_buffers()} & set(made.state_dict())
+        wanted = {name for name, _ in made.named_parameters()} | buffers
         if wanted != set(self._tensors):
             missing, extra = sorted(wanted - set(self._tensors)), sorted(set(self._tensors) - wanted)
             raise CheckpointError(f"{self._reader.step_dir} does not hold the tensors of a {self._class}: missing"

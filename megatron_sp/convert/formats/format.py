@@ -15,7 +15,7 @@ Progress = Callable[[int], None]
 
 
 class Writer(Protocol):
-    """Interface of what ``run.convert`` writes with: ``Format``, or what has a model of its own."""
+    """Interface of what ``command.convert`` writes with: ``Format``, or what has a model of its own."""
 
     def write(self, model: Any, path: Path, options: Options, progress: Progress) -> None:
         """Write a checkpoint into a folder that does not exist yet."""
@@ -58,9 +58,7 @@ class Format(Protocol):
 
 
 def require_inside(folder: Path, root: Path) -> None:
-    """Refuse a folder that is in ``root`` only through a symbolic link; ``root`` itself may be a link, since the user
-    named it.
-    """
+    """Refuse a folder that is in ``root`` through a symbolic link; ``root`` may be one, since the user named it."""
     for part in (folder, *folder.parents):
         if part == root:
             return

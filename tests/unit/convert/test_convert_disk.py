@@ -13,7 +13,7 @@ import pytest
 from support.convert_models import random_model, write_run
 
 from megatron_sp.commands.cli import main
-from megatron_sp.convert import run
+from megatron_sp.convert import command
 from megatron_sp.convert.arguments import FORMAT_NAMES
 from megatron_sp.utils.errors import EXIT_DISK
 
@@ -65,7 +65,7 @@ def test_a_signal_behind_the_last_file(
         written.extend(path.rglob("*"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(run, "fsync_dir", stop)
+    monkeypatch.setattr(command, "fsync_dir", stop)
     assert main(words(source, target, tmp_path / "out")) == 130
     assert len(written) > 2 and list(tmp_path.iterdir()) == []
     assert f"{tmp_path / 'out'} was not written: a signal stopped" in capsys.readouterr().err
