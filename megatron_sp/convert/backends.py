@@ -32,9 +32,7 @@ Computed = Iterator[tuple[str, Tensor]]
 
 
 class Backend(Protocol):
-    """One side of a comparison. Both sides yield results in the same order: hidden states after the embedding and each
-    layer, outputs.
-    """
+    """One side of a comparison; both yield hidden states after the embedding and each layer, then the outputs."""
 
     @property
     def label(self) -> str:
@@ -47,9 +45,7 @@ class Backend(Protocol):
         ...
 
     def compute(self, rows: Rows, cast: Cast) -> Computed:
-        """Yield results by name, [b, s, ...] or [b, ...]; each weight tensor is passed through ``cast`` when it is
-        read.
-        """
+        """Yield results by name, [b, s, ...] or [b, ...]; each weight is passed through ``cast`` when it is read."""
         ...
 
 
@@ -108,10 +104,9 @@ class Ours:
 def _forget(net: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        kept = getattr(net.get_submodule(owner), leaf).to("meta")
-        setattr(
-            net.get_submodule(owner), leaf, kept if is_expert_bias(name) else nn.Parameter(kept, requires_grad=False)
-        )
+        empty = getattr(net.get_submodule(owner), leaf).to("meta")
+        empty = empty if is_expert_bias(name) else nn.Parameter(empty, requires_grad=False)
+        setattr(net.get_submodule(owner), leaf, empty)
 
 
 def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
@@ -153,17 +148,19 @@ class Transformers:
 
     def compute(self, rows: Rows, cast: Cast) -> Computed:
         net = self._load(cast)
-        layers = next(
-            m for m in net.modules() if isinstance(m, nn.ModuleList) and len(m) == net.config.num_hidden_layers
-        )
+        lists = (module for module in net.modules() if isinstance(module, nn.ModuleList))
+        layers = next(blocks for blocks in lists if len(blocks) == net.config.num_hidden_layers)
         seen: list[Tensor] = []
-        layers[0].register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            seen.append(out[0] if isinstance(out, tuple) else out)
+
+        layers[0].register_forward_pre_hook(before, with_kwargs=True)
         for layer in layers:
-            layer.register_forward_hook(
-                lambda module, inputs, out: seen.append(out[0] if isinstance(out, tuple) else out)
-            )
+            layer.register_forward_hook(after)
         more: dict[str, Any] = {}
         if "Bert" in self.cls:
             inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
@@ -171,9 +168,7 @@ class Transformers:
         try:
             with torch.no_grad():
                 found = net(input_ids=rows.tokens, **more)
-        except (
-            Exception
-        ) as error:  # its versions raise many types: config.json asks for something that they do not compute
+        except Exception as error:  # of many types: config.json asks for something that this version does not compute
             raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
@@ -256,11 +251,8 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, tell
             return cast("Backend", Transformers(path, read.settings["hf"], [fate.name for fate in read.fates]))
     else:
         try:
-            folder = (
-                iteration_folder(path, options.step)
-                if format_name != "megatron-deepspeed"
-                else find(path, options.step).path
-            )
+            is_deepspeed = format_name == "megatron-deepspeed"
+            folder = find(path, options.step).path if is_deepspeed else iteration_folder(path, options.step)
             assert folder is not None, "it was read"
             known = (options.qkv_layout, read.config.vocab_size or 0, options.given, options.max_metadata_mb)
             found = reference.open_folder(folder, lambda t: t, *known)  # before anything is compared

@@ -1,6 +1,4 @@
-"""The checkpoint in our own terms that a reader passes to a writer, and the check that a source has exactly what it
-needs.
-"""
+"""The checkpoint in our own terms that a reader passes to a writer; and whether a source has exactly what it needs."""
 
 from __future__ import annotations
 
@@ -68,7 +66,6 @@ class Model:
 
     @property
     def scheduled(self) -> int:
-        """Number of samples that determine the learning rate."""
         return self.consumed_samples if self.scheduled_samples is None else self.scheduled_samples
 
     @property
@@ -85,7 +82,6 @@ class Model:
 
     @property
     def has_optimizer(self) -> bool:
-        """True if the store has the optimizer's tensors."""
         return any(name.startswith(OPTIMIZER) for name in self.store.tensors())
 
 
@@ -106,20 +102,17 @@ class LookedAt:
 
 def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
     """Refuse impossible sizes, before anything of that size is allocated."""
-    problems = model_violations(Config(model=config))
-    if not problems and (config.num_layers or 0) > num_tensors:
-        problems = [
-            f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer"
-            " has several"
-        ]
-    if not problems and (config.num_layers or 0) > _MAX_LAYERS:
-        problems = [f"num_layers ({config.num_layers:,}) must not exceed {_MAX_LAYERS:,}"]
-    if not problems and (width := _largest_width(config)) * (config.hidden_size or 0) >= _MAX_NUMEL:
-        problems = [
-            f"hidden_size ({config.hidden_size}) times the widest dimension ({width}) is more than any tensor can have"
-        ]
-    if problems:
-        raise CheckpointError(f"{where} describes a model that cannot be: " + "; ".join(problems))
+    layers, hidden = config.num_layers or 0, config.hidden_size or 0
+    problem = "; ".join(model_violations(Config(model=config)))
+    if not problem and layers > num_tensors:
+        problem = (f"num_layers ({layers}) must not exceed the number of tensors ({num_tensors}), and each layer has"
+                   " several")  # fmt: skip
+    if not problem and layers > _MAX_LAYERS:
+        problem = f"num_layers ({layers:,}) must not exceed {_MAX_LAYERS:,}"
+    if not problem and (width := _largest_width(config)) * hidden >= _MAX_NUMEL:
+        problem = f"hidden_size ({hidden}) times the widest dimension ({width}) is more than any tensor can have"
+    if problem:
+        raise CheckpointError(f"{where} describes a model that cannot be: {problem}")
 
 
 def _largest_width(config: ModelConfig) -> int:
@@ -145,9 +138,8 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
     """
     layers = config.num_layers or 0
     with_experts = set(config.expert_layers(layers))
-    of_kind = {
-        has: _shapes_of_one(config, num_classes, has) for has in {layer in with_experts for layer in range(layers)}
-    }
+    kinds = {layer in with_experts for layer in range(layers)}
+    of_kind = {has_experts: _shapes_of_one(config, num_classes, has_experts) for has_experts in kinds}
     found: dict[str, tuple[int, ...]] = {}
     prefix, around, _ = next(iter(of_kind.values()))
     for name, shape in around.items():
@@ -162,9 +154,7 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
 def _shapes_of_one(
     config: ModelConfig, num_classes: int, has_experts: bool
 ) -> tuple[str, dict[str | None, tuple[int, ...]], dict[str, tuple[int, ...]]]:  # fmt: skip
-    """Return (prefix of the blocks' names, shapes outside of the blocks with None in the place of these, shapes of a
-    block).
-    """
+    # prefix of the blocks' names, shapes outside of the blocks with None in the place of these, shapes of a block
     changes: dict[str, Any] = {"moe_layer_freq": "1"} if has_experts else {"num_experts": None}
     model = build(replace(config, num_layers=1, **changes), num_classes)
     specs = shard_specs(model)
@@ -190,9 +180,7 @@ def stored_names(module: nn.Module) -> list[str]:
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """Return a clause with the names most similar to an unknown one, or ""; of very many names only the first are
-    compared.
-    """
+    """Return a clause with the names most similar to an unknown one, or ""; of very many the first are compared."""
     import difflib
 
     candidates = [other for other in islice(among, _MAX_COMPARED) if len(other) < 300]
@@ -230,16 +218,12 @@ def match_tensors(
     unknown = [name for name in there if name not in needed]
     missing = [name for name in needed if name not in there]
     problems = [(name, " is missing", unknown) for name in missing]
-    problems += [
-        (name, f" is {list(there[name].shape)}, {list(shape)} is expected", [])
-        for name, shape in needed.items()
-        if name in there and there[name].shape != shape
-    ]
+    for name, shape in needed.items():
+        if name in there and there[name].shape != shape:
+            problems.append((name, f" is {list(there[name].shape)}, {list(shape)} is expected", []))
     fates = []
-    for copy in correspondence.copies:
-        fates.append(
-            Fate(shown.get(copy.theirs.name, copy.theirs.name), copy.ours.name, "compared only" if copy.replica else "")
-        )
+    for ours, theirs, is_replica in correspondence.copies:
+        fates.append(Fate(shown.get(theirs.name, theirs.name), ours.name, "compared only" if is_replica else ""))
     for name in unknown:
         reason = _reason(name, store, ignored, tied)
         if reason is None:
@@ -247,12 +231,11 @@ def match_tensors(
         else:
             fates.append(Fate(shown.get(name, name), "", reason))
     if problems:
-        lines = [
-            f"  {shown.get(n, n)[:_MAX_NAME]}{what}{nearest(n[:_MAX_NAME], among)}"
-            for n, what, among in problems[:_SHOWN]
-        ]
+        lines = [f"{where} does not fit the model that it claims to be:"]
+        for name, what, among in problems[:_SHOWN]:
+            lines.append(f"  {shown.get(name, name)[:_MAX_NAME]}{what}{nearest(name[:_MAX_NAME], among)}")
         lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise CheckpointError(f"{where} does not fit the model that it claims to be:\n" + "\n".join(lines))
+        raise CheckpointError("\n".join(lines))
     return Coverage(correspondence, fates)
 
 

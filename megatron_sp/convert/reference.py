@@ -29,7 +29,6 @@ Cast = Callable[[Tensor], Tensor]
 NEXT, MASKED, ORDER, CLASSES = "next-token logits", "masked-token logits", "order logits", "class logits"
 OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)  # [b, s, v], [b, s, v], [b, 2] and [b, classes]
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-_OF_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 _NUMBERED = re.compile(r"(?:model)(\d*)")
 # Each part of a block: its names in core, and in older files.
@@ -161,13 +160,11 @@ class Part:
         self.cast, self.path = cast, file.path
 
     def get(self, *names: str) -> Tensor:
-        tensor = self.get_if(*names)
-        if tensor is None:
+        if (tensor := self.get_if(*names)) is None:
             raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
         return tensor
 
-    def get_if(self, *names: str) -> Tensor | None:
-        """Read the first of these tensors that exists, or return None."""
+    def get_if(self, *names: str) -> Tensor | None:  # the first of them that exists
         known = next((name for name in names if name in self.names), None)
         return None if known is None else self.cast(self.names[known].read())
 
@@ -398,7 +395,7 @@ def open_folder(
         tree = TorchFile(folder / "common.pt").tree
         common = tree if isinstance(tree, dict) else {}
         return Megatron([[DistPart(dist, cast)]], common, qkv_layout, vocab_size, given or {})
-    if any(_OF_EXPERTS.fullmatch(child.name) for child in folder.iterdir()):
+    if any(re.fullmatch(r"mp_rank_\d+_\d+_\d+", child.name) for child in folder.iterdir()):
         raise Unsupported("it does not compute experts")
     files = _rank_files(folder)
     tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
@@ -438,9 +435,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
     args = tree.get("args")
-    values = args.attributes if isinstance(args, Object) else args
-    if not isinstance(values, dict):
-        return {}
+    values = args.attributes if isinstance(args, Object) else args if isinstance(args, dict) else {}
     return {str(name): None if isinstance(value, Object) else value for name, value in values.items()}
 
 

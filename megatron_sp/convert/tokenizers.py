@@ -41,23 +41,14 @@ def special_ids(model: Model, folder: Path) -> tuple[dict[str, int | None], list
     """Return the ids of special tokens by their names in a Hugging Face configuration, and what to tell the user."""
     tokenizer, why = _tokenizer(model, folder)
     if tokenizer is None:
-        notes = (
-            []
-            if model.config.is_bert
-            else [f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"]
-        )
-        return dict.fromkeys(_IDS), notes
+        note = f"eos_token_id is null, so transformers' generate() never stops by itself: {why}"
+        return dict.fromkeys(_IDS), [] if model.config.is_bert else [note]
     is_bert, vocab_size = model.config.is_bert, model.config.vocab_size or 0
-    ids = dict(
-        zip(
-            _IDS, (None, None, tokenizer.pad) if is_bert else (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True
-        )
-    )
+    bos, eos = (None, None) if is_bert else (tokenizer.bos, tokenizer.eod)
+    ids = dict(zip(_IDS, (bos, eos, tokenizer.pad), strict=True))
     beyond = [name for name, token in ids.items() if token is not None and token >= vocab_size]
-    notes = [
-        f"{name} is null: the tokenizer's is {ids[name]}, and the model's vocabulary has {vocab_size} entries"
-        for name in beyond
-    ]
+    has = f"and the model's vocabulary has {vocab_size} entries"
+    notes = [f"{name} is null: the tokenizer's is {ids[name]}, {has}" for name in beyond]
     return {name: None if name in beyond else token for name, token in ids.items()}, notes
 
 
@@ -109,11 +100,7 @@ NAMES = (
     "vocab.json", "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 MAX_BYTES = 64 << 20
-_SAYS_MORE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)  # they complete a file that is given alone
+_SAYS_MORE = NAMES[2:5]  # they complete a file that is given alone
 
 
 def find_files(path: Path) -> dict[str, Path]:
@@ -131,9 +118,7 @@ def find_files(path: Path) -> dict[str, Path]:
 
 
 def find_named(paths: list[Path]) -> dict[str, Path]:
-    """Return the files of a tokenizer for the paths given to a training: a file, a folder, or GPT-2's two files with
-    any names.
-    """
+    """Return the files of a training's tokenizer: a file, a folder, or GPT-2's two files with any names."""
     if len(paths) < 2:
         return find_files(paths[0]) if paths else {}
     found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
@@ -191,22 +176,17 @@ def write_tokenizer_config(model: Model, folder: Path, model_type: str) -> list[
     write_synced(folder / CONFIG, (json.dumps(words, indent=2) + "\n").encode("utf-8"))
     if words["tokenizer_class"] != _BY_SENTENCEPIECE:
         return []
-    bos = (
-        f"; it puts no {words['bos_token']} before a text, as this training did"
-        if data.tokenizer_type == "Llama2Tokenizer"
-        else ""
-    )
-    return [
-        f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions"
-        f" from 5 on){bos}"
-    ]
+    note = (f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions"
+            " from 5 on)")  # fmt: skip
+    if data.tokenizer_type == "Llama2Tokenizer":
+        note += f"; it puts no {words['bos_token']} before a text, as this training did"
+    return [note]
 
 
 def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
     tokenizer = build_tokenizer(data)
-    assert isinstance(
-        tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)
-    )
+    known = BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+    assert isinstance(tokenizer, known)
     ids = {role: getattr(tokenizer, role) for role in ("cls", "sep", "mask", "pad")}
     roles = {f"{role}_token": tokenizer.piece(token) for role, token in ids.items() if token is not None}
     end = tokenizer.piece(tokenizer.eod)
@@ -226,9 +206,8 @@ def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | 
             from tokenizers import processors
 
             pieces = [(tokenizer.piece(token), token) for token in tokenizer.begin]  # before a text
-            template = processors.TemplateProcessing(
-                single=[*(piece for piece, _ in pieces), "$A"], special_tokens=pieces
-            )
+            single = [*(piece for piece, _ in pieces), "$A"]
+            template = processors.TemplateProcessing(single=single, special_tokens=pieces)
             made.post_processor = template
         write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
         return {**words, "split_special_tokens": True}  # a special token that is spelled out in a text is plain text

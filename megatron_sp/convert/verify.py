@@ -1,5 +1,4 @@
-"""``--verify``: compare the logits of both sides of a conversion on the same tokens, and locate the first difference,
-if any.
+"""``--verify``: compare the logits of both sides of a conversion, and locate the first difference.
 
 The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the
 weights, those of the source are rounded too before computing, so that rounding cannot explain a difference.
@@ -8,9 +7,9 @@ weights, those of the source are rounded too before computing, so that rounding 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,23 +54,17 @@ def verify(
         ConfigError: text is given, but there is no tokenizer.
     """
     before = source.read(input, options)
-    of_output = replace(
-        options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size
-    )
+    changes: dict[str, Any] = {"step": None, "output": None, "tokenizer": None, "qkv_layout": None}
+    of_output = replace(options, vocab_size=before.config.vocab_size, **changes)
     after = target.read(output, of_output)
+    first = backend_of(source.name, input, before, options, tell)
+    sides = first, backend_of(target.name, output, after, of_output, tell)
     dtypes = _dtype_of(before), _dtype_of(after)
-    sides = (
-        backend_of(source.name, input, before, options, tell),
-        backend_of(target.name, output, after, of_output, tell),
-    )
-    is_narrow = before.config.position_embedding_type == "rope" and any(
-        isinstance(side, Transformers) for side in sides
-    )
-    compute = (
-        torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32
-    )  # their rotary positions are
+    is_rotary = before.config.position_embedding_type == "rope"
+    is_narrow = is_rotary and any(isinstance(side, Transformers) for side in sides)  # their rotary positions are fp32
+    compute = torch.float64 if dtypes == (torch.float64, torch.float64) and not is_narrow else torch.float32
     dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
-    casts = _casts(dtypes, compute)
+    casts = _cast(*dtypes, compute, or_same=True), _cast(dtypes[1], dtypes[0], compute)
     tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in"
          f" {_name(compute)}{_rounded(dtypes)}")  # fmt: skip
     same = True
@@ -96,19 +89,15 @@ class Result(NamedTuple):
 
 
 def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list[Result]:
-    """Compare all results of both sides on the same tokens, in the order of computation; both must yield the same
-    names.
-    """
+    """Compare all results of both sides on the same tokens, in the order of computation."""
     ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
     inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
-    found = []
+    results = []
     for (name, a), (other, b) in zip(ours, theirs, strict=True):
         assert name == other, f"{sides[0].label} gives {name}, {sides[1].label} {other}"
-        if name in (ORDER, CLASSES):
-            found.append(_compare(name, a, b))
-        else:
-            found.append(_compare(name, a[inside], b[inside]))
-    return found
+        is_of_sequence = name in (ORDER, CLASSES)
+        results.append(_compare(name, a, b) if is_of_sequence else _compare(name, a[inside], b[inside]))
+    return results
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> Result:
@@ -149,16 +138,12 @@ def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | Non
     return own if own is not None and read is not None and own.itemsize < read.itemsize else read
 
 
-def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:
-    def through(own: torch.dtype | None, other: torch.dtype | None, or_same: bool) -> Cast:
-        rounds = (
-            own is not None
-            and other is not None
-            and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
-        )
-        return (lambda t: t.to(other).to(compute)) if rounds else (lambda t: t.to(compute))
-
-    return through(dtypes[0], dtypes[1], True), through(dtypes[1], dtypes[0], False)
+def _cast(own: torch.dtype | None, other: torch.dtype | None, compute: torch.dtype, *, or_same: bool = False) -> Cast:
+    if own is None or other is None or other.itemsize > own.itemsize:
+        return lambda t: t.to(compute)
+    if other.itemsize == own.itemsize and not or_same:
+        return lambda t: t.to(compute)
+    return lambda t: t.to(other).to(compute)  # as the conversion has rounded the other side's weights
 
 
 def _rounded(dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
@@ -172,8 +157,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class _Limits:
+class _Limits(NamedTuple):
     vocab_size: int
     positions: int
     longest: int
@@ -224,13 +208,11 @@ def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, te
              " compared")  # fmt: skip
         return None
     most = min(_MAX_TEXT, limits.positions)
-    found = [
-        _special(tokenizer, tokenizer.encode(one), most, before.config.is_bert)
-        for one in ([text] if text else _documentation())
-    ]
-    if found and not any(found):
+    texts = [text] if text else _documentation()
+    rows = [_special(tokenizer, tokenizer.encode(one), most, before.config.is_bert) for one in texts]
+    if rows and not any(rows):
         tell("note: the tokenizer has no token for the text: none is compared")
-    return [ids for ids in found if ids] or None
+    return [ids for ids in rows if ids] or None
 
 
 def _special(tokenizer: Tokenizer, ids: list[int], most: int, is_bert: bool) -> list[int]:

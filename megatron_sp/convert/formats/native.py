@@ -1,12 +1,11 @@
-"""``megatron_sp``: a run of this package. Read from its newest valid checkpoint, written as a run with one
-checkpoint.
-"""
+"""``megatron_sp``: a run of this package, read from its newest valid checkpoint, written with a single one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_sp.config.rules import normalize
 from megatron_sp.config.rules_model import settle_gelu
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.config.schema_experts import is_expert_bias
-from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
+from megatron_sp.convert.copies import Copy, Correspondence, View
 from megatron_sp.convert.formats.format import Progress, require_inside
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, match_tensors, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
@@ -44,11 +43,8 @@ class Native:
     name, holds_optimizer = "megatron_sp", True
 
     def recognises(self, path: Path) -> bool:
-        return (
-            (path / "MANIFEST.json").exists()
-            or any(path.glob("step-[0-9]*"))
-            or any(path.glob("checkpoints/step-[0-9]*"))
-        )
+        steps = ("MANIFEST.json", "step-[0-9]*", "checkpoints/step-[0-9]*")
+        return any(any(path.glob(pattern)) for pattern in steps)
 
     def read(self, path: Path, options: Options) -> Model:
         folder = find_step(path, options.step)
@@ -59,13 +55,8 @@ class Native:
         num_classes = _rows_of(reader, CLASSES) if CLASSES in reader.tensors() else 0
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
-        found = match_tensors(
-            str(folder),
-            Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)),
-            reader,
-            {},
-            tied={},
-        )
+        correspondence = Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted))
+        found = match_tensors(str(folder), correspondence, reader, {}, tied={})
         converted = state.get("converted")
         tokenizer, notes = tokenizer_of(config, state, folder, options)
         return Model(
@@ -82,9 +73,9 @@ class Native:
         path.mkdir()
         store = _Cast(model, options)
         state = _state(model, store, path, options)
-        tensors = {
-            name: Source(info.shape, info.dtype, _Reading(store, name)) for name, info in store.tensors().items()
-        }
+        tensors = {}
+        for name, info in store.tensors().items():
+            tensors[name] = Source(info.shape, info.dtype, partial(store.read, name))
         if model.tokenizer:
             (path / TOKENIZER_FOLDER).mkdir()
             copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
@@ -103,17 +94,8 @@ def find_step(path: Path, step: int | None) -> Path:
         raise CheckpointError(str(error).replace("--ckpt-step", "--step")) from None
 
 
-class _Reading:
-    def __init__(self, store: TensorStore, name: str) -> None:
-        self.store, self.name = store, name
-
-    def __call__(self) -> Tensor:
-        return self.store.read(self.name)
-
-
 class _Cast:
-    """A model's tensors as they are written: depending on the options without the optimizer, or in another dtype (a
-    ``TensorStore``).
+    """A model's tensors as they are written: perhaps in another dtype, or without the optimizer (a ``TensorStore``).
 
     With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit
     optimizer.
@@ -130,13 +112,8 @@ class _Cast:
             dtype = info.dtype if of_optimizer else stored_dtype(name, info.dtype, options.dtype)
             self._tensors[name] = TensorInfo(info.shape, dtype)
             copy = f"{OPTIMIZER}master.{name}"
-            has_moments = options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there
-            if (
-                has_moments
-                and copy not in there
-                and info.dtype == torch.float32
-                and dtype.itemsize < info.dtype.itemsize
-            ):
+            narrows = info.dtype == torch.float32 and dtype.itemsize < info.dtype.itemsize
+            if narrows and options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there and copy not in there:
                 self._tensors[copy], self._wide[copy] = info, name
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -185,12 +162,9 @@ def _loss_scale(state: Any) -> LossScale | None:
     if not isinstance(state, dict) or state.get("dynamic") is not True:
         return None
     scale, good_steps, left = (state.get(name) for name in ("scale", "good_steps", "hysteresis_left"))
-    if (
-        not isinstance(scale, float)
-        or not 0 < scale < math.inf
-        or not isinstance(good_steps, int)
-        or not isinstance(left, int)
-    ):
+    if not isinstance(scale, float) or not 0 < scale < math.inf:
+        return None
+    if not isinstance(good_steps, int) or not isinstance(left, int):
         return None
     return {"dynamic": True, "scale": scale, "good_steps": good_steps, "hysteresis_left": left}
 
@@ -209,9 +183,8 @@ def tokenizer_of(
         kept.take(config.data, record, folder)
     except DataError as error:
         return {}, [f"no tokenizer goes along: {error}".replace("--tokenizer-model", "--tokenizer")]
-    named = [
-        Path(path) for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path
-    ]
+    paths = (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file)
+    named = [Path(path) for path in paths if path]
     kind = _tokenizer_type(config, state)
     if not named and kind is not None:
         return {}, [f"no tokenizer goes along: {kind} has no files"]
@@ -247,15 +220,10 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
         model.notes.append(_NOTE)
     config = Config(model=replace(model.config))
     settle_gelu(config.model)
-    dtypes = {
-        info.dtype
-        for name, info in store.tensors().items()
-        if not name.startswith(OPTIMIZER) and not is_expert_bias(name)
-    }
+    weights = {name: info for name, info in store.tensors().items() if not name.startswith(OPTIMIZER)}
+    dtypes = {info.dtype for name, info in weights.items() if not is_expert_bias(name)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
-    enter_tokenizer(
-        config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER
-    )
+    enter_tokenizer(config.data, model.tokenizer, (options.output or path) / TOKENIZER_FOLDER)
     return {
         "consumed_samples": model.consumed_samples, "scheduled_samples": model.scheduled, "consumed_tokens": 0,
         "bad_steps": 0, "skipped_steps": 0,

@@ -21,9 +21,6 @@ def detect(path: Path) -> Format:
     found = [format for format in FORMATS.values() if format.recognises(path)]
     if len(found) == 1:
         return found[0]
-    what = (
-        "looks like " + " and ".join(format.name for format in found)
-        if found
-        else "holds no checkpoint that is known here"
-    )
+    names = " and ".join(format.name for format in found)
+    what = f"looks like {names}" if found else "holds no checkpoint that is known here"
     raise CheckpointError(f"{path} {what}: give --from with one of {', '.join(FORMATS)}")
