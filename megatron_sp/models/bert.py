@@ -35,19 +35,14 @@ from megatron_sp.utils.numbers import round_up
 
 
 class BertLoss(NamedTuple):
-    """Sums over a rank's share of a micro-batch, fp32 or wider, the same on every tp rank.
+    """Sums over a rank's share of a micro-batch, fp32 or wider, the same on every tp rank."""
 
-    Attributes:
-        masked: loss of the masked tokens, each times its weight in the loss mask.
-        order: sentence-order loss of all sequences on the cp and sp rank that has position 0, elsewhere 0; None without
-            that head.
-        masked_hits: summed weights of the masked tokens predicted correctly, detached.
-        order_hits: number of sequences whose order was predicted correctly, detached; None without that head.
-    """
-
-    masked: Tensor
+    masked: Tensor  # loss of the masked tokens, each times its weight in the loss mask
+    # sentence-order loss of all sequences on the cp and sp rank that has position 0, elsewhere 0; None without that
+    # head
     order: Tensor | None
-    masked_hits: Tensor
+    masked_hits: Tensor  # summed weights of the masked tokens predicted correctly, detached
+    # number of sequences whose order was predicted correctly, detached; None without that head
     order_hits: Tensor | None
 
 
@@ -169,7 +164,6 @@ class BertModel(LanguageModel):
             types: int64 [b, s], the segment of each token; None: all tokens are of segment 0.
             loss_mask: [b, s], nonzero at masked tokens.
             order: int64 [b], 1 where the two segments are swapped; may be None only without that head.
-            ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
         types = torch.zeros_like(tokens) if types is None else types
@@ -186,7 +180,7 @@ class BertModel(LanguageModel):
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 
     def _order(self, x: Tensor, row: int | None, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return (loss, hits) of the sentence-order head; x: [L/sp, b, h], ``row``: the one of position 0, if it is here."""
+        # (loss, hits) of the sentence-order head; x: [L/sp, b, h], ``row``: the one of position 0, if it is here
         if self.pooler is None or self.binary_head is None:
             return None, None
         if row is None:

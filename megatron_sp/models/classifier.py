@@ -23,17 +23,11 @@ NEW_PARAMETERS = ("classification_head.", "pooler.")
 
 
 class ClassifierLoss(NamedTuple):
-    """Loss of a micro-batch; on ranks without position 0 the sums are zero and ``logits`` is None.
+    """Loss of a micro-batch; on ranks without position 0 the sums are zero and ``logits`` is None."""
 
-    Attributes:
-        sum: cross entropy of each sequence times its weight, summed, fp32 or wider.
-        hits: summed weights of the sequences classified correctly, detached.
-        logits: [b, classes], detached.
-    """
-
-    sum: Tensor
-    hits: Tensor
-    logits: Tensor | None
+    sum: Tensor  # cross entropy of each sequence times its weight, summed, fp32 or wider
+    hits: Tensor  # summed weights of the sequences classified correctly, detached
+    logits: Tensor | None  # [b, classes], detached
 
 
 class BertClassifier(LanguageModel):
@@ -71,7 +65,6 @@ class BertClassifier(LanguageModel):
             tokens, types: int64 [b, s], the same on every rank of the tp, sp and cp groups.
             label: int64 [b], class indices.
             weight: [b], weights of the sequences in the loss.
-            ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [L/sp, b, h]

@@ -31,7 +31,6 @@ from megatron_sp.parallel.router_pass import BalanceSpec, RouterStep
 
 
 def routing_of(config: ModelConfig) -> RoutingSpec:
-    """Return how the tokens of a model choose experts."""
     assert config.num_experts
     return RoutingSpec(
         config.num_experts, config.moe_router_topk, config.moe_router_score_function, config.moe_router_pre_softmax,
@@ -72,8 +71,8 @@ class Router(nn.Module):
         """Move the bias towards an even load: up where a step had less than the mean, down where it had more.
 
         Args:
-            load: [E], tokens of the whole step that have chosen each expert: whole numbers, so that all layouts have the same bias.
-            rate: how far.
+            load: [E], tokens of the whole step that have chosen each expert: whole numbers, so that all layouts have
+                the same bias.
             skip: true on the device if the step is left out; None: it is not.
         """
         if self.expert_bias is None:

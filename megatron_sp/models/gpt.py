@@ -53,7 +53,6 @@ class GPTModel(LanguageModel):
         Args:
             tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp, sp and cp groups.
             loss_mask: [b, s].
-            ctx: mask, kernel, dropout.
             events: notified which unit's parameters are used next, and which unit's gradients are complete.
         Returns:
             (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each
@@ -68,7 +67,6 @@ class GPTModel(LanguageModel):
 
         Args:
             tokens, labels: int64 [b, s], as for ``forward``.
-            ctx: mask and kernel.
         Returns:
             (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on
             every rank of the tp, sp and cp groups.

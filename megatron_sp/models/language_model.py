@@ -187,11 +187,9 @@ class LanguageModel(nn.Module):
         return cast("Stack", getattr(self, self.stack_name))
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:
-        """Create the head's modules."""
         raise NotImplementedError
 
     def _head_modules(self) -> dict[str, nn.Module]:
-        """Return the head's modules by name, without the final norm."""
         raise NotImplementedError
 
     @property
@@ -211,7 +209,6 @@ class LanguageModel(nn.Module):
 
     @property
     def shares_table(self) -> bool:
-        """True if this rank has a replica of a table that the embedding on one pipeline rank and the head on another use."""
         return self.is_tied and self.has_embedding != self.has_head
 
     def router_step(self, device: torch.device) -> RouterStep | None:
@@ -236,7 +233,7 @@ class LanguageModel(nn.Module):
                 block.mlp.router.update_bias(loads[block.mlp.number], self.config.moe_router_bias_update_rate, skip)
 
     def _own_part_of_embedding(self) -> nn.Module:
-        """Return what of the embedding is in its unit: all of it, or what is not shared."""
+        # what of the embedding is in its unit: all of it, or what is not shared
         if not self.shares_table:
             return self.embedding
         return nn.ModuleDict({name: child for name, child in self.embedding.named_children() if name != "word_embeddings"})
@@ -304,7 +301,6 @@ class LanguageModel(nn.Module):
         return x
 
     def _normed(self, stage: Stage, x: Tensor, events: UnitEvents | None) -> Tensor:
-        """Return the final hidden states from the output of the last block, within the head's unit."""
         last = () if ends_recomputed(self.kernels, len(stage)) else self._units_of_layer[stage.stop - 1]
         x = unit_boundary(x, events, (self._index["head"],), last)
         self.use(events, "head")
@@ -345,7 +341,6 @@ class LanguageModel(nn.Module):
             self.use(events, TABLE if self.shares_table else "embedding")
 
     def _with_kept_attention(self, ctx: ForwardContext, x: Tensor) -> ForwardContext:
-        """Return the context of recomputed blocks, which keep attention's results where the kernel has them (--recompute-attention)."""
         again, dropout = self.kernels.recompute_attention, 0.0 if ctx.dropout is None else self.config.attention_dropout
         gives_lse = not ctx.repeats_attention and keeps_results(ctx.kernel, x.device, x.dtype, self.config.head_dim, dropout)
         if again == "full" or not (gives_lse or ctx.plan is not None):  # attention in pieces has it from every kernel
@@ -359,13 +354,12 @@ class LanguageModel(nn.Module):
         return self.layout.cut(RowMask(length) if whole else row_mask(ctx.mask, length, self.config.window_size), ctx.row_slice)
 
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the position ids of the tokens: [s], or [s, b] if they differ between sequences."""
+        # the position ids of the tokens: [s], or [s, b] if they differ between sequences
         if ctx.cache is not None:
             return ctx.cache.positions(tokens.shape[1], tokens.device).t()
         return torch.arange(tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
 
     def _offload_pass(self, x: Tensor, ctx: ForwardContext) -> OffloadPass | None:
-        """Return the offload of this forward pass, or None unless activations are kept in host memory (--offload-activations)."""
         if not self.kernels.offload_activations or not torch.is_grad_enabled():
             return None
         from megatron_sp.parallel.offload import ActivationOffload
@@ -374,7 +368,7 @@ class LanguageModel(nn.Module):
         return self._offload.forward_pass(ctx.rotary or ())
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
-        """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
+        # ``ctx`` with the values that are computed once per forward pass and shared by all layers
         ctx = replace(ctx, length=cut.length, whole_length=cut.whole, num_tokens=cut.num_tokens)
         if ctx.routers is not None and ctx.routers.replayed is not None:
             at = torch.arange(cut.whole, device=ctx.routers.replayed.device)
@@ -406,7 +400,7 @@ def _run_layers(
     layers: list[TransformerBlock], which: range, units: list[tuple[int, ...]], x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
     offload: OffloadPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first."""
+    # run the blocks ``which``, whose units are ``units``; the caller sets the unit boundary before the first
     for layer in which:
         if layer > which.start:
             x = unit_boundary(x, events, units[layer][:1], units[layer - 1])

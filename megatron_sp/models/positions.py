@@ -18,7 +18,6 @@ def rotary_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tup
 
 
 def stretch_of(config: ModelConfig) -> RotaryStretch:
-    """Return the scaling of the rotary frequencies that the configuration asks for."""
     if not config.use_rope_scaling:
         return RotaryStretch(config.rotary_seq_len_interpolation_factor)
     return RotaryStretch(

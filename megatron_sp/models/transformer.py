@@ -225,7 +225,7 @@ class AttentionCore:
         return found
 
     def _norm_all_heads(self, q: Tensor, k: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-        """Norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token."""
+        # norm queries [s, (b g), r, d] and keys [s, (b g), 1, d] over all heads of each token
         from megatron_sp.parallel.all_heads_norm import AllHeadsPlan, HeadRange, norm_all_heads
 
         layer, tp, sp = self.layer, self.layer.layout.tp, self.layer.layout.sp
@@ -273,7 +273,6 @@ class AttentionCore:
     def _across_ranks(
         self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, share: Share, rate: float, rows: Tensor | None, kept: KeptTensors | None
     ) -> Tensor:  # fmt: skip
-        """Compute attention over the keys and values of all cp ranks."""
         from megatron_sp.ops.partial_attention_choice import piece_kernel
         from megatron_sp.parallel.context_parallel import ContextAttention, context_attention, paired
 
@@ -294,7 +293,6 @@ class AttentionCore:
         return found.out
 
     def _cover_last_exchange(self) -> None:
-        """Compute what has been delayed, unless there are exchanges of heads to come."""
         tp, main_grad = self.layer.layout.tp, self.layer.main_grad
         if main_grad is not None and self.layer.layout.sp.size == 1:
             tp.mark("mlp")
@@ -312,11 +310,11 @@ class AttentionCore:
         return q.reshape(q.shape[0], q.shape[1] * len(share.queries) // each, each, self.d)  # no -1: there may be no rows
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
-        """Reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]."""
+        # reshape keys or values [s, b, (g d)] to [s, (b g), 1, d]
         return x.reshape(x.shape[0], x.shape[1] * groups, 1, self.d)
 
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
-        """Repeat keys or values [s, (b g), 1, d] to [s, (b queries), 1, d]: one head for each query."""
+        # repeat keys or values [s, (b g), 1, d] to [s, (b queries), 1, d]: one head for each query
         places = key_of_each_query(share, self.r)
         by_group = x.view(x.shape[0], x.shape[1] // len(share.uses), len(share.uses), self.d)
         # not an index: it would have to travel to the GPU each time, and the host to wait for it
@@ -363,7 +361,6 @@ class MLP(nn.Module):
 
 
 def _linears(module: nn.Module, first: str, second: str) -> tuple[Linear, Linear]:
-    """Return weights and biases of two layers, which may have been replaced, without nn.Module's slow lookup."""
     layers = module._modules
     return layers[first].linear(), layers[second].linear()  # type: ignore[union-attr, operator]
 
@@ -379,7 +376,6 @@ def delayed_weights(model: nn.Module, tp: TensorParallel) -> list[nn.Parameter]:
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
-    """Return the residual stream plus dropout(branch)."""
     return hash_dropout(branch, dropout.rate, dropout.rows.keys, site=dropout.rows.site, residual=stream)
 
 

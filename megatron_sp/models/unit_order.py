@@ -36,8 +36,6 @@ def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: 
     """Return the units in the order in which a pass reads their parameters.
 
     Args:
-        kernels: recomputation settings.
-        num_layers: number of blocks.
         tied: the head uses the embedding's table.
         backward: include the backward pass; else the forward pass only.
         embedding_again: backward reads the embedding's parameters too, and no tied head has kept them whole.

@@ -225,8 +225,7 @@ class ExpertGrads:
 
     def __init__(self, params: ExpertWeights, needs: tuple[bool, bool, bool, bool], main_grad: MainGrad | None) -> None:
         self._w1, self._b1, self._w2, self._b2 = (
-            _StackedGrad(main_grad, param) if need and param is not None else None
-            for param, need in zip(params, needs, strict=True)
+            _StackedGrad(main_grad, param) if need and param is not None else None for param, need in zip(params, needs, strict=True)
         )
 
     @property
@@ -290,9 +289,7 @@ class _PartOfAll(NamedTuple):
 class _StackedGrad:
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
         self._main_grad, self._param = main_grad, param
-        self.kept: (
-            list[_Part | _PartOfAll] | None
-        ) = []  # until the main_grad asks for the gradient; None: added at once
+        self.kept: list[_Part | _PartOfAll] | None = []  # until the main_grad asks for the gradient; None: added at once
         if main_grad is None or not main_grad.later(param, self._write):
             self.kept = None
             self._reserve()
@@ -320,9 +317,7 @@ class _StackedGrad:
             if part.x is None:
                 add_column_sum(view, part.grad, fresh=fresh)
             else:
-                put_product(
-                    view, part.grad, part.x if part.rows is None else part.x.index_select(0, part.rows), fresh=fresh
-                )
+                put_product(view, part.grad, part.x if part.rows is None else part.x.index_select(0, part.rows), fresh=fresh)
             self._fresh[part.expert] = False
         elif not self._add_in_one_launch(part):
             for expert, own in _slices(part.counts):

@@ -26,17 +26,12 @@ from megatron_sp.ops.norm import NormSpec
 
 @dataclass(frozen=True)
 class HeadRange:
-    """A rank's share of the heads.
+    """A rank's share of the heads."""
 
-    Attributes:
-        first: number of its first head.
-        num_owned: as many of its heads, the last ones, are counted by this rank; others are counted by ranks before it.
-        width: channels of all heads of all ranks.
-    """
-
-    first: int
+    first: int  # number of its first head
+    # as many of its heads, the last ones, are counted by this rank; others are counted by ranks before it
     num_owned: int
-    width: int
+    width: int  # channels of all heads of all ranks
 
 
 @dataclass(frozen=True)
@@ -107,11 +102,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _owned(x: Tensor, of: HeadRange, head_dim: int) -> Tensor:
-    """Return the channels of the heads that this rank counts."""
     return x[..., x.shape[-1] - of.num_owned * head_dim :]
 
 
 def _taken(weight: Tensor, of: HeadRange, width: int, plan: AllHeadsPlan) -> Tensor:
-    """Return this rank's channels of a weight."""
     mine = _wide(weight[of.first * plan.head_dim : of.first * plan.head_dim + width])
     return mine + 1 if plan.spec.zero_centered else mine

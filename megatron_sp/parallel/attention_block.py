@@ -35,8 +35,6 @@ def attention_block(
         norm: norm before the QKV projection, or None.
         qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
         proj: weight [h, n*d] of this tp rank, bias [h] or None.
-        core: the attention itself.
-        plan: groups and heads.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
@@ -50,20 +48,15 @@ def attention_block(
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that are not tensors of autograd.
-
-    Attributes:
-        train: a backward pass may follow.
-        num_passed: how many of ``params`` autograd knows: all or none.
-    """
+    """Arguments of the op that are not tensors of autograd."""
 
     norm: NormInFront | None
     params: _Params
     core: Core
     plan: AttentionPlan
     main_grad: MainGrad | None
-    train: bool
-    num_passed: int
+    train: bool  # a backward pass may follow
+    num_passed: int  # how many of ``params`` autograd knows: all or none
 
 
 class _Params(NamedTuple):
@@ -160,7 +153,6 @@ class _Backward:
         """Return the gradients of x and the parameters, and those of the core's parameters.
 
         Args:
-            grad: gradient of the block's result.
             passed: gradient of x from the residual branch outside, or None.
         """
         self.plan.sp.mark(OUTPUT_PROJECTION)
@@ -180,7 +172,6 @@ class _Backward:
         return _Grads(x, norm_weight, norm_bias, w_qkv, b_qkv, heads.overlapped, b_proj), heads.of_core
 
     def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
-        """Return the gradient of the projection's bias, and the heads' gradients with its weight's as the overlapped work."""
         needs, params = self.needs, self.params
         needs_heads = self.needs_normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params)
         gathered = self.plan.tp.enter_async(grad)
@@ -260,7 +251,6 @@ class _Backward:
         return w_grad, b_grad, reduced, stats
 
     def _norm(self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, including those from outside, and of the norm's parameters, from that of the normed x."""
         grad = reduced.wait().view(self.x.shape)
         if self.norm is None:
             return add(add(passed, grad), late), None, None

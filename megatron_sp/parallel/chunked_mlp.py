@@ -40,19 +40,12 @@ from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 @dataclass(frozen=True)
 class MLPPlan:
-    """Options of a chunked MLP.
+    """Options of a chunked MLP."""
 
-    Attributes:
-        activation: activation between fc1 and fc2.
-        chunks: number of chunks, limited to one per position.
-        tp: the tp group.
-        rate: rate of the dropout after the MLP.
-    """
-
-    activation: Activation
-    chunks: int
+    activation: Activation  # activation between fc1 and fc2
+    chunks: int  # number of chunks, limited to one per position
     tp: TensorParallel = NO_TP
-    rate: float = 0.0
+    rate: float = 0.0  # rate of the dropout after the MLP
 
     def pieces(self, positions: int) -> list[slice]:
         """Return contiguous chunks of positions whose lengths differ by at most one; the same on every rank."""
@@ -71,7 +64,6 @@ def chunked_mlp(
         norm: norm before fc1, with weights replicated on all ranks; or None.
         fc1: weight [f/tp, h] ([2*f/tp, h] if it is gated), bias or None.
         fc2: weight [h, f/tp], bias [h] or None, added once, after the sum over ranks.
-        plan: chunks, group, dropout.
         rows: [s/parts, b], for dropout.
         onto: of the shape of x; the MLP's output is added to it instead of x.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
@@ -186,14 +178,14 @@ def _entering(x: Tensor, norm: NormInFront | None, plan: MLPPlan) -> Iterator[tu
 
 
 def _fc1(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute fc1, [..., h] -> [..., f], 2f if it is gated."""
+    # compute fc1, [..., h] -> [..., f], 2f if it is gated
     u = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     multiply(rows_of(a), weight, bias, out=rows_of(u))
     return u
 
 
 def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, rows: DropoutRows | None, rate: float) -> None:
-    """Finish a chunk once its reduction is complete: y = x + dropout(branch + bias)."""
+    # finish a chunk once its reduction is complete: y = x + dropout(branch + bias)
     piece, branch = left[0], left[1].wait()
     if bias is not None:
         branch.add_(bias)
@@ -250,7 +242,6 @@ class _Backward:
         return _Grads(self.grad_x, self.grad if self.need.onto else None, None, norm_weight, norm_bias, w1, b1, w2, b2)
 
     def _enter(self, piece: slice) -> _Entered:
-        """Start the gathers of a chunk."""
         grad = self._behind_dropout(piece)
         if self.need.b2:
             self._add_column_sum("b2", rows_of(grad))
@@ -258,7 +249,7 @@ class _Backward:
         return _Entered(self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats)
 
     def _behind_dropout(self, piece: slice) -> Tensor:
-        """Return the gradient of a chunk's branch, before dropout."""
+        # the gradient of a chunk's branch, before dropout
         grad, rate = self.grad[piece], self.plan.rate
         if self.row_keys is None or rate == 0.0:
             return grad
@@ -292,7 +283,6 @@ class _Backward:
         return reduced
 
     def _norm(self, piece: slice, reduced: Handle, stats: tuple[Tensor, ...]) -> None:
-        """Compute the gradient of a chunk's input, including that of the residual branch."""
         need, norm, x = (self.need.x, self.need.norm_weight, self.need.norm_bias), self.norm, self.x[piece]
         passed = None if self.passed is None else self.passed[piece]
         if norm is None:
@@ -319,7 +309,7 @@ class _Backward:
             self.sums[name] = column_sum(x)
 
     def _put(self, name: str) -> Tensor | None:
-        """Put a parameter's sum in the main_grad; return it if it goes through autograd."""
+        # put a parameter's sum in the main_grad; return it if it goes through autograd
         return put_grad(self.main_grad, getattr(self.params, name), self.sums[name]) if name in self.sums else None
 
 
@@ -333,12 +323,11 @@ class _WeightGrad:
         self._view, self._fresh = reserved or (torch.empty(param.shape, dtype=wide, device=param.device), True)
 
     def add_product(self, grad_out: Tensor, x: Tensor) -> None:
-        """Add grad_out.T @ x."""
         put_product(self._view, grad_out, x, fresh=self._fresh)
         self._fresh = False
 
     def result(self) -> Tensor | None:
-        """Return the gradient for autograd; None if it is in the main_grad."""
+        # the gradient for autograd; None if it is in the main_grad
         return None if self._held else self._view.to(self._param.dtype)
 
 
@@ -350,21 +339,19 @@ class _PutOffWeightGrad:
         self._operands: list[tuple[Tensor, Tensor]] = []
 
     def add_product(self, grad_out: Tensor, x: Tensor) -> None:
-        """As of ``_WeightGrad``."""
+        # as of ``_WeightGrad``
         self._operands.append((grad_out, x))
 
     def result(self) -> None:
         """Return None: the main_grad has it, or will have it."""
 
     def write(self) -> None:
-        """Compute the gradient and store it."""
         made = _WeightGrad(self._main_grad, self._param)
         for operands in self._operands:
             made.add_product(*operands)
 
 
 def _weight_grad(main_grad: MainGrad | None, param: Tensor) -> _WeightGrad | _PutOffWeightGrad:
-    """Return what adds up the gradient of a parameter over the chunks, now or when the main_grad asks for it."""
     if main_grad is not None:
         put_off = _PutOffWeightGrad(main_grad, param)
         if main_grad.later(param, put_off.write):

@@ -41,7 +41,6 @@ def spread_over(documents: Iterable[tuple[int, int]], chunks: Sequence[tuple[int
     """Return, for each document that lies in several chunks, these chunks and how many of its positions each has.
 
     Args:
-        documents: start and stop of each.
         chunks: start and stop of each, in order, one after another.
     """
     starts, found = [start for start, _ in chunks], []
@@ -67,7 +66,6 @@ class _Hands:
                 self.documents_of[chunk].append((name, rows))
 
     def deal(self) -> None:
-        """Deal all chunks, the largest first."""
         smallest = [0, *accumulate(sorted(self.areas))]  # area of the n smallest chunks
         lightest = [(0, 0, rank) for rank in range(self.num_ranks)]  # a heap, with entries that are no longer true
         for chunk in sorted(range(len(self.areas)), key=lambda chunk: (-self.areas[chunk], chunk)):
@@ -87,7 +85,6 @@ class _Hands:
             heapq.heappush(lightest, self._key(rank))
 
     def swap(self) -> None:
-        """Swap a chunk of the fullest rank for a smaller one of a light rank, until nobody has too much or nothing helps."""
         for _ in range(4 * self.num_ranks):
             *light, full = sorted(range(self.num_ranks), key=self._key)
             if self.loads[full] <= self.most:
@@ -113,7 +110,6 @@ class _Hands:
         return self.loads[rank], len(self.held[rank]), rank
 
     def _known(self, chunk: int) -> dict[int, int]:
-        """Return the ranks that have positions of a chunk's documents, weighted by the chunk's own positions of each."""
         known: dict[int, int] = {}
         for name, rows in self.documents_of[chunk]:
             for rank, held in self.rows_held[name].items():
@@ -121,7 +117,7 @@ class _Hands:
         return known
 
     def _strangers(self, chunk: int, source: int, target: int) -> int:
-        """Return by how much less a chunk's documents are known to ``target`` than to ``source``."""
+        # by how much less a chunk's documents are known to ``target`` than to ``source``
         documents = self.documents_of[chunk]
         return sum(rows * (self.rows_held[name].get(source, 0) - self.rows_held[name].get(target, 0)) for name, rows in documents)
 

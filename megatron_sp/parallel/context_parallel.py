@@ -53,17 +53,13 @@ from megatron_sp.parallel.sequence_parallel import ContextParallel
 
 
 class ContextAttention(NamedTuple):
-    """Result of ``context_attention``, and all that a later pass needs to do without computing it again.
+    """Result of ``context_attention``, and all that a later pass needs to do without computing it again."""
 
-    Attributes:
-        out: [L, m, r, d].
-        lse: [L, m, r], fp32 (fp64 for fp64): logarithm of the sum of the exponentials of each query's scores; -inf for a query
-            without keys. Has no gradient.
-        received: keys and values of other ranks, in the order of the shifts, with ``keep_kv``; else empty.
-    """
-
-    out: Tensor
+    out: Tensor  # [L, m, r, d]
+    # [L, m, r], fp32 (fp64 for fp64): logarithm of the sum of the exponentials of each query's scores; -inf for a query
+    # without keys. Has no gradient.
     lse: Tensor
+    # keys and values of other ranks, in the order of the shifts, with ``keep_kv``; else empty
     received: tuple[Tensor, ...] = ()
 
 
@@ -78,16 +74,13 @@ def context_attention(
         q: [L, m, r, d], the queries of this rank's L positions; m = b * groups, those of a sequence side by side.
         kv: [L, m, 2, d], keys and values.
         plan: who has which positions, and who needs what.
-        cp: the group.
-        kernel: computes the pieces.
-        batch: b.
-        counts: number of queries of each key/value head of a sequence, if these differ: q is then [L, b * sum(counts), 1, d] and
-            kv [L, b * len(counts), 2, d]. None: r queries each.
+        counts: number of queries of each key/value head of a sequence, if these differ: q is then [L, b * sum(counts),
+            1, d] and kv [L, b * len(counts), 2, d]. None: r queries each.
         row_keys: int32 [L, m, r], keys of the queries for dropout by hash.
-        kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as if it
-            had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
-        slices: q and kv are of a slice of the row, which the plan knows (``ContextPlan.keys``): keys and values of the slices before
-            it. The backward passes of a row's slices must run from the last one to the first.
+        kept: result of an earlier pass over the same inputs: forward computes and exchanges nothing, and backward is as
+            if it had. With ``keep_kv`` its ``received`` are used; without them they are sent again.
+        slices: q and kv are of a slice of the row, which the plan knows (``ContextPlan.keys``): keys and values of the
+            slices before it. The backward passes of a row's slices must run from the last one to the first.
         cover: independent work for the end of backward, while the last gradients of this rank's keys are on their way.
     Returns:
         Attention, and what to keep of it.
@@ -154,30 +147,25 @@ class _Message:
 
     Where all sequences need the same rows these lie as in [L, m, 2, d], and one run of them is no copy; else the rows of
     one sequence follow those of another, [rows, m / b, 2, d].
-
-    Attributes:
-        runs: for each sequence (one entry if all are alike) runs of rows of L_j.
     """
 
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]  # for each sequence (one entry if all are alike) runs of rows of L_j
     columns: Columns
 
     @cached_property
     def same(self) -> bool:
-        """True if all sequences need the same rows."""
         return len(set(self.runs)) == 1
 
     @cached_property
     def num_rows(self) -> tuple[int, ...]:
-        """Number of rows of each sequence."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     def numel(self, kv: Tensor) -> int:
-        """Return the number of elements, for keys and values kv [L, m, 2, d]."""
+        # the number of elements, for keys and values kv [L, m, 2, d]
         return sum(self.num_rows) * (kv.shape[1] // self.columns.sequences) * 2 * kv.shape[3]
 
     def pack(self, kv: Tensor) -> Tensor:
-        """Return the rows of kv [L, m, 2, d], flat; a view if they are one run for all sequences."""
+        # the rows of kv [L, m, 2, d], flat; a view if they are one run for all sequences
         if self.same and len(self.runs[0]) == 1:
             ((start, stop),) = self.runs[0]
             return kv[start:stop].view(-1)
@@ -187,12 +175,12 @@ class _Message:
         return send
 
     def add_to(self, d_kv: Tensor, arrived: Tensor) -> None:
-        """Add the gradients of a message's rows to those of all, d_kv [L, m, 2, d]."""
+        # add the gradients of a message's rows to those of all, d_kv [L, m, 2, d]
         for part, rows in self._parts(arrived, d_kv):
             rows.add_(part)
 
     def rows(self, flat: Tensor, kv: Tensor) -> Rows:
-        """Return the rows of a message as the kernels address them; ``kv`` is for the shape."""
+        # the rows of a message as the kernels address them; ``kv`` is for the shape
         sequences, m = self.columns.sequences, kv.shape[1] // self.columns.sequences
         x = flat.view(-1, m, *kv.shape[2:])
         if self.same:
@@ -201,7 +189,7 @@ class _Message:
         return Rows(x, tuple(sum(counts[:sequence]) for sequence in range(sequences)), 1)
 
     def _parts(self, flat: Tensor, kv: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (part of the message, rows of kv [L, m, 2, d]), run by run."""
+        # (part of the message, rows of kv [L, m, 2, d]), run by run
         found, at = [], 0
         by_sequence = [kv] if self.same else kv.unflatten(1, (self.columns.sequences, -1)).unbind(1)
         for rows, runs in zip(by_sequence, self.runs, strict=False):
@@ -235,13 +223,11 @@ class _Tables:
         self._halves: tuple[_Half, _Half] | None = None
 
     def message(self, i: int, j: int) -> _Message:
-        """Return the message from rank j to rank i."""
         if (i, j) not in self._messages:
             self._messages[i, j] = _Message(self.plan.local_rows(i, j), self.columns)
         return self._messages[i, j]
 
     def stage(self, j: int) -> Stage:
-        """Return the stage of this rank's queries with rank j's keys."""
         if j not in self._stages:
             own = (self.plan.keys[j],) * self.columns.sequences
             runs = own if j == self.rank else self.plan.rows(self.rank, j)
@@ -281,16 +267,14 @@ class _Pass:
     cover: Callable[[], None] | None = None
 
     def peer(self, shift: int) -> int:
-        """Return the rank at a distance."""
         return (self.cp.rank + shift) % self.cp.size
 
     @property
     def tables(self) -> _Tables:
-        """Stages and messages of this rank."""
         return _tables_of(self.plan, self.cp.rank, self.columns)
 
     def send_kv(self, kv: Tensor, shift: int) -> Handle:
-        """Start a shift: this rank's rows to the rank ``shift`` ahead, the rows of the one ``shift`` behind to here."""
+        # start a shift: this rank's rows to the rank ``shift`` ahead, the rows of the one ``shift`` behind to here
         to, source = self.peer(shift), self.peer(-shift)
         outgoing, incoming = self.tables.message(to, self.cp.rank), self.tables.message(self.cp.rank, source)
         send = outgoing.pack(kv)
@@ -321,7 +305,6 @@ class _Arrivals:
             self.num_started += 1
 
     def wait(self, index: int) -> Tensor:
-        """Start a further shift, and return what has come in the one of this index."""
         if self.kept:
             return self.kept[index]
         self._start(index + 1 + max(1, self.pass_.cp.stages_ahead))
@@ -375,7 +358,7 @@ def _backward(
     pass_: _Pass, of_queries: tuple[Tensor, Tensor, Tensor, Tensor], own_kv: Tensor | None, row_keys: Tensor | None,
     received: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out."""
+    # the gradients of q and kv; ``of_queries``: q, out, lse and the gradient of out
     rank, columns, kernel, tables, slices = pass_.cp.rank, pass_.columns, pass_.kernel, pass_.tables, pass_.slices
     kv = own_kv if slices is None else slices.so_far()
     assert kv is not None
@@ -392,7 +375,6 @@ def _backward(
     add_own(first)
 
     def of_stage(source: int, arrived: Tensor) -> Tensor:
-        """Add to the gradient of q, and return that of what arrived, in the dtype in which it travels."""
         message, stage = tables.message(rank, source), tables.stage(source)
         d_rows = empty(arrived.shape, dtype=kv.dtype if each_key_once(stage) else wide, device=kv.device).zero_()
         rows, into = message.rows(arrived, kv), message.rows(d_rows, kv)
@@ -415,7 +397,6 @@ def _backward(
 
 
 def _add_arrived(pass_: _Pass, d_kv: Tensor, returning: tuple[int, Handle] | None) -> None:
-    """Add what the rank that got this rank's rows in a shift has found for them."""
     if returning is not None:
         shift, handle = returning
         pass_.tables.message(pass_.peer(shift), pass_.cp.rank).add_to(d_kv, handle.wait())

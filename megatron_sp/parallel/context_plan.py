@@ -45,22 +45,21 @@ class Piece(NamedTuple):
     """Queries of rank i and keys of rank j whose attention is one kernel call.
 
     Attributes:
-        sequence: index in the micro-batch; -1 for all its sequences, which are alike.
         q_start, q_stop: rows of L_i.
-        k_start, k_stop: rows of L_i if j is i; else rows of the message, that is of ``rows(i, j)`` of this sequence laid
-            one run after another.
-        kind: "full": every query sees every key. "diagonal": as many queries as keys, query a sees keys up to a. "band":
-            a query sees keys at a distance of 0 to ``window`` - 1 positions.
-        offset: for a band, the position of its first query less that of its first key; else 0. The positions of a band's
-            keys are consecutive, and those of the queries but for a diagonal, which has all that a rank has of a document.
+        k_start, k_stop: rows of L_i if j is i; else rows of the message, that is of ``rows(i, j)`` of this sequence
+            laid one run after another.
     """
 
-    sequence: int
+    sequence: int  # index in the micro-batch; -1 for all its sequences, which are alike
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
+    # "full": every query sees every key. "diagonal": as many queries as keys, query a sees keys up to a. "band": a
+    # query sees keys at a distance of 0 to ``window`` - 1 positions.
     kind: PieceKind
+    # for a band, the position of its first query less that of its first key; else 0. The positions of a band's keys are
+    # consecutive, and those of the queries but for a diagonal, which has all that a rank has of a document.
     offset: int
 
 
@@ -75,7 +74,6 @@ class _Span(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
-    """Return the spans of each sequence, which cover its queries in order."""
     s, found = mask.length, []
     for sequence in range(mask.sequences):
         if mask.documents is not None:
@@ -92,7 +90,7 @@ def _spans_of(mask: RowMask) -> tuple[tuple[_Span, ...], ...]:
 
 
 def _triangle(n: int, most: int) -> int:
-    """Return the sum of min(a, most) over a = 1 .. n; 0 for negative n."""
+    # the sum of min(a, most) over a = 1 .. n; 0 for negative n
     n = max(n, 0)
     grown = min(n, most)
     return grown * (grown + 1) // 2 + (n - grown) * most
@@ -117,7 +115,7 @@ class _Index:
         self.sums = [[0, *accumulate(self._area_of_span(span, span.q_stop) for span in spans)] for spans in self.spans]
 
     def area_before(self, position: int) -> int:
-        """Return the pairs of all queries before ``position``, in all sequences."""
+        # the pairs of all queries before ``position``, in all sequences
         total = 0
         for spans, starts, sums in zip(self.spans, self.starts, self.sums, strict=True):
             last = bisect_right(starts, position) - 1
@@ -125,11 +123,11 @@ class _Index:
         return total
 
     def area(self, runs: Iterable[Run]) -> int:
-        """Return the pairs of the queries of ``runs``."""
+        # the pairs of the queries of ``runs``
         return sum(self.area_before(b) - self.area_before(a) for a, b in runs)
 
     def _area_of_span(self, span: _Span, stop: int) -> int:
-        """Return the pairs of a span's queries before ``stop``."""
+        # the pairs of a span's queries before ``stop``
         keys = span.k_stop - span.k_start
         if not self.causal:
             return (stop - span.q_start) * keys
@@ -224,7 +222,6 @@ def cut_row(mask: RowMask, cp_size: int, num_chunks: int | None = None, part: Ru
 
 
 def _most_chunks(mask: RowMask) -> int:
-    """Return the largest number of chunks for each rank worth a trial."""
     if mask.documents is not None:
         return 16
     if not mask.causal or (mask.window is not None and 4 * mask.window <= mask.length):
@@ -258,12 +255,11 @@ class _Numbering:
         self.rows = [0, *accumulate(stop - start for start, stop in runs)]
 
     def row(self, position: int) -> int:
-        """Return the row of a position, which must be in one of the runs."""
+        # the row of a position, which must be in one of the runs
         index = bisect_right(self.starts, position) - 1
         return self.rows[index] + position - self.starts[index]
 
     def within(self, start: int, stop: int) -> Iterator[Run]:
-        """Yield the parts of the runs between two positions."""
         for index in range(max(0, bisect_right(self.starts, start) - 1), bisect_left(self.starts, stop)):
             a, b = self.runs[index]
             if max(a, start) < min(b, stop):
@@ -391,7 +387,6 @@ class ContextPlan:
             self._checked.add(i)
 
     def _pairs(self, piece: Piece) -> int:
-        """Return the number of pairs of a piece."""
         queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
         if piece.kind == "full":
             return queries * keys
@@ -412,7 +407,7 @@ class ContextPlan:
             raise ValueError(f"the mask describes {self.mask.sequences} sequences, and {batch} are asked for")
 
     def _parts(self, i: int, sequence: int, outside: bool) -> list[_Part]:
-        """Return the parts of rank i's queries; with ``outside``, those that see keys outside their own run."""
+        # the parts of rank i's queries; with ``outside``, those that see keys outside their own run
         if (i, sequence, outside) not in self._parts_of:
             self._parts_of[i, sequence, outside] = [p for run in self.runs[i] for p in self._index.parts(sequence, run, outside)]
         return self._parts_of[i, sequence, outside]

@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExchangeGroup:
-    """A group, and how its exchanges are run.
-
-    Attributes:
-        group: the ranks.
-        overlap: overlap exchanges with computation; else wait for each at once.
-        recorder: records every exchange and the computation between them.
-    """
+    """A group, and how its exchanges are run."""
 
     group: Group = SINGLE_RANK
-    overlap: bool = False
-    recorder: CallSite | None = None
+    overlap: bool = False  # overlap exchanges with computation; else wait for each at once
+    recorder: CallSite | None = None  # records every exchange and the computation between them
 
     @cached_property
     def size(self) -> int:

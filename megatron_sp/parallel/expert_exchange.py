@@ -31,14 +31,7 @@ _ALIGN_BYTES = 16
 
 
 class RowFormat(NamedTuple):
-    """Format of a row on its way: h elements, and after them k weights and k numbers.
-
-    Attributes:
-        width: h.
-        top_k: k.
-        dtype: of the row.
-        weight_dtype: of the weights.
-    """
+    """Format of a row on its way: h elements, and after them k weights and k numbers."""
 
     width: int
     top_k: int
@@ -47,7 +40,6 @@ class RowFormat(NamedTuple):
 
     @property
     def _start(self) -> int:
-        """Byte at which the weights begin."""
         return round_up(self.width * self.dtype.itemsize, _ALIGN_BYTES)
 
     def elements(self, *, numbers: bool) -> int:
@@ -71,15 +63,12 @@ class Journey:
     """Way of one chunk of a rank's tokens: which rows go where, and how many come.
 
     Attributes:
-        tokens: the chunk's rows among this rank's tokens.
-        sent: int64 [rows sent], their rows in the chunk, in order of (rank, position).
-        ranks: int64 [rows sent], where each goes to.
         send_counts, receive_counts: rows to and from each rank.
     """
 
-    tokens: slice
-    sent: Tensor
-    ranks: Tensor
+    tokens: slice  # the chunk's rows among this rank's tokens
+    sent: Tensor  # int64 [rows sent], their rows in the chunk, in order of (rank, position)
+    ranks: Tensor  # int64 [rows sent], where each goes to
     send_counts: list[int]
     receive_counts: list[int]
 
@@ -118,7 +107,7 @@ class Counts:
         self._coming: Handle | None = ep.exchange_async("counts", self._send.view(-1), each, each)
 
     def _of(self, chosen: Tensor) -> Tensor:
-        """Return for each rank the choices of each of its experts, and the rows that go there, int64 [ep, own experts + 1]."""
+        # for each rank the choices of each of its experts, and the rows that go there, int64 [ep, own experts + 1]
         ranks = self._ep.size
         of_experts = torch.zeros(ranks * self._own, dtype=torch.int64, device=chosen.device)
         of_experts.index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
@@ -142,7 +131,6 @@ class Counts:
         return journeys, of_experts
 
     def _order(self, chosen: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
-        """Return the rows to send, in order of (rank, position), and their ranks."""
         if self._ep.size == 1:
             nothing = torch.empty(0, dtype=torch.int64, device=chosen.device)
             return nothing, nothing
@@ -152,7 +140,7 @@ class Counts:
 
 
 def _goes_to(chosen: Tensor, own: int, ranks: int) -> Tensor:
-    """Return whether a token goes to a rank, bool [tokens, ranks]."""
+    # whether a token goes to a rank, bool [tokens, ranks]
     goes = torch.zeros(len(chosen), ranks, dtype=torch.bool, device=chosen.device)
     return goes.scatter_(1, chosen // own, True)
 
@@ -182,13 +170,7 @@ class RowExchange:
         return self._exchange("tokens", sent, journey.send_counts, journey.receive_counts)
 
     def received_rows(self, arrived: Tensor, routed: Routed, journey: Journey, of_experts: list[int]) -> tuple[Tensor, Choices]:
-        """Return the rows that have arrived, [rows, h], and who has chosen whom.
-
-        Args:
-            arrived: what ``send_rows`` has brought.
-            routed: of this rank's own tokens.
-            of_experts: choices of each expert of this rank.
-        """
+        """Return the rows that have arrived, [rows, h], and who has chosen whom."""
         form = self._form
         if self._moves:
             arrived = arrived.view(-1, form.elements(numbers=True))
@@ -254,7 +236,7 @@ class RowExchange:
         self._add(form.weights(rows), journey, grad_weights)
 
     def _add(self, rows: Tensor, journey: Journey, total: Tensor) -> None:
-        """Add rows of one rank after another, each of which has a token once: the same sums in every run."""
+        # add rows of one rank after another, each of which has a token once: the same sums in every run
         mine, start = total[journey.tokens], 0
         for count in journey.send_counts:
             part = slice(start, start + count)

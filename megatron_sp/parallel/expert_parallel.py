@@ -20,21 +20,15 @@ from megatron_sp.parallel.exchange_group import ExchangeGroup
 
 @dataclass(frozen=True)
 class ExpertParallel(ExchangeGroup):
-    """The ep group, over which the experts of each layer are dealt, and how its exchanges are run.
+    """The ep group, over which the experts of each layer are dealt, and how its exchanges are run."""
 
-    Attributes:
-        replicas: the ranks that have the same experts as this one, and other tokens.
-        sequence: the ranks that have other positions of the same sequences.
-        tokens: the ranks that have other tokens, of these sequences or of others.
-        counts: this rank's tokens are its own, so that it counts them: with several tp ranks that have the same tokens only the first.
-        chunks: parts of a rank's tokens that are sent and computed in turn.
-    """
-
-    replicas: Group = SINGLE_RANK
-    sequence: Group = SINGLE_RANK
-    tokens: Group = SINGLE_RANK
+    replicas: Group = SINGLE_RANK  # the ranks that have the same experts as this one, and other tokens
+    sequence: Group = SINGLE_RANK  # the ranks that have other positions of the same sequences
+    tokens: Group = SINGLE_RANK  # the ranks that have other tokens, of these sequences or of others
+    # this rank's tokens are its own, so that it counts them: with several tp ranks that have the same tokens only the
+    # first
     counts: bool = True
-    chunks: int = 1
+    chunks: int = 1  # parts of a rank's tokens that are sent and computed in turn
 
     @classmethod
     def create(
@@ -43,10 +37,8 @@ class ExpertParallel(ExchangeGroup):
         """Make the groups. Collective.
 
         Args:
-            groups: the layout's.
             ep_size: ranks that the experts are dealt to.
             tp_seq: the tp ranks have different tokens.
-            chunks: see above.
             check: compare the ranks' calls before each collective.
         """
         made = groups_of_experts(groups, ep_size, over_tp=tp_seq, check=check)

@@ -41,15 +41,10 @@ from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
 class Router(NamedTuple):
-    """The router's tensors.
+    """The router's tensors."""
 
-    Attributes:
-        weight: [E, h], replicated on all ranks.
-        bias: [E], added for the choice only (loss-free balance), or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Tensor  # [E, h], replicated on all ranks
+    bias: Tensor | None = None  # [E], added for the choice only (loss-free balance), or None
 
 
 @dataclass(frozen=True)
@@ -57,23 +52,17 @@ class ExpertPlan:
     """Options of a mixture of experts.
 
     Attributes:
-        routing: how tokens choose.
-        activation: of all experts, the shared one included.
         ep, tp: the groups.
-        router_dtype: of the logits; None: fp32, of an fp64 model fp64.
-        rows: rows [positions, b] that choose experts, the first ones; None: all.
-        place: number of the layer in the model, and slice of the sequence.
-        layer: its number among the layers with experts.
     """
 
     routing: RoutingSpec
-    activation: Activation
+    activation: Activation  # of all experts, the shared one included
     ep: ExpertParallel = NO_EP
     tp: TensorParallel = NO_TP
-    router_dtype: torch.dtype | None = None
-    rows: int | None = None
-    place: tuple[int, int] = (0, 0)
-    layer: int = 0
+    router_dtype: torch.dtype | None = None  # of the logits; None: fp32, of an fp64 model fp64
+    rows: int | None = None  # rows [positions, b] that choose experts, the first ones; None: all
+    place: tuple[int, int] = (0, 0)  # number of the layer in the model, and slice of the sequence
+    layer: int = 0  # its number among the layers with experts
 
 
 def expert_mlp(
@@ -86,10 +75,9 @@ def expert_mlp(
     Args:
         x: [s/parts, b, h].
         norm: before router and experts, with weights replicated on all ranks; or None.
-        router: its tensors.
         experts: this rank's experts, stacked.
-        plan: options.
-        shared: a shared expert, this tp rank's part; weights and biases as of an MLP, [f/tp, h], [f/tp], [h, f/tp], [h].
+        shared: a shared expert, this tp rank's part; weights and biases as of an MLP, [f/tp, h], [f/tp], [h, f/tp],
+            [h].
         residual: of the shape of x; added to the result instead of x.
         add_input: add x where there is no ``residual``; else nothing is added.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
@@ -109,12 +97,7 @@ def expert_mlp(
 
 
 class _Options(NamedTuple):
-    """Arguments of the op that have no gradient.
-
-    Attributes:
-        first: the first pass, if this is a recomputation.
-        comes_again: this may be the first of two.
-    """
+    """Arguments of the op that have no gradient."""
 
     norm_spec: NormSpec | None
     plan: ExpertPlan
@@ -122,8 +105,8 @@ class _Options(NamedTuple):
     add_input: bool
     main_grad: MainGrad | None
     told: RouterPass | None
-    first: FirstPass | None
-    comes_again: bool
+    first: FirstPass | None  # the first pass, if this is a recomputation
+    comes_again: bool  # this may be the first of two
 
 
 class _Params(NamedTuple):
@@ -191,7 +174,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _chunks(tokens: int, ep: ExpertParallel) -> list[slice]:
-    """Return contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank."""
+    # contiguous parts of the tokens, whose lengths differ by at most one; as many on every rank
     count = ep.chunks if ep.size > 1 else 1
     return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
 
@@ -262,7 +245,6 @@ class _Forward:
         return y
 
     def _shared_fc1(self, entered: Handle) -> Tensor:
-        """Compute the shared expert's fc1 and activation."""
         params = self.params
         assert params.shared_w1 is not None
         a = entered.wait()
@@ -271,7 +253,7 @@ class _Forward:
         return self.plan.activation.forward(self.shared_wide)
 
     def _begin(self, inner: Tensor | None) -> Tensor:
-        """Return the residual stream, if it is added, with the shared expert's output: [s/parts, b, h], a tensor of its own."""
+        # the residual stream, if it is added, with the shared expert's output: [s/parts, b, h], a tensor of its own
         x, stream, params, tp = self.x, self.stream, self.params, self.plan.tp
         y = empty(x.shape, dtype=x.dtype, device=x.device)
         if inner is None:
@@ -289,7 +271,7 @@ class _Forward:
 
 
 def _logits(a: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the router's logits, [tokens, E]."""
+    # the router's logits, [tokens, E]
     wide = dtype or sum_dtype(a.dtype)
     return a.to(wide) @ weight.to(wide).t()
 
@@ -393,7 +375,6 @@ class _Backward:
         self, norm: NormInFront | None, stats: tuple[Tensor, ...], grad_a: Tensor, reduced: Handle | None, router: Tensor | None,
         of_experts: tuple[Tensor | None, ...], of_shared: list[Tensor | None],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return the gradients of all arguments, with that of x at the end of the norm's backward."""
         grad = self.grad
         passed = self.passed
         if self.options.add_input:

@@ -30,29 +30,24 @@ TABLE = "table"  # unit of an embedding's table that the first and the last rank
 
 
 class StageInput(NamedTuple):
-    """A stage of a pipeline, and what has been computed for it.
-
-    Attributes:
-        x: [s/parts, b, h], the output of the stage before; None for the first stage. With ``part`` "head" the output of this
-            stage's blocks.
-        part: "blocks": embedding and blocks alone, without what the last stage does after them; "head": only that.
-    """
+    """A stage of a pipeline, and what has been computed for it."""
 
     stage: Stage
+    # [s/parts, b, h], the output of the stage before; None for the first stage. With ``part`` "head" the output of this
+    # stage's blocks.
     x: Tensor | None = None
+    # "blocks": embedding and blocks alone, without what the last stage does after them; "head": only that
     part: Literal["all", "blocks", "head"] = "all"
 
 
 class Unit(NamedTuple):
-    """A part of the model whose parameters are reduced, sharded and gathered together.
-
-    Attributes:
-        alike: what it is one of many of, of about the same size, which are used one after another and can share buffers: blocks,
-            experts of a block; empty: it is the only one. "whole": it is not gathered for each use, so ZeRO stage 3 is 1 for it.
-    """
+    """A part of the model whose parameters are reduced, sharded and gathered together."""
 
     name: str
     module: nn.Module
+    # what it is one of many of, of about the same size, which are used one after another and can share buffers: blocks,
+    # experts of a block; empty: it is the only one. "whole": it is not gathered for each use, so ZeRO stage 3 is 1 for
+    # it.
     alike: Literal["", "block", "experts", "whole"] = ""
 
 
@@ -71,55 +66,40 @@ class Cache(Protocol):
 
 @dataclass
 class ForwardContext:
-    """Inputs of a forward pass besides the activations.
-
-    Attributes:
-        mask: attention mask.
-        kernel: attention kernel.
-        length: real positions of the sequence that this rank's cp rank has, those between Ulysses' exchanges; 0: not
-            known yet.
-        whole_length: real positions of the sequence, of which the mask speaks.
-        plan: who has which positions and exchanges which keys; None with one cp rank, which has them all.
-        positions: int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every
-            sequence.
-        rotary: cos and sin of the cp rank's positions, each [L, rotated/2] or [L, b, rotated/2], or None.
-        dropout: dropout keys of all positions, within the blocks of the cp rank's; None: no dropout (evaluation).
-            ``local_dropout``: those of this rank's positions.
-        cache: KV cache, for generation.
-        repeats_attention: the run's ranks have agreed that recomputed blocks keep nothing of attention.
-        kept: attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
-            computes them again.
-        keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
-        remakes_heads: blocks that are not recomputed keep attention's results, and make q, k and v again in backward.
-        recompute_core: recompute the core attention in backward instead of saving its intermediates.
-        mlp_chunks: number of chunks of positions in which the MLP is computed.
-        stage: the stage that is computed, of a model that is cut into several; None: all of it.
-        row_slice: the slice of the sequence that is computed; None: all of it.
-        num_tokens: positions of this rank that are not padding at the end, outside of tensor-parallel regions; None: all.
-        routers: of a training step of a model with experts.
-        lse_kernels: ``attention.lse_kernel``'s answers, which are the same for all layers of a pass: by window, shapes and strides.
-    """
+    """Inputs of a forward pass besides the activations."""
 
     mask: AttentionMask
     kernel: KernelName = "sdpa"
+    # real positions of the sequence that this rank's cp rank has, those between Ulysses' exchanges; 0: not known yet
     length: int = 0
-    whole_length: int = 0
+    whole_length: int = 0  # real positions of the sequence, of which the mask speaks
+    # who has which positions and exchanges which keys; None with one cp rank, which has them all
     plan: ContextPlan | None = None
+    # int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
     positions: Tensor | None = None
+    # cos and sin of the cp rank's positions, each [L, rotated/2] or [L, b, rotated/2], or None
     rotary: tuple[Tensor, Tensor] | None = None
+    # dropout keys of all positions, within the blocks of the cp rank's; None: no dropout (evaluation).
+    # ``local_dropout``: those of this rank's positions.
     dropout: DropoutKeys | None = None
     local_dropout: DropoutKeys | None = None
     cache: Cache | None = None
-    repeats_attention: bool = False
+    repeats_attention: bool = False  # the run's ranks have agreed that recomputed blocks keep nothing of attention
+    # attention's results that the blocks' recomputation takes from their first pass; None: there is none, or it
+    # computes them again
     kept: KeptTensors | None = None
+    # ``kept`` has what the exchange back has brought, too, so that the recomputation runs none
     keeps_received: bool = False
+    # blocks that are not recomputed keep attention's results, and make q, k and v again in backward
     remakes_heads: bool = False
-    recompute_core: bool = False
-    mlp_chunks: int = 1
-    stage: StageInput | None = None
-    row_slice: RowSlice | None = None
+    recompute_core: bool = False  # recompute the core attention in backward instead of saving its intermediates
+    mlp_chunks: int = 1  # number of chunks of positions in which the MLP is computed
+    stage: StageInput | None = None  # the stage that is computed, of a model that is cut into several; None: all of it
+    row_slice: RowSlice | None = None  # the slice of the sequence that is computed; None: all of it
+    # positions of this rank that are not padding at the end, outside of tensor-parallel regions; None: all
     num_tokens: int | None = None
-    routers: RouterPass | None = None
+    routers: RouterPass | None = None  # of a training step of a model with experts
+    # ``attention.lse_kernel``'s answers, which are the same for all layers of a pass: by window, shapes and strides
     lse_kernels: dict[Any, LseKernel | None] = field(default_factory=dict, init=False)
 
 

@@ -27,29 +27,19 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Share:
-    """Heads that one sp rank processes in one chunk, numbered within the tp rank.
+    """Heads that one sp rank processes in one chunk, numbered within the tp rank."""
 
-    Attributes:
-        queries: query heads; may be empty.
-        keys: key/value heads sent with this chunk.
-        uses: key/value heads that its queries use; differs from ``keys`` if an earlier chunk carried them.
-    """
-
-    queries: range
-    keys: range
-    uses: range
+    queries: range  # query heads; may be empty
+    keys: range  # key/value heads sent with this chunk
+    uses: range  # key/value heads that its queries use; differs from ``keys`` if an earlier chunk carried them
 
 
 @dataclass(frozen=True)
 class Message:
-    """One exchange of projected heads.
+    """One exchange of projected heads."""
 
-    Attributes:
-        part: what it carries; "qkv" is all of the chunk, "kv" its keys and values, one pair after another.
-        rows: for each destination, head rows of the fused weight in the order in which they are sent.
-    """
-
-    part: Part
+    part: Part  # what it carries; "qkv" is all of the chunk, "kv" its keys and values, one pair after another
+    # for each destination, head rows of the fused weight in the order in which they are sent
     rows: tuple[tuple[int, ...], ...]
 
     def table(self, head_dim: int) -> MessageTable:
@@ -63,36 +53,26 @@ class Message:
 
 
 class MessageTable(NamedTuple):
-    """A message in rows and columns of tensors.
+    """A message in rows and columns of tensors."""
 
-    Attributes:
-        rows: rows of the weight, for all destinations one after another.
-        of_rank: those for each destination.
-        widths: how many they are.
-        apart: of two or more ranks with one run each, equally long and far apart: (first row, rows of a run, from run to run); else None.
-    """
-
-    rows: list[slice]
+    rows: list[slice]  # rows of the weight, for all destinations one after another
     of_rank: list[list[slice]]
     widths: list[int]
+    # of two or more ranks with one run each, equally long and far apart: (first row, rows of a run, from run to run);
+    # else None
     apart: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """One chunk of the pipeline.
+    """One chunk of the pipeline."""
 
-    Attributes:
-        shares: the shares of all ranks.
-        messages: carry them.
-        again: the messages where backward makes them again, from the last chunk to the first: the group's *last* chunk then
-            carries its key and value.
-        back: the messages of their gradients in that case; those of a group's key and value go with its first chunk.
-    """
-
-    shares: tuple[Share, ...]
+    shares: tuple[Share, ...]  # the shares of all ranks
     messages: tuple[Message, ...]
+    # the messages where backward makes them again, from the last chunk to the first: the group's *last* chunk then
+    # carries its key and value
     again: tuple[Message, ...] = ()
+    # the messages of their gradients in that case; those of a group's key and value go with its first chunk
     back: tuple[Message, ...] = ()
 
 
@@ -109,12 +89,11 @@ def plan_heads(
     """Return the plan for one tp rank's heads.
 
     Args:
-        queries_per_group: r.
         num_groups: g, key/value heads of the tp rank.
-        sp_size: P.
         mode: how exchanges are split.
         num_chunks: G, for "chunked"; limited to a rank's number of query heads.
-        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends on.
+        pairs: keys and values have a message of their own, pair by pair: what arrives is what context parallelism sends
+            on.
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
@@ -141,13 +120,12 @@ def plan_heads(
 
 
 def _messages(shares: tuple[Share, ...], parts: tuple[Part, ...], r: int) -> tuple[Message, ...]:
-    """Return the messages of a chunk, but for those that carry nothing to any rank."""
     made = (Message(part, tuple(_rows(share, part, r) for share in shares)) for part in parts)
     return tuple(message for message in made if any(message.rows))
 
 
 def _not_used_later(shares: list[Share], index: int) -> range:
-    """Return the key/value heads that a rank's chunk uses for the last time: all, or none."""
+    # the key/value heads that a rank's chunk uses for the last time: all, or none
     uses = shares[index].uses
     return range(0) if any(uses == later.uses for later in shares[index + 1 :]) else uses
 
@@ -166,7 +144,7 @@ def key_of_each_query(share: Share, queries_per_group: int) -> list[int]:
 
 
 def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
-    """Split a rank's queries into chunks: of whole groups if there are enough groups, else of parts of a group."""
+    # split a rank's queries into chunks: of whole groups if there are enough groups, else of parts of a group
     keys = range(queries.start // r, (queries.stop - 1) // r + 1)
     groups = [range(max(queries.start, k * r), min(queries.stop, (k + 1) * r)) for k in keys]
     if num_chunks <= len(groups):
@@ -185,7 +163,7 @@ def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
 
 
 def _queries_of(share: Share, r: int) -> list[int]:
-    """Return how many of the share's queries each key/value head in ``share.uses`` serves."""
+    # how many of the share's queries each key/value head in ``share.uses`` serves
     counts = [0] * len(share.uses)
     for place in key_of_each_query(share, r):
         counts[place] += 1
@@ -193,7 +171,6 @@ def _queries_of(share: Share, r: int) -> list[int]:
 
 
 def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
-    """Return the head rows of the fused weight for one destination."""
     queries = [(q // r) * (r + 2) + q % r for q in share.queries]
     keys = [k * (r + 2) + r for k in share.keys]
     values = [k * (r + 2) + r + 1 for k in share.keys]
@@ -225,7 +202,6 @@ def _equally_far_apart(of_rank: list[list[slice]]) -> tuple[int, int, int] | Non
 
 
 def runs_of(rows: tuple[int, ...]) -> Slices:
-    """Convert row numbers to as few slices as possible, in order."""
     made: list[slice] = []
     for row in rows:
         if made and made[-1].stop == row:

@@ -18,16 +18,9 @@ from megatron_sp.ops.allocator import empty
 
 @dataclass(frozen=True)
 class WeightInit:
-    """Initial weight of a layer.
+    """Initial weight of a layer."""
 
-    Attributes:
-        name: name of the layer in the model; together with ``seed`` it determines the values.
-        std: standard deviation.
-        seed: seed of the model.
-        dtype: dtype of the parameter.
-    """
-
-    name: str
+    name: str  # name of the layer in the model; together with ``seed`` it determines the values
     std: float
     seed: int
     dtype: torch.dtype

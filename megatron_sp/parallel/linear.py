@@ -52,7 +52,6 @@ def column_linear(
         weight: [out/tp, in].
         bias: [out/tp].
         norm: applied to x first; its weights are replicated on all ranks.
-        tp: the tp group.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
@@ -80,7 +79,6 @@ def row_linear(
         bias: [out], replicated; added once, after the sum over ranks.
         activation: applied to x first.
         residual: [s/parts, ..., out], added to the result.
-        tp: the tp group.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         [s/parts, ..., out].
@@ -104,7 +102,6 @@ def mlp(
         activation: between the two; recomputed in backward.
         onto: of the shape of x; added to the result.
         add_input: add x to the result, without ``onto``.
-        tp: the tp group.
         main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
@@ -114,7 +111,6 @@ def mlp(
 
 
 def _params_of(column: _ColumnOptions, row: tuple[Any, ...] = ()) -> Params:
-    """Return the parameters of a column-parallel op, or of an MLP, in the order of their gradients."""
     weight, bias, norm, *_ = column
     return weight, bias, *row[:2], *((None, None) if norm is None else (norm.weight, norm.bias))
 
@@ -171,8 +167,6 @@ def _column_backward(
     Args:
         x: [s/parts, ..., in].
         grad: of the result, [tokens, out/tp].
-        needs: flags of those gradients.
-        passed: another gradient of x, which is added.
     """
     weight, bias, norm, tp, main_grad = options
     need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = needs
@@ -230,7 +224,6 @@ def _row_backward(options: _RowOptions, x: Tensor, grad: Tensor, needs: Sequence
     Args:
         x: [tokens, in/tp].
         grad: of the result, [tokens/parts, out].
-        needs: flags of those gradients.
     """
     (weight, bias, activation, tp, main_grad), (need_x, need_weight, need_bias) = options, needs
     tp.mark("mlp")

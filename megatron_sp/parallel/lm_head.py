@@ -77,17 +77,12 @@ def lm_head_loss(
 
 
 class HeadLoss(NamedTuple):
-    """Output of the LM head.
+    """Output of the LM head."""
 
-    Attributes:
-        sum: weighted sum of the losses, a differentiable scalar in fp32 or wider, the same on every rank of the group.
-        tokens: unweighted loss of every token [s, b], detached.
-        hits: bool [s, b], True where no other entry is likelier than the label (ties count as hits).
-    """
-
+    # weighted sum of the losses, a differentiable scalar in fp32 or wider, the same on every rank of the group
     sum: Tensor
-    tokens: Tensor
-    hits: Tensor
+    tokens: Tensor  # unweighted loss of every token [s, b], detached
+    hits: Tensor  # bool [s, b], True where no other entry is likelier than the label (ties count as hits)
 
 
 class _Rows(NamedTuple):
@@ -136,7 +131,6 @@ class _ForwardGrads:
         """Add the gradients of one chunk.
 
         Args:
-            part: the chunk's tokens.
             grad_logits: [t, rows/tp].
             row_weight: [t, 1], by which each token's gradients are multiplied; None: they have been.
             x: [t, h].
@@ -215,7 +209,7 @@ def _scaled(grad: Tensor, grad_sum: Tensor) -> Tensor:
 
 
 def _put_scaled(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, grad_sum: Tensor) -> Tensor | None:
-    """Put the scaled gradient of the weight in the main_grad; return it if it goes through autograd."""
+    # put the scaled gradient of the weight in the main_grad; return it if it goes through autograd
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     if reserved is None:
         return (grad * grad_sum).to(weight.dtype)
@@ -225,7 +219,7 @@ def _put_scaled(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, grad_s
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of logits and losses: that of x, but at least fp32."""
+    # the dtype of logits and losses: that of x, but at least fp32
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
@@ -251,7 +245,7 @@ def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tens
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
-    """Compute logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits."""
+    # compute logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
     else:
@@ -297,7 +291,6 @@ class _Chunk:
 
         Args:
             row_weight: weight of each token [t, 1].
-            dtype: of the result.
         Returns:
             (the gradient [t, rows/tp], the factor of each row [t, 1]), both in ``dtype``.
         """
@@ -329,7 +322,7 @@ class _FusedChunk:
         torch.le(above, 0, out=found[1])
 
     def grad_of_logits_(self, row_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Return d loss / d logits [t, rows/tp] in ``dtype``, multiplied by the token's weights [t, 1]."""
+        # d loss / d logits [t, rows/tp] in ``dtype``, multiplied by the token's weights [t, 1]
         from megatron_sp.ops.kernels import cross_entropy
 
         weights = row_weight[:, 0].contiguous()

@@ -56,7 +56,6 @@ class ActivationOffload:
         return host_empty((num_bytes,), torch.uint8, self.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a host buffer for the next use."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def forward_pass(self, shared: Iterable[Tensor]) -> OffloadPass:
@@ -78,12 +77,11 @@ class _Moved:
         self._finalizer.atexit = False
 
     def start_out(self) -> None:
-        """Start the copy to the host, after all work queued on the current stream."""
+        # start the copy to the host, after all work queued on the current stream
         self._copy([(_bytes_of(storage), host) for storage, host in zip(self.storages, self.host, strict=True)])
         self.state = "leaving"
 
     def finish_out(self) -> None:
-        """Make the current stream wait for the copies, and free the device memory."""
         self._join()
         for storage in self.storages:
             if storage.resizable():
@@ -129,7 +127,7 @@ def _give_back(pool: ActivationOffload, buffers: list[Tensor]) -> None:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return the whole storage as a new uint8 tensor, so that autograd does not notice writes to it as changes of saved tensors."""
+    # the whole storage as a new uint8 tensor, so that autograd does not notice writes to it as changes of saved tensors
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
@@ -146,7 +144,6 @@ class OffloadPass:
 
         Args:
             block: returns the next block's input.
-            x: its input.
             parameters: returns the block's parameters; called after the block, when they are still in the memory it has
                 read.
             last: this is the last block, with which backward begins: nothing is moved.
@@ -170,7 +167,7 @@ class OffloadPass:
         return _BeforeBackward.apply(y, self, index) if y.requires_grad else y
 
     def backward_begins(self, index: int) -> None:
-        """Restore the tensors of block ``index``, whose backward begins, and start fetching those of the block before it."""
+        # restore the tensors of block ``index``, whose backward begins, and start fetching those of the block before it
         mine = self._blocks[index]
         if mine is not None:
             if mine.state != "coming":

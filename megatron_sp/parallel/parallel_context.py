@@ -34,17 +34,16 @@ class SequenceCut:
     """Positions of a sequence that a rank holds. Whatever has a value for each position goes through ``take``.
 
     Attributes:
-        shares: runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence.
         tp, sp, cp: the groups.
-        row: positions of the row that these are a slice of; 0: the sequence is not sliced.
-        keys: with a slice, runs of positions of each cp rank in it and all slices before it.
     """
 
+    # runs of positions of each cp rank, in order; with one cp rank a single run, the whole sequence
     shares: tuple[Runs, ...]
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
     cp: ContextParallel = NO_CP
-    row: int = 0
+    row: int = 0  # positions of the row that these are a slice of; 0: the sequence is not sliced
+    # with a slice, runs of positions of each cp rank in it and all slices before it
     keys: tuple[Runs, ...] | None = None
 
     @cached_property
@@ -143,23 +142,18 @@ class ParallelContext:
     Attributes:
         tp, sp, cp: the groups.
         mode, num_chunks: how the Ulysses exchanges are split (``parallel/heads.py``).
-        recorder: recorder of collectives and computation (--report-overlap).
-        cp_chunks: chunks of a sequence that each cp rank is dealt; None: as many as the mask needs.
-        stages: this pipeline rank's stages of the model, in order; empty: the model is not cut.
-        num_slices: slices of each row, which go through the pipeline one after another.
-        ep: the ranks that share experts.
     """
 
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
     mode: OverlapMode = "none"
     num_chunks: int = 1
-    recorder: Recorder | None = None
+    recorder: Recorder | None = None  # recorder of collectives and computation (--report-overlap)
     cp: ContextParallel = NO_CP
-    cp_chunks: int | None = None
-    stages: tuple[Stage, ...] = ()
-    num_slices: int = 1
-    ep: ExpertParallel = NO_EP
+    cp_chunks: int | None = None  # chunks of a sequence that each cp rank is dealt; None: as many as the mask needs
+    stages: tuple[Stage, ...] = ()  # this pipeline rank's stages of the model, in order; empty: the model is not cut
+    num_slices: int = 1  # slices of each row, which go through the pipeline one after another
+    ep: ExpertParallel = NO_EP  # the ranks that share experts
 
     @classmethod
     def of(
@@ -200,7 +194,6 @@ class ParallelContext:
         return SequenceCut(by_slice[-1], self.tp, self.sp, self.cp, mask.length, keys)
 
     def _deal(self, mask: RowMask, part: Run | None) -> tuple[Runs, ...]:
-        """Return the runs of each cp rank."""
         if self.cp.size == 1:
             return (((0, mask.length) if part is None else part,),)
         from megatron_sp.parallel.context_plan import cut_row

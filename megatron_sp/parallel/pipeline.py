@@ -56,15 +56,10 @@ class StageWork(Protocol):
 
 
 class Position:
-    """Place of this rank in a schedule, for messages about a step that does not end. Other threads read it.
+    """Place of this rank in a schedule, for messages about a step that does not end. Other threads read it."""
 
-    Attributes:
-        action: what is computed, or waits for its input; None outside of a schedule.
-        awaits: the message that is waited for, in words; empty: none.
-    """
-
-    action: Action | None = None
-    awaits: str = ""
+    action: Action | None = None  # what is computed, or waits for its input; None outside of a schedule
+    awaits: str = ""  # the message that is waited for, in words; empty: none
 
     def __str__(self) -> str:
         action, awaits = self.action, self.awaits
@@ -125,14 +120,14 @@ class _Mail:
         self._posts, self._received_by = plan.posts(channels.me), plan.received_before(channels.me)
 
     def post(self, index: int) -> None:
-        """Post the receives that are due before action ``index``."""
+        # post the receives that are due before action ``index``
         for message in self._posts.get(index, ()):
             shape, dtype, device = self._work.shape(message.action)
             into = empty(shape, dtype=dtype, device=device)
             self._received[message.action] = self._channels.receive(into, message.source, message.action)
 
     def take(self, made_by: Action) -> Tensor:
-        """Wait for a message, and let go of those that its maker had received before it made this one."""
+        # wait for a message, and let go of those that its maker had received before it made this one
         handle, position = self._received.pop(made_by), self._channels.position
         position.awaits = handle.expected
         try:
@@ -146,19 +141,16 @@ class _Mail:
         return received
 
     def send(self, made_by: Action, x: Tensor) -> None:
-        """Start sending the result of an action, and let go of what has been sent."""
         target = self._targets[made_by]
         self._sent[target].append(self._channels.send(x, target, made_by))
         self.forget_sent()
 
     def forget_sent(self) -> None:
-        """Let go of the memory of messages that have gone."""
         for target, sent in self._sent.items():
             while sent and sent[0].is_completed:
                 self._forget(target)
 
     def finish(self) -> None:
-        """Wait until everything has been sent."""
         for target, sent in self._sent.items():
             while sent:
                 self._forget(target)
@@ -187,7 +179,7 @@ class _Pass:
         self._holder.grad = grad
 
     def backward(self) -> Tensor | None:
-        """Run backward; return the gradient of the input."""
+        # run backward; return the gradient of the input
         ends = [self._end if self._loss is None else self._loss(self._end)]
         del self._end  # the values of the output, which the head has saved if it needs them
         torch.autograd.backward(ends.pop())
@@ -246,7 +238,6 @@ def run_pipeline(
     Args:
         plan: passes ``check_plan``; may consist of F alone (``forward_plan``), then without gradients.
         channels: groups to the neighbours.
-        work: computes the actions.
         timeline: records when each action was computed.
         before: called before each action, when it may yet have to wait for its input.
     Raises:

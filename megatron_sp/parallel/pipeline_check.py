@@ -13,18 +13,13 @@ from megatron_sp.parallel.pipeline_plan import Action, PipelinePlan, PlanError
 
 
 def check_plan(plan: PipelinePlan) -> None:
-    """Check a plan.
-
-    Raises:
-        PlanError: what is wrong, with the rank and the action.
-    """
+    """Check a plan. Raises PlanError: what is wrong, with the rank and the action."""
     for found in (_missing, _misplaced, _out_of_order, _stuck):  # each may rely on those before
         if (problem := next(found(plan), None)) is not None:
             raise PlanError(f"the pipeline schedule {plan.kind!r} is invalid: {problem}")
 
 
 def _missing(plan: PipelinePlan) -> Iterator[str]:
-    """Yield actions that are not there exactly once."""
     counts = Counter(action for actions in plan.actions for action in actions)
     parts = [(stage, i, j) for stage in range(plan.num_stages) for i in range(plan.num_micro_batches) for j in range(plan.num_slices)]
     wanted = [Action(kind, *part) for part in parts for kind in ("F", "B", "W")]  # type: ignore[arg-type]
@@ -36,7 +31,6 @@ def _missing(plan: PipelinePlan) -> Iterator[str]:
 
 
 def _misplaced(plan: PipelinePlan) -> Iterator[str]:
-    """Yield actions of another rank's stage."""
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             if plan.rank_of[action.stage] != rank:
@@ -44,7 +38,7 @@ def _misplaced(plan: PipelinePlan) -> Iterator[str]:
 
 
 def _out_of_order(plan: PipelinePlan) -> Iterator[str]:
-    """Yield actions that come before what they need on their own rank, or whose sums would be in another order."""
+    # actions that come before what they need on their own rank, or whose sums would be in another order
     for rank, actions in enumerate(plan.actions):
         at = {action: index for index, action in enumerate(actions)}
         for stage in plan.stages_of(rank):
@@ -73,7 +67,6 @@ def _out_of_order(plan: PipelinePlan) -> Iterator[str]:
 
 
 def _stuck(plan: PipelinePlan) -> Iterator[str]:
-    """Yield the actions at which ranks wait for each other."""
     at, done = [0] * plan.num_ranks, set[Action]()
     moved = True
     while moved:

@@ -45,8 +45,6 @@ def plan_pipeline(
 
     Args:
         kind: name of the schedule.
-        num_ranks: p, pipeline ranks.
-        stages_per_rank: v.
         num_micro_batches: m, of a step; any number.
         num_slices: n, of a micro-batch.
         costs: times of actions (``Costs``).
@@ -96,24 +94,19 @@ def _groups(p: int, m: int) -> list[range]:
 
 
 def _forward_order(rank: int, p: int, v: int, m: int, n: int) -> list[_Part]:
-    """Return a rank's forward passes in order: a group of micro-batches through each of its stages in turn."""
+    # a rank's forward passes in order: a group of micro-batches through each of its stages in turn
     return [_Part(chunk * p + rank, i, j) for group in _groups(p, m) for chunk in range(v) for i in group for j in range(n)]
 
 
 def _backward_order(rank: int, p: int, v: int, m: int, n: int) -> list[_Part]:
-    """Return the same for backward passes: from the last stage, and each micro-batch from its last slice."""
+    # the same for backward passes: from the last stage, and each micro-batch from its last slice
     return [
         _Part(chunk * p + rank, i, j) for group in _groups(p, m) for chunk in reversed(range(v)) for i in group for j in reversed(range(n))
     ]
 
 
 def _one_by_one(rank: int, p: int, v: int, m: int, n: int, late: int = 0) -> tuple[Action, ...]:
-    """Return forward and backward passes in turn, after those forward passes without which no gradient arrives.
-
-    Args:
-        rank, p, v, m, n: as everywhere in this module.
-        late: how many backward passes W is put off by.
-    """
+    """Return forward and backward passes in turn, after those forward passes without which no gradient arrives."""
     forward, backward = _forward_order(rank, p, v, m, n), _backward_order(rank, p, v, m, n)
     # the ranks below, each of which has begun one more; a group more for each further stage, and the slices before the last one
     ahead = p - 1 - rank + n - 1 if v == 1 else 2 * (p - 1 - rank) + (v - 1) * max(map(len, _groups(p, m)))
@@ -142,11 +135,9 @@ class _Parts:
         return any(self._of_stages.values())
 
     def first_of_each_stage(self) -> list[_Part]:
-        """Return the next part of each stage, in their order."""
         return [part for _, part in sorted(queue[0] for queue in self._of_stages.values() if queue)]
 
     def remove(self, part: _Part) -> None:
-        """Take the next part of a stage away."""
         _, first = self._of_stages[part.stage].popleft()
         assert first == part
 
@@ -172,7 +163,6 @@ class _Rank:
         return not (self.forward or self.backward or self.weights)
 
     def take(self, action: Action) -> None:
-        """Make an action the next one."""
         self.actions.append(action)
         part = _Part(*action[1:])
         if action.kind == "F":
@@ -187,7 +177,7 @@ class _Rank:
 
 
 def _in_time(is_v: bool, rank_of: tuple[int, ...], p: int, m: int, costs: Costs) -> Actions:
-    """Return the order in which each rank does what is there first: a B, else an F while it may hold more, else a W."""
+    # the order in which each rank does what is there first: a B, else an F while it may hold more, else a W
     num_stages, v = len(rank_of), len(rank_of) // p
     ranks = []
     for index in range(p):

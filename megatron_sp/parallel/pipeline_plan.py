@@ -54,12 +54,7 @@ SAME_COSTS = Costs()
 
 
 class Message(NamedTuple):
-    """A tensor that goes from one rank to another: the output of ``action``, or with B the gradient of its input.
-
-    Attributes:
-        action: what makes it.
-        needed_by: what waits for it.
-    """
+    """A tensor that goes from one rank to another: the output of ``action``, or with B the gradient of its input."""
 
     source: int
     target: int
@@ -72,19 +67,16 @@ class PipelinePlan:
     """Order of a step.
 
     Attributes:
-        kind: name of the schedule.
-        rank_of: the rank of each stage, in the order of the stages.
         num_micro_batches, num_slices: of a step, and of a micro-batch.
-        actions: of each rank, in order.
-        splits: a B computes the gradient of its input alone, and sends it before its W runs. Else its W follows at once, and
-            the two are one backward pass, whose result is there at its end.
     """
 
     kind: str
-    rank_of: tuple[int, ...]
+    rank_of: tuple[int, ...]  # the rank of each stage, in the order of the stages
     num_micro_batches: int
     num_slices: int
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]  # of each rank, in order
+    # a B computes the gradient of its input alone, and sends it before its W runs. Else its W follows at once, and the
+    # two are one backward pass, whose result is there at its end.
     splits: bool = True
 
     @property
@@ -119,7 +111,6 @@ class PipelinePlan:
         return found
 
     def _neighbours(self, rank: int) -> list[int]:
-        """Return the ranks with which a rank exchanges messages."""
         pairs = zip(self.rank_of, self.rank_of[1:], strict=False)
         return sorted({a + b - rank for a, b in pairs if rank in (a, b) and a != b})
 

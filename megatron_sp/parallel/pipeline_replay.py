@@ -14,14 +14,12 @@ class Replay:
 
     Attributes:
         start, stop: of each action, from the beginning of the step.
-        time: of the step.
-        busy: time that each rank computes.
     """
 
     start: dict[Action, float]
     stop: dict[Action, float]
     time: float
-    busy: tuple[float, ...]
+    busy: tuple[float, ...]  # time that each rank computes
 
     @property
     def bubble(self) -> float:

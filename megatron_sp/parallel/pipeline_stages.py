@@ -16,13 +16,10 @@ class Stage:
     """A run of a model's layers.
 
     Attributes:
-        number: of the stage, from 0.
         start, stop: its layers.
-        num_layers: of the whole model.
-        num_stages: of the whole model.
     """
 
-    number: int
+    number: int  # of the stage, from 0
     start: int
     stop: int
     num_layers: int
@@ -59,7 +56,6 @@ def deal_layers(
     """Return the number of layers of each stage.
 
     Args:
-        num_layers: of the model.
         num_stages: each of them gets a layer at least.
         first, last: layers of the first and the last stage; None: as balances them.
         embedding, head: their time, in that of a layer.
@@ -90,7 +86,6 @@ def deal_unlike_layers(costs: Sequence[float], num_stages: int, *, head: float =
     Args:
         costs: time of each layer.
         num_stages: each of them gets a layer at least.
-        head: its time.
     Raises:
         ValueError: there are too few layers.
     """

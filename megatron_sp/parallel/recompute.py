@@ -27,7 +27,6 @@ def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False,
     """Call ``fn(*args)`` without saving its intermediate tensors; backward calls it again.
 
     Args:
-        fn: returns one tensor.
         draws_random: ``fn`` uses torch's generators; their state is saved, so that it draws the same numbers again.
         kept: what ``fn`` keeps in it is saved, and is there again when it is called for the second time.
     """

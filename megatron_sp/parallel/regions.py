@@ -147,7 +147,7 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _by_rank(x: Tensor, size: int, dim: int) -> Tensor:
-    """Move parts to the front: [..., n, ...] -> [size, ..., n/size, ...], contiguous."""
+    # move parts to the front: [..., n, ...] -> [size, ..., n/size, ...], contiguous
     each = _require_even(x, size, dim)
     return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
 

@@ -33,30 +33,19 @@ Key = tuple[int, int]  # layer, slice of the sequence
 
 @dataclass(frozen=True)
 class BalanceSpec:
-    """Terms of the routers.
-
-    Attributes:
-        kind: of the balance term.
-        balance: its coefficient.
-        z: coefficient of the z term.
-    """
+    """Terms of the routers."""
 
     kind: BalanceKind = "none"
     balance: float = 0.0
-    z: float = 0.0
+    z: float = 0.0  # coefficient of the z term
 
 
 @dataclass(frozen=True)
 class TermWeights:
-    """Factors of the terms' gradients: coefficients, loss scale, and one over the global counts; scalars, fp64.
+    """Factors of the terms' gradients: coefficients, loss scale, and one over the global counts; scalars, fp64."""
 
-    Attributes:
-        balance: for the sum over sequences; with ``global`` for c_e * q of the step, without E / k.
-        z: for the sum over tokens.
-    """
-
-    balance: Tensor
-    z: Tensor
+    balance: Tensor  # for the sum over sequences; with ``global`` for c_e * q of the step, without E / k
+    z: Tensor  # for the sum over tokens
 
 
 class RouterStep:
@@ -102,7 +91,6 @@ class RouterStep:
 
         Args:
             sequences, tokens: of the step, on all ranks; scalars, fp64.
-            scale: loss scale.
         """
         by = tokens.square() if self.spec.kind == "global" else sequences
         return TermWeights(self.spec.balance * scale / by.clamp_min(1), self.spec.z * scale / tokens.clamp_min(1))
@@ -142,15 +130,10 @@ class RouterStep:
 
 @dataclass
 class Watched:
-    """Routing of a step on one process.
+    """Routing of a step on one process."""
 
-    Attributes:
-        margin: the smallest margin of a choice (``ops/routing.py``).
-        passes: of the micro-batches, with all their choices.
-    """
-
-    margin: float = float("inf")
-    passes: list[RouterPass] = field(default_factory=list)
+    margin: float = float("inf")  # the smallest margin of a choice (``ops/routing.py``)
+    passes: list[RouterPass] = field(default_factory=list)  # of the micro-batches, with all their choices
 
     def choices(self) -> list[Tensor]:
         """Return the choices of each micro-batch, int64 [layers, s, b, k]."""
@@ -158,42 +141,26 @@ class Watched:
 
 
 class FirstPass(NamedTuple):
-    """Choices and counts of a layer's first pass for its second: no rounding of a kernel can send a token elsewhere.
+    """Choices and counts of a layer's first pass for its second: no rounding of a kernel can send a token elsewhere."""
 
-    Attributes:
-        chosen: int64 [tokens, k].
-        numbers: of rows that travel.
-    """
-
-    chosen: Tensor
+    chosen: Tensor  # int64 [tokens, k]
     numbers: Numbers
 
 
 @dataclass
 class RouterPass:
-    """The routers' part of a micro-batch.
-
-    Attributes:
-        step: of the step.
-        batch: number of sequences.
-        lengths: their tokens.
-        replayed: choices to be made, of the whole sequences, [layers, s, b, k].
-        rows: positions of this rank's rows, [positions], while choices are replayed.
-        seen: choices of each layer, [s, b, k], if they are watched.
-        first: first passes of layers that are computed again, by layer and slice.
-        counts: [b, E] of each layer, over the ranks of the sequence.
-        scores: [b, E] of each layer, sums over this rank's tokens.
-    """
+    """The routers' part of a micro-batch."""
 
     step: RouterStep
     batch: int
     lengths: Tensor | int
-    replayed: Tensor | None = None
-    rows: Tensor | None = None
-    seen: dict[int, Tensor] = field(default_factory=dict)
+    replayed: Tensor | None = None  # choices to be made, of the whole sequences, [layers, s, b, k]
+    rows: Tensor | None = None  # positions of this rank's rows, [positions], while choices are replayed
+    seen: dict[int, Tensor] = field(default_factory=dict)  # choices of each layer, [s, b, k], if they are watched
+    # first passes of layers that are computed again, by layer and slice
     first: dict[Key, FirstPass] = field(default_factory=dict)
-    counts: dict[int, Tensor] = field(default_factory=dict)
-    scores: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)  # [b, E] of each layer, over the ranks of the sequence
+    scores: dict[int, Tensor] = field(default_factory=dict)  # [b, E] of each layer, sums over this rank's tokens
 
     def earlier(self, key: Key) -> FirstPass | None:
         """Return a layer's first pass, if this one is with gradients and its second."""
@@ -218,7 +185,6 @@ class RouterPass:
             layer: number of the layer among those with experts.
             logits: [tokens, E], of rows [positions, b].
             chosen: int64 [tokens, k].
-            bias: what was added for the choice.
         """
         step, spec = self.step, self.step.spec
         counts_again = step.known is not None and not step.is_counting
@@ -244,7 +210,7 @@ class RouterPass:
         self.scores[layer] = self.scores[layer] + by_row if layer in self.scores else by_row
 
     def _sequences(self, tokens: int, like: Tensor) -> Tensor | None:
-        """Return the sequence of each row [positions, b]; None if there is one."""
+        # the sequence of each row [positions, b]; None if there is one
         return None if self.batch == 1 else torch.arange(tokens, device=like.device) % self.batch
 
     def finish(self) -> None:
@@ -255,7 +221,7 @@ class RouterPass:
         self.scores.clear()
 
     def _factor(self) -> Tensor | float:
-        """Return E / (k T^2) of each sequence [b, 1], or of all; with a global term E / k."""
+        # E / (k T^2) of each sequence [b, 1], or of all; with a global term E / k
         routing = self.step.routing
         share = routing.num_experts / routing.top_k
         if self.step.spec.kind == "global":
@@ -265,7 +231,7 @@ class RouterPass:
         return share / self.lengths.double().clamp_min(1).square()[:, None]
 
     def _counts(self, layer: int) -> Tensor:
-        """Return c, fp64 [b, E]; with a global term [1, E]."""
+        # c, fp64 [b, E]; with a global term [1, E]
         if self.step.spec.kind == "sequence":
             return self.counts[layer].double()  # integers times a Python number would be fp32
         assert self.step.known is not None, "settle() sums up the loads before they are used"

@@ -34,14 +34,12 @@ class RowDealer:
     """Order in which the rows of a global batch are dealt to ranks, from the lengths of their documents.
 
     Attributes:
-        document_lengths: tokens of each document of a sample, given its id; the same on every rank.
-        micro_batch_size: b, rows per micro-batch and rank.
-        dp_size: number of data-parallel ranks.
         causal, window: the model's attention, as in ``RowMask``.
     """
 
+    # tokens of each document of a sample, given its id; the same on every rank
     document_lengths: Callable[[int], np.ndarray]
-    micro_batch_size: int
+    micro_batch_size: int  # b, rows per micro-batch and rank
     dp_size: int
     causal: bool = True
     window: int | None = None
@@ -64,7 +62,6 @@ def area_of_documents(lengths: np.ndarray, causal: bool, window: int | None) -> 
 
     Args:
         lengths: tokens of each document, int64.
-        causal, window: as in ``RowMask``.
     """
     if not causal:
         return int((lengths * lengths).sum())

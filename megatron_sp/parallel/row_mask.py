@@ -17,22 +17,19 @@ class RowMask:
     Masks that mean the same are equal objects: a window that no query reaches the end of, lengths of full sequences and
     a single document are None, and sequences that are all alike are described once.
 
-    Attributes:
-        length: s, positions of the row.
-        causal: a query sees keys up to its own position.
-        window: a query sees itself and the ``window`` - 1 keys before it; requires ``causal``. None: all keys before it.
-        documents: for each sequence the ends of its documents, the last of which is the end of the row; a query sees
-            keys of its own document alone.
-        lengths: for each sequence its number of real keys; those behind are padding, which no query sees. Queries at
-            padding see what their position allows. Cannot be combined with ``documents``.
     Raises:
         ValueError: a value is out of range, or two do not go together.
     """
 
-    length: int
-    causal: bool = True
+    length: int  # s, positions of the row
+    causal: bool = True  # a query sees keys up to its own position
+    # a query sees itself and the ``window`` - 1 keys before it; requires ``causal``. None: all keys before it.
     window: int | None = None
+    # for each sequence the ends of its documents, the last of which is the end of the row; a query sees keys of its own
+    # document alone
     documents: tuple[tuple[int, ...], ...] | None = None
+    # for each sequence its number of real keys; those behind are padding, which no query sees. Queries at padding see
+    # what their position allows. Cannot be combined with ``documents``.
     lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -99,16 +99,10 @@ class SliceKeys(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """The slice of a row that a pass computes.
-
-    Attributes:
-        number: from 0.
-        runs: all slices of the row.
-        keys: of this micro-batch.
-    """
+    """The slice of a row that a pass computes."""
 
     number: int
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # all slices of the row
     keys: KeysOfSlices
 
     def of(self, layer: Hashable) -> SliceKeys:

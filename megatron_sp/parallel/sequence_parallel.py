@@ -31,17 +31,13 @@ class SequenceParallel(ExchangeGroup):
 
 @dataclass(frozen=True)
 class ContextParallel(ExchangeGroup):
-    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run.
-
-    Attributes:
-        stages_ahead: number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all
-            keys and values are gathered first.
-        keep_kv: keep the received keys and values for backward instead of sending them again.
-    """
+    """The cp group, over which the positions of each sequence are dealt, and how its exchanges are run."""
 
     overlap: bool = True
+    # number of shifts under way at a time; each has a buffer of its own. As many as there are shifts: all keys and
+    # values are gathered first.
     stages_ahead: int = 1
-    keep_kv: bool = False
+    keep_kv: bool = False  # keep the received keys and values for backward instead of sending them again
 
 
 NO_SP, NO_CP = SequenceParallel(), ContextParallel()

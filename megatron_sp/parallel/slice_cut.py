@@ -21,8 +21,8 @@ def cut_into_slices(mask: RowMask, num_slices: int, pairs_per_position: float) -
 
     Args:
         mask: causal; of the row.
-        num_slices: n.
-        pairs_per_position: time of all that is not attention at one position of a sequence, in that of a pair of a query and a key.
+        pairs_per_position: time of all that is not attention at one position of a sequence, in that of a pair of a
+            query and a key.
     Raises:
         ValueError: there are fewer positions than slices, or the mask lets queries see later keys.
     """

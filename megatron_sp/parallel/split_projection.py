@@ -76,8 +76,6 @@ def project_pieces(
         pieces: columns of the input [s * b, n*d]; several are added up as they arrive.
         proj: weight [h, n*d], bias [h] or None.
         residual: [s/parts, b, h], or None.
-        tp: the tp group.
-        batch: b.
     Returns:
         ([s/parts, b, h], all pieces).
     """
@@ -182,13 +180,7 @@ class PutOffRowWiseGrad:
 
 
 def row_wise_grad(main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> RowWiseGrad | PutOffRowWiseGrad:
-    """Return what collects the gradient of a parameter message by message.
-
-    Args:
-        main_grad: receives the gradient.
-        param: as the main_grad knows it.
-        rows_differ: every row comes exactly once.
-    """
+    """Return what collects the gradient of a parameter message by message."""
     if main_grad is not None:
         put_off = PutOffRowWiseGrad(main_grad, param, rows_differ)
         if main_grad.later(param, put_off.write):

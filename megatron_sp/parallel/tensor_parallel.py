@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp group, and how activations are held between tensor-parallel regions.
+    """The tp group, and how activations are held between tensor-parallel regions."""
 
-    Attributes:
-        group: ranks over which weights are split.
-        seq: activations between the regions are split along the sequence over the group (tp_seq).
-        recorder: records every collective and the computation between them.
-    """
-
-    group: Group = SINGLE_RANK
-    seq: bool = False
-    recorder: CallSite | None = None
+    group: Group = SINGLE_RANK  # ranks over which weights are split
+    seq: bool = False  # activations between the regions are split along the sequence over the group (tp_seq)
+    recorder: CallSite | None = None  # records every collective and the computation between them
 
     @cached_property
     def size(self) -> int:

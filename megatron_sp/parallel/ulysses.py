@@ -111,25 +111,22 @@ class AttentionPlan:
     """Plan of one block's attention on this rank.
 
     Attributes:
-        chunks: the exchanges of the heads.
-        head_dim: d.
-        seq_length: s, the real positions (with cp those of a cp rank, perhaps none); exchanges include padding to a
-            multiple of the ranks, attention does not.
         tp, sp: the groups.
-        add_input: add the block's input to the result (the residual stream).
-        kept: keeps attention's results for a recomputation, or has them; None: there is none, or it repeats attention.
-        keeps_received: ``kept`` has what the exchange back has brought, too, so that the recomputation runs none.
-        remakes_heads: keep attention's results instead of q, k and v, which backward projects and exchanges again.
     """
 
-    chunks: tuple[HeadChunk, ...]
+    chunks: tuple[HeadChunk, ...]  # the exchanges of the heads
     head_dim: int
+    # s, the real positions (with cp those of a cp rank, perhaps none); exchanges include padding to a multiple of the
+    # ranks, attention does not
     seq_length: int
     tp: TensorParallel = NO_TP
     sp: SequenceParallel = NO_SP
-    add_input: bool = True
+    add_input: bool = True  # add the block's input to the result (the residual stream)
+    # keeps attention's results for a recomputation, or has them; None: there is none, or it repeats attention
     kept: KeptTensors | None = None
+    # ``kept`` has what the exchange back has brought, too, so that the recomputation runs none
     keeps_received: bool = False
+    # keep attention's results instead of q, k and v, which backward projects and exchanges again
     remakes_heads: bool = False
 
     @cached_property
@@ -140,17 +137,12 @@ class AttentionPlan:
 
 
 class HeadGrads(NamedTuple):
-    """Gradients of the heads on their way to the ranks of their positions.
+    """Gradients of the heads on their way to the ranks of their positions."""
 
-    Attributes:
-        arriving: each message with the handle of its exchange, in the order in which they were started.
-        overlapped: result of the work that was overlapped with the first exchange.
-        of_core: gradients of the core's parameters.
-    """
-
+    # each message with the handle of its exchange, in the order in which they were started
     arriving: list[tuple[Message, Handle]]
-    overlapped: Tensor | None
-    of_core: list[Tensor | None]
+    overlapped: Tensor | None  # result of the work that was overlapped with the first exchange
+    of_core: list[Tensor | None]  # gradients of the core's parameters
 
 
 @dataclass
@@ -172,7 +164,7 @@ class _Graph:
     out: Tensor
 
     def release(self) -> tuple[Tensor, ...]:
-        """Return nothing: the graph has saved what it needs."""
+        # nothing: the graph has saved what it needs
         return ()
 
     def restore(self, saved: Iterator[Tensor]) -> None:
@@ -189,16 +181,14 @@ class _Call:
 
     @property
     def out(self) -> Tensor:
-        """The output."""
         return self.tensors[3]
 
     def release(self) -> tuple[Tensor, ...]:
-        """Hand out the tensors, to be saved by autograd until ``restore``."""
+        # hand out the tensors, to be saved by autograd until ``restore``
         released, self.tensors, self._count = self.tensors, (), len(self.tensors)
         return released
 
     def restore(self, saved: Iterator[Tensor]) -> None:
-        """Take the next tensors of those that the calls have handed out."""
         self.tensors = tuple(islice(saved, self._count))
 
 
@@ -286,7 +276,6 @@ class HeadsPass:
         return going
 
     def _project_and_send(self, messages: tuple[Message, ...], projection: Projection) -> list[Handle]:
-        """Project a chunk's heads, message by message, and start their exchange."""
         handles = []
         self.sp.mark(PROJECTION)
         a, weight, bias = projection.a, projection.weight, projection.bias
@@ -303,7 +292,6 @@ class HeadsPass:
         return handles
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the attention of this rank's share, without gradient."""
         share = chunk.shares[self.sp.rank]
         if not share.queries:
             self.states.append(None)
@@ -326,8 +314,6 @@ class HeadsPass:
 
         Args:
             shared: keys and values of other chunks, by the group's number; those of this one are added.
-            results: see ``Core.attend``.
-            train: keep what backward needs.
         """
         s, group = self.plan.seq_length, share.uses.start
         buffers: dict[str, Tensor] = {}
@@ -355,11 +341,10 @@ class HeadsPass:
         return _Graph(buffers, heads, leaves, out)
 
     def _send_back(self, chunk: HeadChunk, out: Tensor) -> Handle:
-        """Start sending a chunk's attention output to the ranks of its positions."""
         return done(out) if self.is_alone else self.sp.exchange_async("out", self._padded(out), *self._counts_back(chunk))
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Flatten [s, ...], with zeros after the real positions."""
+        # flatten [s, ...], with zeros after the real positions
         if self.padded_length == self.plan.seq_length:
             return x.reshape(-1)
         whole = empty((self.padded_length, x.shape[1:].numel()), dtype=x.dtype, device=x.device)
@@ -399,7 +384,7 @@ class HeadsPass:
         yield slice(0, n * d), whole
 
     def _columns(self) -> Iterator[tuple[slice, HeadChunk]]:
-        """Yield the columns of [tokens, n*d] that each chunk has of each rank, with the chunk; none for a rank without queries."""
+        # the columns of [tokens, n*d] that each chunk has of each rank, with the chunk; none for a rank without queries
         d = self.plan.head_dim
         for chunk in self.plan.chunks:
             yield from ((slice(s.queries.start * d, s.queries.stop * d), chunk) for s in chunk.shares if s.queries)
@@ -466,7 +451,6 @@ class HeadsPass:
         return HeadGrads(arriving, overlapped, of_core)
 
     def _project_grad_and_send(self, chunk: HeadChunk, grad: Tensor, w_proj: Tensor) -> Handle:
-        """Compute the gradient of a chunk's attention output, and start sending it to the ranks of its heads."""
         self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
         if self.sp.size == 1:
@@ -532,7 +516,6 @@ class HeadsPass:
     def _send_heads_grads_back(
         self, messages: tuple[Message, ...], d_recv_buffers: dict[str, Tensor], like: Tensor
     ) -> list[tuple[Message, Handle]]:
-        """Start sending the gradients of what this rank received for a chunk back to where it came from."""
         if self.sp.size == 1:
             return [(message, done(d_recv_buffers[message.part])) for message in reversed(messages)]
         started = []
@@ -574,7 +557,7 @@ class HeadsPass:
     # both
 
     def _counts_back(self, chunk: HeadChunk) -> tuple[list[int], list[int]]:
-        """Return the element counts of a chunk's attention output: (from this rank to each, from each to this rank)."""
+        # the element counts of a chunk's attention output: (from this rank to each, from each to this rank)
         per_head = self.tokens * self.plan.head_dim
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
         return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
@@ -585,7 +568,7 @@ def _leaf(x: Tensor, train: bool) -> Tensor:
 
 
 def _output_of(results: KeptTensors) -> Tensor:
-    """Return a chunk's output [s, m, r, d]: an entry of its own where the kernel's is another tensor."""
+    # a chunk's output [s, m, r, d]: an entry of its own where the kernel's is another tensor
     return (results.find("output") or results.find("attention"))[0]
 
 

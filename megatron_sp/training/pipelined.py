@@ -69,9 +69,7 @@ class Pipeline:
     def parts(self) -> list[str]:
         """Stages of each rank of the world, in words."""
         return [
-            _of_stages(
-                [stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)]
-            )
+            _of_stages([stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)])
             for rank in range(self._world_size)
         ]
 
@@ -100,9 +98,7 @@ def _of_stages(stages: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _checked(
-    kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs
-) -> PipelinePlan:
+def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs) -> PipelinePlan:
     made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices, costs)
     check_plan(made)
     return made
@@ -155,9 +151,7 @@ class PipelinedPasses:
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._contexts: dict[int, tuple[ForwardContext, KeysOfSlices]] = {}
         last = "F" if gradients is None else "B"
-        self._to_come = Counter(
-            action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last
-        )
+        self._to_come = Counter(action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last)
         units = model.units()  # type: ignore[operator]
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
         self._shared = [index for index, unit in enumerate(units) if not unit.alike]
@@ -165,9 +159,7 @@ class PipelinedPasses:
         for action in self.plan.actions[pipeline.rank]:
             if action.kind != "W":
                 backward = action.kind == "B"
-                order += self._model.stage_order(
-                    pipeline.stages[action.stage], backward=backward, trained=gradients is not None
-                )
+                order += self._model.stage_order(pipeline.stages[action.stage], backward=backward, trained=gradients is not None)
         weights.start_step(1, order)
 
     def _fault(self, place: str) -> None:
@@ -203,9 +195,7 @@ class PipelinedPasses:
         """See ``StageWork``."""
         self._enter("forward")
         stage, index, trained = self.pipeline.stages[action.stage], action.micro_batch, self.gradients is not None
-        context = replace(
-            self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all")
-        )
+        context = replace(self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all"))
         if not trained:
             self._forget(index)
         if stage.is_last and not trained:

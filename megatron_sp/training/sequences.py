@@ -48,11 +48,7 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
     found = torch.full((groups.dp_size, 2), _NOBODY, dtype=torch.int64)
     found[groups.dp_rank] = torch.tensor([mine, -mine])  # largest, and smallest with another sign
     all_reduce(found, groups.control, "max")
-    differ = [
-        replica
-        for replica, (largest, smallest) in enumerate(found.tolist())
-        if largest != -smallest and largest != _NOBODY
-    ]
+    differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest and largest != _NOBODY]
     if differ:
         ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
         firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]
@@ -79,9 +75,7 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
     from megatron_sp.parallel.row_dealing import RowDealer
 
     model = config.model
-    return RowDealer(
-        dataset.document_lengths, config.batch.micro_batch_size, dp_size, not model.is_bert, model.window_size
-    )
+    return RowDealer(dataset.document_lengths, config.batch.micro_batch_size, dp_size, not model.is_bert, model.window_size)
 
 
 def warning_about_documents(config: Config, dataset: Dataset | None) -> str | None:
@@ -93,9 +87,7 @@ def warning_about_documents(config: Config, dataset: Dataset | None) -> str | No
     if not config.parallel.balance_rows or not isinstance(dataset, RowDataset):
         return None
     count = min(_ROWS_LOOKED_AT, len(dataset))
-    wrong = sum(
-        not np.array_equal(_lengths_of(dataset[i]["documents"]), dataset.document_lengths(i)) for i in range(count)
-    )
+    wrong = sum(not np.array_equal(_lengths_of(dataset[i]["documents"]), dataset.document_lengths(i)) for i in range(count))
     if not wrong:
         return None
     return (
