@@ -1,8 +1,7 @@
 """--check-collectives: the ranks of a group compare each collective before they call it: an error instead of a hang.
 
 Each rank writes its call (operation, shape, dtype, counts, place in the code) under its number into the job's store,
-reads the calls of the others, and goes on only if they match. A collective would hang if the faulty rank never calls
-it.
+reads the calls of the others, and goes on only if they match: a collective would hang if a rank never calls it.
 
     rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
 

@@ -65,14 +65,9 @@ class DropoutRows(NamedTuple):
 
 
 def hash_dropout(
-    x: Tensor,
-    rate: float,
-    row_keys: Tensor,
-    *,
-    site: int | None = None,
-    first_channel: int = 0,
+    x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply dropout, scaled by 1/(1-rate), and add ``residual`` if given.
 
     Args:

@@ -41,16 +41,9 @@ class FlashKernel(Protocol):
         """Return the output and lse."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pairs: Pairs,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
-    ) -> Tensors:
+    ) -> Tensors:  # fmt: skip
         """Return the gradients of q, k and v, made by ``allocate`` or by the kernel."""
 
 
@@ -67,25 +60,14 @@ class TorchFlash:
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pairs: Pairs,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
-    ) -> Tensors:
-        generator = (
-            torch.empty(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, dtype=torch.uint64, device=q.device),
-        )  # not read
+    ) -> Tensors:  # fmt: skip
+        generator = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in (2, 0))  # not read
+        scale, lengths = 1 / math.sqrt(q.shape[-1]), _lengths(q, k, pairs)
         grads: Tensors = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *_lengths(q, k, pairs), 0.0, pairs.causal, *generator,
-            scale=1 / math.sqrt(q.shape[-1]),
-            **_window(pairs),
-        )  # fmt: skip
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, pairs.causal, *generator, scale=scale, **_window(pairs)
+        )
         return grads
 
 
@@ -99,16 +81,9 @@ class PackageFlash:
         return flash_packages.forward_with_lse(self.name, q, k, v, pairs)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pairs: Pairs,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs,
         allocate: Callable[[], Tensors],
-    ) -> Tensors:
+    ) -> Tensors:  # fmt: skip
         return flash_packages.backward_from_lse(self.name, grad, q, k, v, out, lse, pairs, allocate)
 
 

@@ -91,15 +91,9 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
 
 
 def norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stats: tuple[Tensor, ...],
-    spec: NormSpec,
-    need: tuple[bool, bool, bool],
-    add: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
+    need: tuple[bool, bool, bool], add: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if summed so); None where not needed.
 
     ``add``: another gradient of x, to be added to the first.

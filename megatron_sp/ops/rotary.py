@@ -45,12 +45,9 @@ NOT_STRETCHED = RotaryStretch()
 
 
 def rotary_tables(
-    positions: Tensor,
-    rotated_dim: int,
-    base: float,
-    dtype: torch.dtype = torch.float32,
+    positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32,
     stretch: RotaryStretch = NOT_STRETCHED,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of position * base^(-2i/rotated_dim), with scaled frequencies: [*positions.shape, rotated_dim
     / 2].
 

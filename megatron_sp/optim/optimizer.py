@@ -49,17 +49,10 @@ class FlatOptimizer:
     """
 
     def __init__(
-        self,
-        units: list[FlatUnit],
-        config: OptimizerConfig,
-        tp: Group = SINGLE_RANK,
-        everybody: Group = SINGLE_RANK,
-        host: HostCopies | None = None,
-        kernel: Literal["torch", "apex"] = "torch",
-        whole: Group | None = None,
-        counted_elsewhere: Collection[int] = (),
-        decoupled: Collection[str] = (),
-    ) -> None:
+        self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = SINGLE_RANK, everybody: Group = SINGLE_RANK,
+        host: HostCopies | None = None, kernel: Literal["torch", "apex"] = "torch", whole: Group | None = None,
+        counted_elsewhere: Collection[int] = (), decoupled: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.units, self.config, self.tp, self.host, self.kernel = units, config, tp, host, kernel
         is_sharded = bool(units) and units[0].zero.stage > 0
         self.holders = everybody if is_sharded else whole or tp

@@ -18,27 +18,9 @@ _TOGETHER = 8  # tensors of a launch: a model has more units than a small one's 
 
 @triton.jit
 def squares_kernel(
-    X0,
-    X1,
-    X2,
-    X3,
-    X4,
-    X5,
-    X6,
-    X7,
-    n0,
-    n1,
-    n2,
-    n3,
-    n4,
-    n5,
-    n6,
-    n7,
-    SUMS,
-    programs,
-    BLOCKS: tl.constexpr,
+    X0, X1, X2, X3, X4, X5, X6, X7, n0, n1, n2, n3, n4, n5, n6, n7, SUMS, programs, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     # a part of one tensor; of a part beyond its end the sum is 0
     which = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
