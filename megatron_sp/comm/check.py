@@ -1,12 +1,10 @@
 """--check-collectives: the ranks of a group compare each collective before they call it: an error instead of a hang.
 
-Each rank writes its call (operation, shape, dtype, counts, place in the code) under its number into the job's store,
-reads the calls of the others, and goes on only if they match: a collective would hang if a rank never calls it.
+Each rank writes its call under its number into the job's store, and goes on only if those of the others match.
 
     rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
 
-Nothing overlaps then: the mode is for finding bugs. Calls that differ are a bug, exit code 1; a rank that has died or
-does not call in time is a lost peer, exit code 7.
+Calls that differ are a bug, exit code 1; a rank that has died or does not call in time is a lost peer, exit code 7.
 """
 
 from __future__ import annotations
@@ -37,15 +35,13 @@ _FAREWELL_S = 3.0  # how long a failing rank waits for the others to read why, b
 
 
 class DivergenceError(ReportedError):
-    """Error raised when the ranks of a group call different collectives: a bug, hence exit code 1."""
+    """The ranks of a group call different collectives: a bug."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that a rank is about to call."""
-
     what: str  # operation, shape and dtype; must be the same on all ranks
     send: list[int]  # elements to each rank, for all-to-alls
     receive: list[int]
@@ -75,15 +71,10 @@ class CheckedGroup:
 
     def __init__(self, process_group: dist.ProcessGroup, name: str, store: dist.Store, timeout_s: float) -> None:
         self.process_group, self.name = process_group, name
+        self.size, self.rank = process_group.size, process_group.rank
         self._ranks = dist.get_process_group_ranks(process_group)
         self._store, self._space, self._timeout_s = store, f"{name}/{self._ranks[0]}", timeout_s
         self._number = 0
-
-    def size(self) -> int:
-        return self.process_group.size()
-
-    def rank(self) -> int:
-        return self.process_group.rank()
 
     def announce(self, op: str, x: Tensor | None, send: Sequence[int], receive: Sequence[int]) -> None:
         """Announce the next call, see ``groups.announced``."""
@@ -94,7 +85,6 @@ class CheckedGroup:
         self.check(Call(" ".join(words), list(send), list(receive), _place()))
 
     def check(self, call: Call) -> None:
-        """Compare the next call with those of the other ranks. Raises DivergenceError and PeerError."""
         self._number += 1
         self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
         calls = self._calls(call)

@@ -1,8 +1,8 @@
 """Collectives as plain functions of (tensor, group), no-ops at group size 1; asynchronous ones return a handle.
 
-Tensors are contiguous, and are split and concatenated along dim 0. Adjoints, for writing a backward pass: all_gather
-and reduce_scatter are each other's; all_to_all is its own with the counts swapped; that of an all_reduce (sum) whose
-result every rank uses in the same computation is the identity.
+Tensors are contiguous, split and concatenated along dim 0. all_gather and reduce_scatter are each other's adjoints;
+all_to_all is its own with the counts swapped; that of an all_reduce whose result every rank uses in the same
+computation is the identity.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class WaitError(RuntimeError):
-    """A message between two ranks did not arrive: the other one has died or is late. The text names both."""
+    """A message between two ranks did not arrive: the other one has died or is late."""
 
 
 class Handle:
@@ -38,10 +38,6 @@ class Handle:
 
     Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if it is
     dropped.
-
-    Args:
-        result: the tensor that ``wait()`` returns, unless ``finish`` makes it, which is called after the wait.
-        expected: what is waited for, for a message about a wait that fails; empty: torch's own error says all.
     """
 
     def __init__(
@@ -91,12 +87,10 @@ class Handle:
 
     @property
     def is_completed(self) -> bool:
-        """True if ``wait()`` would return at once."""
         return self._work is None or self._work.is_completed()
 
     @property
     def waited(self) -> bool:
-        """True if ``wait()`` has been called."""
         return self._waited
 
 
@@ -228,6 +222,6 @@ def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Wait for all ranks of the group."""
+    """Wait for all ranks."""
     if group.size() > 1:
         dist.barrier(group=announced(group, "barrier"))

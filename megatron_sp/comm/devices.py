@@ -49,9 +49,6 @@ def identity_of(device: torch.device) -> str:
 def require_own_gpu(store: dist.Store, rank: int, world_size: int, identity: str) -> None:
     """Check that no two processes of the job use the same GPU, before any of them calls NCCL. Collective.
 
-    Args:
-        store: new for this attempt of the job; its timeout ends the wait for ranks that do not come.
-        identity: ``identity_of`` this rank's device.
     Raises:
         ConfigError: two do; on every rank, with the same message.
     """

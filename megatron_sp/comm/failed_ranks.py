@@ -1,10 +1,7 @@
 """Finding the rank that died, was stopped or hangs when a collective fails: gloo and NCCL do not name it.
 
 The processes of this host are inspected directly. For the others there is a roll call: a rank whose collective fails
-leaves a mark in the job's store, and the rank without a mark after a few seconds is the one that the others wait for.
-
-A stopped rank, or one that hangs in C++, cannot write its own stack: another rank of its host sends it a signal, whose
-handler, in C, dumps the stack into an in-memory file, and reads that through /proc. Linux only.
+leaves a mark in the job's store; the one without a mark is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ class Peers:
 
     @classmethod
     def create(cls, group: Group, launch: Launch) -> Peers:
-        """Exchange the data of all ranks. Collective."""
         entries = gather_json([socket.gethostname(), os.getpid(), machine(), offer_stack(), launch.attempt], group)
         store = None
         if len(entries) > 1:
@@ -75,12 +71,8 @@ class Peers:
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
     def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
-        """Return a message that names the rank that died, was stopped or did not answer.
-
-        Args:
-            error: the exception of the failed collective.
-            folder: where to write the stacks of a rank of this host that is stopped or hangs.
-            place: where this rank was then.
+        """Return a message that names the rank that died, was stopped or did not answer, and write its stacks into
+        ``folder``.
         """
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()

@@ -1,7 +1,6 @@
 """Process groups of one parallel layout, built once and passed around as an object.
 
-Axes from slowest to fastest varying: pp, dp, cp, sp, tp. Neighbouring ranks, which share a host, get the axis that
-communicates most: tp and Ulysses stay within a node, context parallelism and pipelines cross nodes.
+Axes from slowest to fastest varying: pp, dp, cp, sp, tp: neighbouring ranks get the axis that communicates most.
 """
 
 from __future__ import annotations
@@ -76,11 +75,7 @@ class NcclOptions:
     cta_policy: str = "default"  # default, efficiency or zero; the last two need NCCL 2.27 and 2.28
 
     def of(self, axis: str) -> dict[str, int]:
-        """Return the fields of NCCL's configuration to set for an axis; none for tp and pp.
-
-        Raises:
-            ConfigError: this torch or its NCCL does not know the policy.
-        """
+        # fields of NCCL's configuration to set for an axis; none for tp and pp
         if axis in ("tp", "pp"):
             return {}
         name, most = ("dp", self.dp_ctas) if axis == "dp" else ("sp", self.sp_ctas)
@@ -131,12 +126,11 @@ class ParallelGroups:
         """Build the groups; the default process group must be initialised.
 
         Args:
-            timeout: of the collectives of the control group, and of the comparison of calls.
-            check: compare the ranks' calls before each collective (``comm/check.py``).
+            timeout: of the control group, and of the comparison of calls (``check``).
             control: the control group of another layout of the same ranks; None: one is made.
         Raises:
             ConfigError: NCCL here does not know a setting.
-            ValueError: pp_size * cp_size * sp_size * tp_size does not divide the world size.
+            ValueError: the sizes do not divide the world size.
         """
         world_size = dist.get_world_size()
         of_replica = pp_size * cp_size * sp_size * tp_size
@@ -172,7 +166,7 @@ class ParallelGroups:
         return cls(mesh=mesh, device=device, ends=ends, **groups)
 
     def destroy(self) -> None:
-        """Destroy the groups along the axes, but not those of all ranks. Collective."""
+        # but not those of all ranks. Collective
         own_groups = [self.tp, self.sp, self.cp, self.dp, self.pp, self.dp_cp_sp, self.pp_tp]
         own_groups += [] if self.ends is None else [self.ends]
         axes = {id(group): group for group in map(unchecked, own_groups)}
@@ -193,16 +187,7 @@ class ParallelGroups:
         return self.tp.rank()
 
     @property
-    def sp_rank(self) -> int:
-        return self.sp.rank()
-
-    @property
-    def cp_rank(self) -> int:
-        return self.cp.rank()
-
-    @property
     def pp_ranks(self) -> list[int]:
-        """Ranks in the world of this rank's pipeline."""
         return dist.get_process_group_ranks(unchecked(self.pp))
 
     @property
@@ -215,7 +200,7 @@ class ParallelGroups:
 
     @property
     def is_first_of_replica(self) -> bool:
-        """True on one rank of each data-parallel replica: the one that reports what all its ranks would alike."""
+        # the rank that reports what all of a replica would report alike
         return self.tp.rank() == 0 and self.sp.rank() == 0 and self.cp.rank() == 0 and self.pp.rank() == 0
 
     @property
@@ -260,9 +245,6 @@ class ExpertGroups:
 def expert_groups(groups: ParallelGroups, ep_size: int, *, over_tp: bool, check: bool = False) -> ExpertGroups:
     """Make the groups of experts over dp, cp and sp, with ``over_tp`` over tp, too. Collective over all ranks.
 
-    Args:
-        ep_size: number of ranks over which experts are dealt, neighbours on these axes.
-        over_tp: the ranks of a tp group have different tokens.
     Raises:
         ValueError: ep_size does not divide the number of ranks on these axes.
     """

@@ -1,7 +1,4 @@
-"""A job whose other ranks are not there: groups of any size and rank, and collectives that are counted and do nothing.
-
-Groups are torch's "fake" ones. What the host gathers are copies of its own. Bytes are those of rings.
-"""
+"""A job whose other ranks are not there: groups of any size and rank, and collectives that are counted only."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ def put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 def join_nobody(
     undo: ExitStack, world_size: int, rank: int, backend: str, tell: Callable[[str, Any, Tensor, int], None]
 ) -> None:
-    """Be a rank of a job whose other ranks are not there, until ``undo`` is closed; there must be no process group yet.
+    """Be a rank of such a job until ``undo`` is closed; there must be no process group yet.
 
-    Args:
-        backend: that groups say they have, nccl or gloo.
-        tell: called with each collective: operation, group, what this rank gives, and the bytes that it sends.
+    ``tell`` is called with each collective: operation, group, operand, and the bytes that this rank sends.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     undo.callback(dist.destroy_process_group)

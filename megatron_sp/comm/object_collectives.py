@@ -1,7 +1,7 @@
 """Exchange of small Python values between ranks as JSON; one rank's failure raised on all, instead of a hang.
 
-torch's object collectives use pickle, which executes whatever the sender put into it. Groups must support CPU tensors.
-``group=None`` means a single process: the value still goes through JSON, so that it sees exactly what many would.
+torch's object collectives use pickle, which executes whatever the sender put into it. ``group=None`` means a single
+process: the value still goes through JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from megatron_sp.utils.errors import ReportedError
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank. Collective.
-
-    Raises:
-        TypeError, ValueError: ``value`` is not JSON. Raised before anything is sent, so the other ranks would hang.
-    """
+    """Return the values of all ranks, in rank order, on every rank of a group that supports CPU tensors. Collective."""
     encoded = _encode(value)
     if group is None:
         return [_decode(encoded)]
@@ -71,11 +67,10 @@ class RemoteError(ReportedError):
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Context manager that makes a block fail on all ranks of ``group`` if it fails on any. Collective.
+    """Make a block fail on all ranks of ``group`` if it fails on any. Collective.
 
     Raises:
-        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError`` with that
-            rank's message.
+        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError``.
         Exception: a bug of ours keeps its type and traceback on the rank that raised it.
     """
     failure: Exception | None = None

@@ -3,9 +3,8 @@
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each
 
-The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock,
-and a collective ends when gloo's thread reports it. On CUDA they are events on the compute stream, so "blocked" means
-that it was idle.
+The *exposed* time of a collective is the time that its ``wait()`` blocked; on CUDA, that the compute stream was
+idle.
 """
 
 from __future__ import annotations
@@ -104,8 +103,6 @@ class Collective(NamedTuple):
 
 @dataclass
 class CollectiveRecord:
-    """Record of one collective."""
-
     recorder: Recorder
     what: Collective
     name: str  # what it transfers; of a message the action that made it
@@ -116,7 +113,7 @@ class CollectiveRecord:
     waits: tuple[Moment, Moment] | None = None  # begin and end of the wait for it; None if nobody has waited
 
     def watch(self, work: dist.Work) -> None:
-        """Add this record to the recorder once the collective has been started, and have its end recorded."""
+        # once the collective has been started
         self.recorder.flights.append(self)
         self.recorder.clock.when_done(work, self.what.pipe or self.what.axis, self._end)
 
@@ -124,7 +121,6 @@ class CollectiveRecord:
         self.ended = moment
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for the collective, and record begin and end of the wait."""
         recorder, computing = self.recorder, self.recorder.marks[-1]
         begin = recorder.clock.now()
         recorder.marks.append(Mark(begin, WAIT, computing.layer, recorder.direction))
@@ -135,7 +131,7 @@ class CollectiveRecord:
 
 
 class Mark(NamedTuple):
-    """A moment from which this rank computes something else (or waits)."""
+    """A moment from which this rank computes something else, or waits."""
 
     at: Moment
     label: str
@@ -156,7 +152,7 @@ class CallSite:
     def start(
         self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> CollectiveRecord | None:
-        """Return a new record, or None while nothing is recorded; call it right before a collective is started."""
+        """Return a new record, or None while nothing is recorded, right before a collective is started."""
         recorder = self.recorder
         if not recorder.recording:
             return None
@@ -165,13 +161,12 @@ class CallSite:
         return CollectiveRecord(recorder, what, name, self.layer, direction, recorder.clock.now())
 
     def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins."""
         if self.recorder.recording:
             self.recorder.mark(label, self.layer)
 
 
 class Span(NamedTuple):
-    """A computation or a wait, with begin and end in seconds after the start of the step."""
+    """A computation or a wait, in seconds after the start of the step."""
 
     label: str
     layer: int | None
@@ -181,7 +176,7 @@ class Span(NamedTuple):
 
 
 class CollectiveTimes(NamedTuple):
-    """Times of a collective, in seconds after the start of the step, and its exposed seconds."""
+    """Times of a collective, in seconds after the start of the step."""
 
     what: Collective
     name: str
@@ -218,16 +213,14 @@ class Recorder:
         self._began: Moment = None
 
     def at(self, axis: Axis, layer: int | None = None) -> CallSite:
-        """Return the ``CallSite`` for objects that start collectives on this axis and in this block."""
         return CallSite(self, axis, layer)
 
     @property
     def is_complete(self) -> bool:
-        """True if all ``num_steps`` steps have been recorded."""
         return len(self.steps) >= self.num_steps
 
     def start_step(self) -> None:
-        """Start recording a step. Records that an error has left of an earlier step are dropped."""
+        # drops what an error has left of an earlier step
         self.flights, self.actions, self.marks = [], [], []
         self.recording = not self.is_complete
         if self.recording:
@@ -235,7 +228,7 @@ class Recorder:
             self.enter("forward")
 
     def enter(self, direction: Direction) -> None:
-        """Set the pass of the step that begins; recomputation counts as part of the backward pass."""
+        # a pass of the step; recomputation counts as part of the backward pass
         self.direction = direction
         if self.recording:
             self.mark("other", None)
@@ -265,5 +258,4 @@ class Recorder:
         self.flights, self.actions, self.marks = [], [], []
 
     def mark(self, label: str, layer: int | None) -> None:
-        """Record that the computation named ``label`` begins in this block."""
         self.marks.append(Mark(self.clock.now(), label, layer, self.direction))

@@ -26,7 +26,6 @@ class Activation:
 
     @cached_property
     def width_factor(self) -> int:
-        """Width of the input relative to the output: 2 with a gate."""
         return 2 if self._is_gated else 1
 
     @cached_property

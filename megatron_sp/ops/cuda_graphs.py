@@ -9,10 +9,8 @@ import torch
 
 
 class Graph(Protocol):
-    """A captured graph."""
-
     def replay(self) -> None:
-        """Launch what was captured, on the current stream."""
+        pass
 
 
 class GraphMaker(Protocol):
@@ -21,7 +19,8 @@ class GraphMaker(Protocol):
     num_bytes: int  # of the pool
 
     def capture(self, record: Callable[[], None]) -> Graph:
-        """Call ``record`` once and keep what it launches, which does not run."""
+        # call ``record`` once and keep what it launches, which does not run
+        pass
 
 
 class CudaGraphs:
@@ -44,7 +43,7 @@ class CudaGraphs:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the first line of the error that came first: a capture that has failed ends with an error of its own."""
+    """Return the first line of the error that came first: a failed capture ends with an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), '')[:300]}"

@@ -47,19 +47,17 @@ class DropoutKeys:
         return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
 
     def row_keys(self, layer: int, site: int) -> Tensor:
-        """Return the keys of one dropout site of one layer, int32 [s, b]."""
+        # of one dropout site of one layer, int32 [s, b]
         return fold32(_mix64(self.token_keys + _site_key(layer, site)))
 
     def rows(self, layer: int, site: int) -> DropoutRows:
-        """Return the same for ``hash_dropout``: Triton's kernels compute them where they need them."""
+        # the same for ``hash_dropout``: Triton's kernels compute them where they need them
         if is_fused_on(self.token_keys.device):
             return DropoutRows(self.token_keys, _site_key(layer, site))
         return DropoutRows(self.row_keys(layer, site))
 
 
 class DropoutRows(NamedTuple):
-    """Keys of the rows of one dropout site."""
-
     keys: Tensor  # of the rows, int32 [s, b]; with ``site`` those of the tokens, int64
     site: int | None = None  # key of the site, which is yet to be mixed into ``keys``
 

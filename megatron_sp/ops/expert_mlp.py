@@ -46,7 +46,6 @@ class Choices:
     per_row: int  # k
 
     def by_expert(self) -> Iterator[tuple[int, slice]]:
-        """Yield (expert, its choices) for each expert that has any."""
         return _slices(self.counts)
 
 
@@ -230,11 +229,11 @@ class ExpertGrads:
 
     @property
     def puts_off(self) -> bool:
-        """True if what is handed over is read later."""
+        # what is handed over is read later
         return any(grad is not None and grad.kept is not None for grad in (self._w1, self._b1, self._w2, self._b2))
 
     def add_fc1(self, expert: int, grad: Tensor, x: Tensor, rows: Tensor, memory: _Rows) -> None:
-        """Add to the gradients of fc1: its output's gradient [n, f], rows of ``x``; ``memory``: for a copy of them."""
+        # its output's gradient [n, f], rows of ``x``; ``memory``: for a copy of them
         if self._w1 is not None:
             copied = not self.puts_off  # what is read later is copied then
             self._w1.add(_Part(expert, grad, memory.take(x, rows)) if copied else _Part(expert, grad, x, rows))
@@ -242,14 +241,14 @@ class ExpertGrads:
             self._b1.add(_Part(expert, grad))
 
     def add_fc2(self, expert: int, grad: Tensor, inner: Tensor, weights: Tensor) -> None:
-        """Add to the gradients of fc2: its output's gradient [n, h], its weighted input [n, f], the weights [n, 1]."""
+        # its output's gradient [n, h], its weighted input [n, f], the weights [n, 1]
         if self._w2 is not None:
             self._w2.add(_Part(expert, grad, inner))
         if self._b2 is not None:
             self._b2.add(_Part(expert, grad * weights))
 
     def add_fc1_of_all(self, choices: Choices, ends: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Add to the gradients of fc1 of all experts; ``ends``: where their rows of grad [n, f] end, on the device."""
+        # ``ends``: where the experts' rows of grad [n, f] end, on the device
         if self._w1 is not None:
             self._w1.add(_PartOfAll(choices.counts, ends, grad, x, choices.rows))
         if self._b1 is not None:
@@ -264,7 +263,7 @@ class ExpertGrads:
                 self._b2.add(_Part(expert, grad[own] * choices.weights[own, None]))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients for autograd; None for one that is not needed or is in the main_grad."""
+        # for autograd; None for one that is not needed or is in the main_grad
         w1, b1, w2, b2 = (None if grad is None else grad.result() for grad in (self._w1, self._b1, self._w2, self._b2))
         return w1, b1, w2, b2
 

@@ -40,8 +40,6 @@ _APEX_AND_TORCH: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """Whose kernel computes an op, and why."""
-
     op: str
     name: FusedKernelName
     reason: str
@@ -59,7 +57,6 @@ class FusedKernels:
 
     @property
     def chosen(self) -> list[FusedKernel]:
-        """Kernels of the ops that this run has."""
         return [kernel for kernel in (self.adamw, self.norm, self.elementwise) if kernel is not None]
 
     def describe(self) -> str:

@@ -38,7 +38,7 @@ class MainGrad(Protocol):
         """
 
     def finish(self, param: Tensor) -> None:
-        """Mark a gradient reserved by ``reserve_ahead`` as complete."""
+        """Complete a gradient reserved by ``reserve_ahead``."""
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
         """Keep ``write``, which computes and stores a gradient, if those of ``param`` are put off now; return whether

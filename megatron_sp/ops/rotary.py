@@ -32,7 +32,7 @@ class RotaryStretch:
     original_length: int = 1
 
     def apply(self, frequencies: Tensor) -> Tensor:
-        """Scale frequencies in radians per position, [n] -> [n]."""
+        # frequencies in radians per position, [n] -> [n]
         slow = frequencies / self.factor
         if math.isinf(self.low):
             return slow

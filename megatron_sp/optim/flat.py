@@ -49,8 +49,6 @@ NOT_SHARDED = Zero()
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its unit's buffers."""
-
     name: str
     param: nn.Parameter
     shape: torch.Size  # the parameter itself may be away (stage 3)
@@ -63,9 +61,7 @@ class Slot:
         return flat[self.start : self.stop].view(self.shape)
 
     def counted(self) -> Iterator[range]:
-        """Yield the elements that this tp rank adds to a sum over tp ranks, as ranges of a full buffer; each counts on
-        one rank.
-        """
+        # the elements that this tp rank adds to a sum over tp ranks: each counts on one rank
         if not self.shape:
             yield range(self.start, self.stop if self.spec.counted else self.start)
             return
@@ -82,9 +78,7 @@ def is_decayed(param: Tensor, spec: ShardSpec | None = None) -> bool:
 
 
 class FlatLayout:
-    """Layout of the parameters in a flat buffer; ``shard`` is this rank's range, elements before ``num_decayed`` have
-    weight decay.
-    """
+    """Layout of the parameters in a flat buffer."""
 
     def __init__(
         self, params: list[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec], zero: Zero, dtype: torch.dtype
@@ -122,7 +116,6 @@ class FlatLayout:
                 self._runs.append(self.slots[index].stop - start)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of all slots in a full buffer."""
         parts = flat.split_with_sizes(self._runs)  # made together, they cost the host a third
         return [
             parts[place] if len(slot.shape) == 1 else parts[place].view(slot.shape)
@@ -130,9 +123,7 @@ class FlatLayout:
         ]
 
     def bind(self, flat: Tensor, *, lasting: bool = True) -> None:
-        """Make the parameters views of a full buffer; if it is ``lasting``, kept for the whole run, the views are
-        cached.
-        """
+        # if the buffer is kept for the whole run, the views are cached
         views = self._views.get(flat.data_ptr()) if lasting else None
         if views is None:
             views = self.views(flat)
@@ -142,7 +133,7 @@ class FlatLayout:
             slot.param.data = view
 
     def unbind(self) -> None:
-        """Leave the parameters empty, so that using one is an error instead of reading other weights."""
+        # so that using one is an error instead of reading other weights
         if not self.slots:
             return
         if self._nothing is None:
@@ -234,7 +225,7 @@ class FlatUnit:
 
     @property
     def grads(self) -> Tensor:
-        """Flat gradient buffer, fp32 or wider; allocated from the first gradient until the reduction."""
+        # fp32 or wider; allocated from the first gradient until the reduction
         if self._grads is None:
             self._grads = empty((self.numel,), dtype=self.grad_dtype, device=self.device)
             for part in self.layout.padding:  # it goes into the norm, and the optimizer updates it
@@ -242,21 +233,20 @@ class FlatUnit:
         return self._grads
 
     def grad_of(self, key: int) -> Tensor:
-        """Return the gradient of a parameter, a view of the flat buffer, by the parameter's id."""
+        # a view of the flat buffer, by the parameter's id
         if not self.grad_views:
             self.grad_views = dict(zip(self.layout.ids, self.layout.views(self.grads), strict=True))
         return self.grad_views[key]
 
     @property
     def grad_shard(self) -> Tensor:
-        """This rank's range of the gradients, after their reduction."""
+        # this rank's range, after the reduction
         if self.zero.stage == 0:
             return self.grads
         assert self._grad_shard is not None, f"the gradients of {self.name} have not been reduced"
         return self._grad_shard
 
     def add_to_shard(self, reduced: Tensor) -> None:
-        """Accumulate newly reduced gradients into ``grad_shard``, and free the full gradients."""
         self._grads, self.grad_views = None, {}
         if self._grad_shard is None:
             self._grad_shard = reduced
@@ -264,7 +254,7 @@ class FlatUnit:
             self._grad_shard.add_(reduced)
 
     def kept_grads(self) -> KeptGrads:
-        """Return the buffers of the gradients, for ``put_grads``: a captured graph writes into them in every step."""
+        # for ``put_grads``: a captured graph writes into them in every step
         return KeptGrads(self._grads, self.grad_views, self._grad_shard)
 
     def put_grads(self, kept: KeptGrads | None = None) -> None:
@@ -276,9 +266,7 @@ class FlatUnit:
         return all_gather_async(flat, self.zero.group).wait() if self.zero.stage > 0 else flat
 
     def counted(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield (slot, part of ``flat``, this rank's range) to add to a sum over all ranks, in which each element must
-        count once.
-        """
+        """Yield (slot, part of ``flat``) to add to a sum over all ranks, in which each element must count once."""
         for slot in self.slots:
             for elements in slot.counted():
                 part = within(elements, self.shard)
@@ -286,7 +274,7 @@ class FlatUnit:
                     yield slot, flat[part.start : part.stop]
 
     def refresh_master(self) -> None:
-        """Copy the model's parameters to the master weights (after loading a checkpoint without master weights)."""
+        # after loading a checkpoint without master weights
         if self.master is not self.local_params:
             self.master.copy_(self.local_params)
 

@@ -33,15 +33,11 @@ class FlatGradients:
     """Main gradients of one model (implements ``ops.main_grad.MainGrad``): ops ``reserve`` views and write into them.
 
     Args:
-        group: the group over which gradients are summed, and sharded from stage 1 on.
-        tp: ranks that hold other parts of the same parameters.
+        group: over which gradients are summed, and sharded from stage 1 on.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
-        reduce_dtype: dtype in which gradients are reduced; None: that of the buffers.
         host: receives reduced gradients at once (``--offload-optimizer``).
         own_groups: groups of units, by index, that are replicated on other ranks than those of ``group``.
         delayed: weights whose gradients wait for an exchange that they can cover (``--delay-wgrad``).
-    Raises:
-        ValueError: a parameter is in two units.
     """
 
     def __init__(
@@ -79,7 +75,6 @@ class FlatGradients:
         self._sums: list[tuple[Tensor, tuple[Tensor, bool]]] = []  # over parts, which are finished together
 
     def start_step(self) -> None:
-        """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
         assert not self._handles, "finish_step() was not called"
         for kept in (
             self._written,
@@ -214,23 +209,21 @@ class FlatGradients:
             self._written.difference_update(id(slot.param) for slot in self.units[index].slots)
 
     def settle(self) -> None:
-        """Wait for all reductions under way."""
         for index in list(self._handles):
             self._wait(index)
 
     def abandon(self) -> None:
-        """Forget the reductions under way: their capture has failed, and they will never run."""
+        # their capture has failed, and they will never run
         self._handles.clear()
 
     def finish_step(self) -> None:
-        """Reduce what has not been reduced yet and wait for everything."""
         for index, unit in enumerate(self.units):
             if unit.zero.stage < 2 and index not in self._reduced:
                 self._reduce(index)
         self.settle()
 
     def poison(self) -> None:
-        """Write NaN into the gradients, for fault injection."""
+        # for fault injection
         index = next(i for i, unit in enumerate(self.units) if unit.slots)
         if index in self._handles:
             self._wait(index)

@@ -1,8 +1,8 @@
-"""Learning rate and weight decay as pure functions of the run's progress.
+"""Learning rate and weight decay as pure functions of the run's progress, counted in samples.
 
-Progress is counted in samples whatever unit the flags use, so that a ramp-up of the batch does not distort the curve. A
-step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes and names are
-Megatron's, and without a ramp-up the values are bitwise the same (optimizer_param_scheduler.py).
+A step's value depends on the samples of the steps *before* it; skipped steps do not count. Shapes, names and bits
+are
+Megatron's (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class LRSchedule:
         return self.floor + share * (self.peak - self.floor)
 
     def decoupled_lr(self, samples: int) -> float | None:
-        """Return the learning rate of word embeddings and output layer in a step, given the samples before it; None:
-        ``lr``.
-        """
+        # of word embeddings and output layer; None: ``lr``
         if self.decoupled_peak is None:
             return None
         floor = self.floor if self.decoupled_floor is None else self.decoupled_floor
@@ -114,7 +112,6 @@ class LRSchedule:
         return 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
 
     def weight_decay(self, samples: int) -> float:
-        """Return the weight decay of a step, given the ``samples`` consumed before it."""
         if self.decay_style == "constant" or samples > self.length:
             return self.decay_end
         done = samples / self.length
@@ -122,5 +119,5 @@ class LRSchedule:
         return self.decay_start + share * (self.decay_end - self.decay_start)
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as it is stored in a checkpoint; what there is not is left out, as in older versions."""
+        # what there is not is left out, as in older versions
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -34,7 +34,7 @@ class HostCopies:
         self._arriving: dict[int, torch.cuda.Event | None] = {}
 
     def start_step(self) -> None:
-        """Forget fetched gradients that were not used (of a skipped step); their device memory can be reused."""
+        # fetched gradients that were not used (of a skipped step): their device memory can be reused
         if (
             self._arriving
         ):  # else the host has waited for all copies to it, and the current stream for all copies from it
@@ -43,14 +43,13 @@ class HostCopies:
             self._arriving.clear()
 
     def fetch(self, index: int) -> None:
-        """Start copying this rank's range of the reduced gradients of unit ``index`` to the host."""
         unit, grads = self.units[index], self._grads[index]
         if grads is None:
             grads = self._grads[index] = host_empty(unit.master.shape, unit.grad_dtype, unit.device)
         self._arriving[index] = self._copy(unit.grad_shard, grads)
 
     def grads(self, index: int) -> Tensor:
-        """Return the gradients of unit ``index`` on the host, [n / ranks]; waits for their copy."""
+        # [n / ranks], on the host; waits for their copy
         if index not in self._arriving:
             self.fetch(index)
         arrived, grads = self._arriving.pop(index), self._grads[index]

@@ -28,8 +28,6 @@ _BATCH_BYTES = 1 << 28
 
 @dataclass
 class UnitState:
-    """Optimizer state of one unit, of the shape of its master weights; ``exp_avg_sq`` is None for SGD."""
-
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
 
@@ -96,7 +94,7 @@ class FlatOptimizer:
 
     @property
     def updates_on_device(self) -> bool:
-        """True if ``step_on_device`` can be used: torch's kernels update, where the gradients are."""
+        # torch's kernels update, where the gradients are
         return self.host is None and self.kernel == "torch" and bool(self.units)
 
     def step_on_device(
@@ -181,7 +179,6 @@ class FlatOptimizer:
             self._update(batch, grads, scalars, rates, weight_decay, updated)
 
     def take_back(self) -> None:
-        """Take note that the update queued last was left out."""
         self.num_updates -= 1
 
     def _update(
@@ -288,7 +285,6 @@ class LossScaler:
         return ordinary
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,

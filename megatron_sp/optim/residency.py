@@ -29,7 +29,6 @@ def pools_of(alike: Sequence[str | bool], num_buffers: int, *, tied: bool, keep_
         others;
             "whole" for those that are in no pool.
         tied: the head uses the embedding's table, so both are full at the same time.
-        keep_all: give every unit a buffer of its own, without eviction.
     """
     # units that are neither, unless tied, are used far apart in a micro-batch, and share one buffer
     kinds = dict.fromkeys(kind for kind in alike if kind and kind != "whole")
@@ -90,11 +89,10 @@ class Residency:
         return buffer
 
     def passing(self, unit: int, upcoming: Sequence[int]) -> list[int]:
-        """Return the units in temporary buffers that are neither used now nor next."""
+        # units in temporary buffers that are neither used now nor next
         return [other for other in self.place if other in self._passing and other != unit and other not in upcoming[:1]]
 
     def leave(self, unit: int) -> int:
-        """Free a unit's buffer and return its number."""
         buffer = self.place.pop(unit)
         self.holds[buffer] = None
         return buffer

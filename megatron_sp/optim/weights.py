@@ -94,7 +94,7 @@ class WholeWeights:
             handle.wait()
 
     def refresh(self, index: int) -> None:
-        """Start gathering unit ``index`` after this rank's range of it has changed (stages 1 and 2)."""
+        # this rank's range of it has changed (stages 1 and 2)
         unit = self.units[index]
         if unit.zero.stage in (1, 2) and unit.params is not None:
             self._handles[index] = [all_gather_async(unit.local_params, unit.zero.group, out=unit.params)]
@@ -102,13 +102,12 @@ class WholeWeights:
                 self.need(index)
 
     def refresh_all(self) -> None:
-        """Gather all units anew (stage 3: release them) after all ranges have changed."""
         for index in range(len(self.units)):
             self.refresh(index)
         self.forget()
 
     def forget(self) -> None:
-        """Release all gathered units (stage 3)."""
+        # stage 3
         if self.stage != 3:
             return
         self.settle()
@@ -116,13 +115,12 @@ class WholeWeights:
             self._release(index)
 
     def settle(self) -> None:
-        """Wait for all gathers."""
         for index in list(self._handles):
             for handle in self._handles.pop(index):
                 handle.wait()
 
     def abandon(self) -> None:
-        """Forget the gathers under way: their capture has failed, and they will never run."""
+        # their capture has failed, and they will never run
         self._handles.clear()
         self.forget()
 
@@ -165,7 +163,6 @@ class WholeWeights:
 
     @property
     def whole_units(self) -> list[str]:
-        """Names of the units that are gathered (stage 3)."""
         return [self.units[index].name for index in sorted(self._residency.place)] if self.stage == 3 else []
 
 

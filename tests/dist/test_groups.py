@@ -42,7 +42,7 @@ def _layout(tp: int, sp: int, cp: int, pp: int, check: bool) -> None:
     assert _members(groups.world) == _members(groups.control) == list(range(world))
     assert (groups.rank, groups.world_size) == (rank, world)
     assert (groups.dp_rank, groups.dp_size) == (dp_rank, world // (tp * sp * cp * pp))
-    assert (groups.pp_rank, groups.cp_rank, groups.sp_rank, groups.tp_rank) == (pp_rank, cp_rank, sp_rank, tp_rank)
+    assert (groups.pp_rank, groups.cp.rank(), groups.sp.rank(), groups.tp_rank) == (pp_rank, cp_rank, sp_rank, tp_rank)
     assert groups.is_first_of_replica == (pp_rank == cp_rank == sp_rank == tp_rank == 0)
     assert groups.mesh.mesh_dim_names == ("pp", "dp", "cp", "sp", "tp")
     for group in (groups.tp, groups.sp, groups.cp, groups.dp, groups.pp, groups.dp_cp_sp, groups.pp_tp, groups.ends):

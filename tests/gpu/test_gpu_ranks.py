@@ -65,7 +65,7 @@ def test_a_layout_changes_nothing_with_two_ranks_on_one_gpu(case: Case, tmp_path
 
 def _collectives(device: torch.device) -> None:
     groups = ParallelGroups.create(device, sp_size=2)
-    rank, group = groups.sp_rank, groups.sp
+    rank, group = groups.sp.rank(), groups.sp
     mine = torch.arange(6.0, device=device) + 10 * rank
     assert all_reduce(mine.clone(), group).tolist() == [2.0 * i + 10 for i in range(6)]
     assert all_gather_async(mine, group).wait().tolist() == [float(i + 10 * r) for r in range(2) for i in range(6)]

@@ -27,8 +27,6 @@ _in_use = False
 
 @dataclass(slots=True)
 class Launch:
-    """One launch of a kernel."""
-
     kernel: Any  # a function that ``triton.jit`` has decorated
     grid: tuple[int, ...]  # programs along each axis; none of them is 0
     arguments: Sequence[Any]  # tensors and numbers, in order
@@ -44,7 +42,6 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of Triton's compiler."""
         # products and sums are not contracted: a sum of products is rounded as in the plain form, on every chip alike
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         return options if self.stages is None else {**options, "num_stages": self.stages}
@@ -90,17 +87,14 @@ def is_fused(x: Tensor) -> bool:
 
 
 def is_fused_on(device: torch.device) -> bool:
-    """Return whether Triton's kernels are in use on a device."""
     return _in_use and device.type == DEVICE
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """Return the least power of 2 that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
