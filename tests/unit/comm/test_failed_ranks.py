@@ -260,17 +260,6 @@ def test_what_counts_as_a_lost_peer(error: Exception, expected: bool) -> None:
     assert is_peer_failure(error) is expected
 
 
-def test_kill_is_seen(tmp_path: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60 * NEVER_MINUTES)
-    peers = Peers(["a"], [pid], [HERE])
-    assert peers.dead_here(0.0) == []
-    os.kill(pid, signal.SIGKILL)
-    assert peers.dead_here(PATIENCE_S) == [0]
-    os.waitpid(pid, 0)
-
-
 def test_a_stack_is_not_written_through_a_link_or_into_a_fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_ranks, "take_stack", lambda pid, descriptor: "its stack")
     peers, path, other = Peers(["here"], [os.getpid()], [machine()], [0]), tmp_path / "stacks-rank0.txt", tmp_path / "other"

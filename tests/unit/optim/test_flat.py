@@ -12,8 +12,7 @@ from support.tiny import Alone
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import SINGLE_RANK
-from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.optim.flat import FlatUnit, Slot, Zero, refresh_params, squared_norm
+from megatron_sp.optim.flat import FlatUnit, Zero, refresh_params, squared_norm
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel.linear import row_linear as linear
 
@@ -246,12 +245,6 @@ def test_misuse_is_found() -> None:
         gradients.unit_done(0)
     with pytest.raises(AssertionError, match=r"finish_step\(\) was not called"):
         gradients.start_step()
-
-
-def test_a_slot_is_a_view() -> None:
-    flat = torch.arange(10.0)
-    view = Slot("x", nn.Parameter(torch.empty(2, 3)), torch.Size([2, 3]), 4, 10, True, ShardSpec.whole((2, 3), 0, 1)).view(flat)
-    assert view.tolist() == [[4, 5, 6], [7, 8, 9]] and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, 4095, 4096, 4097, 200_000])
