@@ -36,8 +36,7 @@ class Handle:
     """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this
     thread).
 
-    Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if it is
-    dropped.
+    Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if dropped.
     """
 
     def __init__(

@@ -71,9 +71,7 @@ class Peers:
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
     def explain(self, error: BaseException, folder: Path | None = None, place: str = "") -> str:
-        """Return a message that names the rank that died, was stopped or did not answer, and write its stacks into
-        ``folder``.
-        """
+        """Return a message that names the rank that died, was stopped or did not answer; stacks go into ``folder``."""
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()
         known = f"{self._name(dead[0])} died" if dead else ""
@@ -174,9 +172,8 @@ def offer_stack() -> int:
     if not number or not hasattr(os, "memfd_create"):
         return _NONE
     descriptor = os.memfd_create("stacks")
-    faulthandler.register(
-        number, file=descriptor, all_threads=False, chain=False
-    )  # other threads run on: their frames are not safe to read
+    # other threads run on: their frames are not safe to read. The handler is C code, which needs no interpreter
+    faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
     return descriptor
 
 

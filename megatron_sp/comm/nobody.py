@@ -25,9 +25,7 @@ class Call:
 
 
 class Work:
-    """A collective, or a message: nobody knows when the other rank takes that, so what is sent stays until it is waited
-    for.
-    """
+    """A collective, or a message: nobody knows when the other rank takes it, so what is sent stays until the wait."""
 
     def __init__(self, is_message: bool = False) -> None:
         self._is_message = is_message

@@ -3,8 +3,7 @@
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each
 
-The *exposed* time of a collective is the time that its ``wait()`` blocked; on CUDA, that the compute stream was
-idle.
+The *exposed* time of a collective is the time that its ``wait()`` blocked; on a GPU, the compute stream was idle.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 torchrun keeps one store for all attempts (pytorch #135712): gloo would find the addresses that dead processes of the
 attempt before have left there, and hang. So each rank stores a new random token under its name, and rank 0 answers
-every token it sees with a fresh prefix, under a key that contains the token: an answer cannot come from an earlier
-attempt.
+every token it sees with a fresh prefix, under a key that contains the token.
 """
 
 from __future__ import annotations

@@ -288,7 +288,8 @@ class _PartOfAll(NamedTuple):
 class _StackedGrad:
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
         self._main_grad, self._param = main_grad, param
-        self.kept: list[_Part | _PartOfAll] | None = []  # until the main_grad asks for the gradient; None: added at once
+        # until the main_grad asks for the gradient; None: parts are added at once
+        self.kept: list[_Part | _PartOfAll] | None = []
         if main_grad is None or not main_grad.later(param, self._write):
             self.kept = None
             self._reserve()
@@ -316,7 +317,8 @@ class _StackedGrad:
             if part.x is None:
                 add_column_sum(view, part.grad, fresh=fresh)
             else:
-                put_product(view, part.grad, part.x if part.rows is None else part.x.index_select(0, part.rows), fresh=fresh)
+                x = part.x if part.rows is None else part.x.index_select(0, part.rows)
+                put_product(view, part.grad, x, fresh=fresh)
             self._fresh[part.expert] = False
         elif not self._add_in_one_launch(part):
             for expert, own in _slices(part.counts):

@@ -286,10 +286,8 @@ def _cross_entropy_results(use: KernelUse) -> list[Tensor | None]:
         from megatron_sp.ops.kernels import cross_entropy
 
         stats = cross_entropy.statistics(logits, labels, valid)
-        return [
-            stats,
-            cross_entropy.gradient(logits, labels, stats, torch.ones(6, device=use.device), valid, use.dtype),
-        ]
+        weights = torch.ones(6, device=use.device)
+        return [stats, cross_entropy.gradient(logits, labels, stats, weights, valid, use.dtype)]
     real = logits[:, :valid]
     maximum, at_label = real.amax(1), real.gather(1, labels[:, None])[:, 0]
     gradient = torch.zeros_like(logits)

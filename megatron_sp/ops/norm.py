@@ -129,20 +129,19 @@ def norm_gradients(
         need: flags of x, weight and bias that need a gradient.
         passed: another gradient of x, from the residual branch, which is added.
     """
-    params, spec = (norm.weight, norm.bias), norm.spec
+    spec = norm.spec
     by_apex = spec.kernel == "apex" and _is_for_apex(x)
     if main_grad is not None and not main_grad.defers and is_fused(x) and not by_apex:
         from megatron_sp.ops.kernels import norms
 
-        into = (
-            main_grad.reserve(params[0]) if need[1] else None,
-            main_grad.reserve(params[1]) if need[2] and params[1] is not None else None,
-        )
+        of_weight = main_grad.reserve(norm.weight) if need[1] else None
+        of_bias = main_grad.reserve(norm.bias) if need[2] and norm.bias is not None else None
         zero_centered, put = spec.zero_centered, main_grad.put_sums
         operands = grad, x, norm.weight, stats[0], need, passed
+        into = of_weight, of_bias
         grad_x, weight, bias = norms.backward(*operands, zero_centered=zero_centered, into=into, put=put)
     else:
-        grad_x, weight, bias = norm_backward(grad, x, *params, stats, spec, need, passed)
+        grad_x, weight, bias = norm_backward(grad, x, norm.weight, norm.bias, stats, spec, need, passed)
     if weight is not None:
         weight = put_grad(main_grad, norm.weight, weight)
     if bias is not None and norm.bias is not None:

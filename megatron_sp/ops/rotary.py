@@ -122,10 +122,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
     else:
         cos, sin = cos[:, None, None, :], sin[:, None, None, :]
     if x.dtype in (torch.bfloat16, torch.float16):
-        rotated_first, rotated_second = (
-            first * cos - second * sin,
-            second * cos + first * sin,
-        )  # fp32 by promotion, rounded once
+        # fp32 by promotion, rounded once
+        rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
         first.copy_(rotated_first)
         second.copy_(rotated_second)
         return

@@ -176,12 +176,8 @@ class FlatUnit:
         self.is_16_bit = self.dtype in (torch.bfloat16, torch.float16)
         self.grad_dtype = wide = torch.float32 if self.is_16_bit else self.dtype
         self.layout = layout = FlatLayout(trainable, specs, zero, self.dtype)
-        self.slots, self.numel, self.num_decayed, self.shard = (
-            layout.slots,
-            layout.numel,
-            layout.num_decayed,
-            layout.shard,
-        )
+        self.slots, self.numel = layout.slots, layout.numel
+        self.num_decayed, self.shard = layout.num_decayed, layout.shard
         # [n] in the model's dtype, of which the model's parameters are views, and this rank's range [n / ranks];
         # at stage 3 the range alone
         self.params: Tensor | None
@@ -196,9 +192,7 @@ class FlatUnit:
             _, self.local_frozen = self._keep(self.frozen, like)
         for slot in self.slots:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
-                slot.param.grad_dtype = (
-                    wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
-                )
+                slot.param.grad_dtype = wide  # what autograd leaves in p.grad (foreign ops) adds up in fp32 too
         self._grads: Tensor | None = None
         self.grad_views: dict[int, Tensor] = {}  # by the parameter's id, once ``grad_of`` has made them
         self._grad_shard: Tensor | None = None

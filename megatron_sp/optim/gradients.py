@@ -58,9 +58,7 @@ class FlatGradients:
                         " that share a parameter into one unit, as a tied embedding and head are"
                     )
         self.held: Container[int] = self._unit_of
-        self._written: set[int] = (
-            set()
-        )  # parameters whose views have a gradient of this step (stages 2, 3: micro-batch)
+        self._written: set[int] = set()  # parameters with a gradient of this step (stages 2, 3: micro-batch)
         self._ahead: set[int] = set()  # parameters reserved in the forward pass
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
         self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
@@ -76,17 +74,10 @@ class FlatGradients:
 
     def start_step(self) -> None:
         assert not self._handles, "finish_step() was not called"
-        for kept in (
-            self._written,
-            self._ahead,
-            self._reduced,
-            self._completing,
-            self._last,
-            self._kept,
-            self._delayed,
-            self._sums,
-        ):
-            kept.clear()
+        for units_or_params in (self._written, self._ahead, self._reduced, self._completing, self._last):
+            units_or_params.clear()
+        for put_off in (self._kept, self._delayed, self._sums):
+            put_off.clear()
         self.more_follows = False
         if self.host is not None:
             self.host.start_step()
@@ -98,15 +89,11 @@ class FlatGradients:
                 slot.param.grad = None
 
     def last_micro_batch(self, units: Collection[int] | None = None) -> None:
-        """Announce that the next gradients of units (None: all) are the step's last: they may be reduced as they
-        complete.
-        """
+        """Announce that the next gradients of units (None: all) are the step's last: reduce them when complete."""
         self._completing.update(range(len(self.units)) if units is None else units)
 
     def put_off(self, key: Hashable = None, units: Collection[int] = ()) -> None:
-        """Keep what writes the gradients of ``units`` for ``catch_up(key)``, from now on; without a key keep nothing
-        any more.
-        """
+        """Keep what writes the gradients of ``units`` for ``catch_up(key)``, from now on; without a key nothing."""
         self._put_off = key, units
         self.defers = key is not None or bool(self._delays)
         if key is not None:
@@ -132,9 +119,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def catch_up(self, key: Hashable) -> None:
-        """Write the gradients that were put off under ``key``, in the order in which they came, and complete their
-        units.
-        """
+        """Write what was put off under ``key``, in the order in which it came, and complete the units."""
         kept = self._kept.pop(key)
         to_come = Counter(index for index, _ in kept)  # a block and its experts come in turn
         kept.reverse()
@@ -282,10 +267,9 @@ class FlatGradients:
         packed = unit.grads.new_zeros(sum(s.num_slots * view.numel() for s, view in parts))
         places, start = list[Tensor](), 0
         for s, view in parts:
-            places.append(
-                packed[start : start + s.num_slots * view.numel()].view(s.num_slots, *view.shape)[s.slot].copy_(view)
-            )
-            start += s.num_slots * view.numel()
+            size = s.num_slots * view.numel()
+            places.append(packed[start : start + size].view(s.num_slots, *view.shape)[s.slot].copy_(view))
+            start += size
         all_reduce(packed, self.tp)
         for (_, view), place in zip(parts, places, strict=True):
             view.copy_(place)

@@ -52,18 +52,14 @@ class LRSchedule:
         else:
             warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
         wsd_length = config.lr_wsd_decay_samples or 0
-        if config.lr_wsd_decay_iters and (
-            last := config.lr_decay_iters or batch.train_iters
-        ):  # the last steps, not the first
+        last = config.lr_decay_iters or batch.train_iters
+        if config.lr_wsd_decay_iters and last:  # the last steps, not the first
             wsd_length = horizon - samples_after(max(last - config.lr_wsd_decay_iters, 0))
         unit: Literal["tokens"] | None = None
         if (in_tokens := horizon_in_tokens(config, batch)) is not None:
             unit, horizon = "tokens", in_tokens
-            warmup = (
-                (config.lr_warmup_tokens or 0)
-                if config.lr_warmup_fraction is None
-                else config.lr_warmup_fraction * horizon
-            )
+            fraction = config.lr_warmup_fraction
+            warmup = (config.lr_warmup_tokens or 0) if fraction is None else fraction * horizon
         decay = config.weight_decay
         return cls(
             peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,

@@ -28,16 +28,15 @@ class HostCopies:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grads: list[Tensor | None] = [None] * len(units)  # memory exists from the first step on
         # rounded on the host: half the bytes on the way
-        self._rounded = [
-            host_empty(u.local_params.shape, u.dtype, u.device) if u.is_16_bit else u.master for u in units
-        ]
+        self._rounded: list[Tensor] = []
+        for u in units:
+            self._rounded.append(host_empty(u.master.shape, u.dtype, u.device) if u.is_16_bit else u.master)
         self._arriving: dict[int, torch.cuda.Event | None] = {}
 
     def start_step(self) -> None:
         # fetched gradients that were not used (of a skipped step): their device memory can be reused
-        if (
-            self._arriving
-        ):  # else the host has waited for all copies to it, and the current stream for all copies from it
+        # else the host has waited for all copies to it, and the current stream for all copies from it
+        if self._arriving:
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._arriving.clear()

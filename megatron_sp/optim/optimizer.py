@@ -65,9 +65,7 @@ class FlatOptimizer:
         ]
 
     def grad_norm(self) -> Tensor:
-        """Return the L2 norm of all reduced, still scaled gradients, an fp64 scalar, bitwise equal on all ranks.
-        Collective.
-        """
+        """Return the L2 norm of all reduced, still scaled gradients: fp64, bitwise equal on all ranks. Collective."""
         units = self.counted_units
         if self.tp.size() == 1:
             parts = [u.grad_shard for u in units if u.slots]
@@ -127,9 +125,8 @@ class FlatOptimizer:
         dtype = torch.float64 if rates.device.type == "cpu" else torch.float32  # as torch's kernels read them
         divisor = self._divisor_unless(skip, grad_norm, grad_scale)
         shared = UpdateScalars(rates[0].to(dtype), count.float(), None, skip.float())
-        self._update_all(
-            (shared, replace(shared, lr=rates[1].to(dtype))), (math.nan, math.nan), weight_decay, divisor, updated
-        )
+        scalars, not_on_host = (shared, replace(shared, lr=rates[1].to(dtype))), (math.nan, math.nan)
+        self._update_all(scalars, not_on_host, weight_decay, divisor, updated)
 
     def _divisor_unless(self, skip: Tensor, grad_norm: Tensor, grad_scale: float | Tensor) -> Tensor | None:
         # the kernels write gradients that they divide back: divided by 1 in a step that is left out, so that who looks
@@ -156,10 +153,9 @@ class FlatOptimizer:
         device = self.units[0].master.device
         if divisor is not None and not divisor.is_cuda and float(divisor) == 1.0:  # a GPU would have to be waited for
             divisor = None
-        most, *others = (
-            UpdateScalars.create(rate, self.num_updates, device, skip=skip) for rate in dict.fromkeys(rates)
-        )
-        self._update_all((most, *(others or [most])), rates, weight_decay, divisor, updated)
+        # of rates that are the same one copy goes to the device
+        scalars = [UpdateScalars.create(rate, self.num_updates, device, skip=skip) for rate in dict.fromkeys(rates)]
+        self._update_all((scalars[0], scalars[-1]), rates, weight_decay, divisor, updated)
 
     def _update_all(
         self, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float, divisor: Tensor | None,
@@ -285,12 +281,8 @@ class LossScaler:
         return ordinary
 
     def state(self) -> dict[str, float]:
-        return {
-            "dynamic": self.dynamic,
-            "scale": self.scale,
-            "good_steps": self.good_steps,
-            "hysteresis_left": self.hysteresis_left,
-        }
+        state = {"dynamic": self.dynamic, "scale": self.scale}
+        return {**state, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Continue from a stored dynamic scale; that of a run without one, such as the 1 of a bf16 run, is ignored."""

@@ -106,15 +106,12 @@ def list_fetches(
     # the look-ahead is limited, so once the same units are in the same buffers as at the start of an earlier
     # micro-batch, the fetches repeat: a step of a thousand micro-batches costs as much as one of a few
     residency, fetched = Residency(pools, together), list[tuple[int, bool]]()
-    seen: dict[
-        tuple[int | None, ...], tuple[int, int]
-    ] = {}  # who lay where -> micro-batch, number of fetches before it
+    # who lay where -> micro-batch, number of fetches before it
+    seen: dict[tuple[int | None, ...], tuple[int, int]] = {}
     micro_batch = 0
     while micro_batch < num_micro_batches:
-        state, others = (
-            tuple(residency.holds),
-            num_micro_batches - LOOK_AHEAD - micro_batch,
-        )  # that see as far as this one
+        state = tuple(residency.holds)
+        others = num_micro_batches - LOOK_AHEAD - micro_batch  # that see as far as this one
         if state in seen and others > 0:
             first, before = seen[state]
             times = others // (micro_batch - first)
@@ -131,11 +128,9 @@ def list_fetches(
                 residency.take(unit, upcoming)
                 fetched.append((unit, False))
             comes_next = upcoming[0] if upcoming else unit
-            if (
-                ahead
-                and comes_next not in residency.place
-                and residency.admit(comes_next, upcoming, (unit,)) is not None
-            ):
+            if not ahead or comes_next in residency.place:
+                continue
+            if residency.admit(comes_next, upcoming, (unit,)) is not None:
                 fetched.append((comes_next, True))
         micro_batch += 1
     return fetched
