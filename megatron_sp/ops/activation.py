@@ -79,7 +79,6 @@ class Activation:
         return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=self._approximate, grad_input=grad)
 
     def makes_output_in_backward(self, u: Tensor) -> bool:
-        """Return whether ``backward_with_output_`` exists for this input."""
         return self._is_gated and is_fused(u)
 
     def backward_with_output_(self, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,14 +90,10 @@ class Activation:
         return grad_u, out
 
     def weighted_backward_(self, grad: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the backward pass of weights * activation(u), with one weight for each row.
+        """Compute the backward pass of weights * activation(u), with weights [n, 1] and gradient [n, f], which may be
+        reused.
 
-        Args:
-            grad: [n, f], gradient of the product; its memory may be reused.
-            u: [n, width_factor * f].
-            weights: [n, 1].
-        Returns:
-            (gradient of u, the product [n, f], gradient of the weights [n], summed up in their dtype).
+        Returns the gradient of u, the product [n, f], and the gradient of the weights [n], summed up in their dtype.
         """
         if is_fused(u) or not self._is_gated:
             out = self.forward(u)

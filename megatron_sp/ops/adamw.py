@@ -67,9 +67,7 @@ def adamw_(
     """Update ``params`` and both moments in place, several tensors in one call; the i-th of all four are [n],
     contiguous.
 
-    Args:
-        kernel: ``apex`` needs all four in fp32 on a GPU (``fused_kernels.choose_fused_kernels`` sees to it).
-        scalars: used by torch's kernel instead of the step's rate and count; scaled gradients are written back.
+    ``apex`` needs all four in fp32 on a GPU. ``scalars`` replace the step's rate and count, for torch's kernel.
     """
     if kernel == "apex":
         assert scalars is None, "apex takes numbers of the host"

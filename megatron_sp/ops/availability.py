@@ -1,7 +1,6 @@
 """Optional packages: which are available, in which version, or why not. The only module that tries to import them.
 
-``installed`` only looks at files and metadata and runs no foreign code; ``find`` imports. PyPI's package ``apex`` is
-unrelated to NVIDIA's: they are distinguished by their files.
+PyPI's package ``apex`` is unrelated to NVIDIA's: they are distinguished by their files.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that
 
 @cache
 def installed(name: str) -> Kernel:
-    """Return whether a package of the table is installed, with its version, without running any of its code."""
+    """Return whether a package is installed, with its version, without running any of its code."""
     distribution, _ = _OPTIONAL[name]
     if name in APEX_EXTENSIONS:  # modules beside the package, which a build without CUDA lacks
         apex = installed("apex")
@@ -81,7 +80,7 @@ def installed(name: str) -> Kernel:
 
 @cache
 def find(name: str) -> Kernel:
-    """Return whether a package can be imported, with its version; the result of the first call is cached."""
+    """Return whether a package can be imported, with its version."""
     kernel = installed(name)
     if not kernel.available:
         return kernel

@@ -28,7 +28,7 @@ class DropoutKeys:
         """Compute the keys of a micro-batch.
 
         Args:
-            step: optimizer step, from 0; as an int64 scalar on the device it may change under a captured graph.
+            step: from 0; as an int64 scalar on the device it may change under a captured graph.
             sample_ids: int64 [b], the samples' global indices.
             positions: int64 [s], global positions of this rank's tokens.
         """
@@ -66,10 +66,9 @@ def hash_dropout(
     x: Tensor, rate: float, row_keys: Tensor, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Apply dropout, scaled by 1/(1-rate), and add ``residual`` if given.
+    """Apply dropout, scaled by 1/(1-rate), to x [..., c], and add ``residual`` if given.
 
     Args:
-        x, residual: [..., c].
         row_keys, site: see ``DropoutRows``; of the shape of x without its last dim (or one that broadcasts to it).
         first_channel: global index of x's first channel, if channels are sharded.
     """
@@ -96,10 +95,7 @@ def dropped(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward.
-
-    ``out`` is where the result goes, contiguous; with a residual only.
-    """
+    """Return what ``hash_dropout`` computes, without a gradient; dropout of a gradient is its backward."""
     scale = 1.0 / (1.0 - rate)
     if is_fused(x):
         from megatron_sp.ops.kernels import dropout

@@ -99,12 +99,11 @@ def experts_backward(
     grads: ExpertGrads,
     grad_x: Tensor | None, *, grouped: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add the gradients of the parameters to ``grads`` and that of the rows to ``grad_x``.
+    """Add the gradients of the parameters to ``grads`` and that of the rows to ``grad_x`` [rows, h], in ``sum_dtype``.
 
     Args:
         grad: [rows, h], gradient of the results.
         wide: what the forward pass returned.
-        grad_x: [rows, h], in ``sum_dtype``; None: not needed.
     Returns:
         [n], gradients of the choices' weights.
     """

@@ -165,7 +165,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: i
         q, k, v: [s, m, r, d], [s, m, 1, d].
         documents: their pieces, in order, which cover every row.
         each: columns of m per sequence.
-        kernel: of q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest length.
+        kernel: of q, k, v [tokens, heads, d], cumulative lengths int32 [n + 1], longest length.
     """
     by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
     lengths = lengths_of(documents, q.shape[0], q.device)

@@ -1,7 +1,6 @@
 """Destination of weight gradients: directly into a flat buffer if there is one, else through autograd.
 
-With a main_grad an op's backward writes the weight's gradient into its view and returns None for it: a gradient is
-produced once, in its final place and dtype. Without one it returns an ordinary gradient.
+So a gradient is produced once, in its final place and dtype.
 """
 
 from __future__ import annotations
@@ -23,39 +22,28 @@ class MainGrad(Protocol):
     held: Container[int]  # ids of the parameters that have a buffer
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the buffer view for ``param`` and whether to overwrite it (first gradient of the step) or to add to
-        it.
-
-        Returns None if the main_grad does not hold the parameter; the op must then return its gradient to autograd.
-        """
+        """Return the view for ``param`` and whether to overwrite it (first gradient of the step); None if not held."""
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        """Reserve a view like ``reserve``, but in the forward pass, for an op that computes its gradient there (the LM
-        head).
+        """Reserve a view in the forward pass, for an op that computes its gradient there (the LM head).
 
-        Nothing else may write to the view before the op's backward has called ``finish``. Returns None if the view
-        already contains a gradient, or is not held: then the op needs a buffer of its own.
+        Nothing else may write to it before ``finish``. Returns None if it already has a gradient, or is not held.
         """
 
     def finish(self, param: Tensor) -> None:
-        """Complete a gradient reserved by ``reserve_ahead``."""
+        pass
 
     def later(self, param: Tensor, write: Callable[[], object]) -> bool:
-        """Keep ``write``, which computes and stores a gradient, if those of ``param`` are put off now; return whether
-        they are.
+        """Keep ``write``, which stores a gradient, if those of ``param`` are put off now; return whether they are.
 
-        It is called without autograd, with its operands as they are: they must not be changed in place any more.
+        Its operands must not be changed in place any more.
         """
 
     def put_sums(self, sums: Sequence[tuple[Tensor, tuple[Tensor, bool]]]) -> None:
-        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later: parts must not be changed
-        any more.
-        """
+        """Put sums over parts in reserved places (``ops/kernels/biases.py``), now or later."""
 
     def cover(self) -> None:
-        """Write what was put off until now to have work under an exchange; to be called when the exchange has been
-        started.
-        """
+        """Write what was put off until now to have work under an exchange that has been started."""
 
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -64,9 +52,9 @@ _16_BIT = (torch.bfloat16, torch.float16)
 def put_weight_grad(
     main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor, *, may_defer: bool = True
 ) -> Tensor | None:  # fmt: skip
-    """Compute the weight gradient of ``y = x @ weight.T``, grad_out.T @ x: [tokens, out], [tokens, in] -> [out, in].
+    """Compute the weight gradient of ``y = x @ weight.T``: [tokens, out], [tokens, in] -> [out, in].
 
-    Returns None if it was written to the main_grad, else the gradient.
+    Returns None if it was written to the main_grad.
     """
     if main_grad is None:
         return grad_out.t() @ x
@@ -136,9 +124,9 @@ def holds_all(main_grad: MainGrad | None, params: Iterable[Tensor | None]) -> bo
 
 
 def put_column_sum(main_grad: MainGrad | None, bias: Tensor, grad_out: Tensor) -> Tensor | None:
-    """Compute the gradient of a bias that was added to each row, the sum of grad_out [tokens, out], in fp32 or wider.
+    """Compute the gradient of a bias, the sum over the rows of grad_out [tokens, out], in fp32 or wider.
 
-    Returns None if it was written to the main_grad, else the gradient [out].
+    Returns None if it was written to the main_grad.
     """
     if main_grad is None or main_grad.defers:
         return put_grad(main_grad, bias, column_sum(grad_out))

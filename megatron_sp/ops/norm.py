@@ -1,8 +1,7 @@
 """LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
 ``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for a norm that is
-fused with the linear layer after it and recomputed in backward. On a GPU Triton's kernels compute it, or NVIDIA apex's
-(fused_layer_norm_cuda) where a spec asks for them, which round 16-bit tensors more often.
+fused with the linear layer after it. On a GPU Triton's kernels compute it, or apex's where a spec asks for them.
 """
 
 from __future__ import annotations

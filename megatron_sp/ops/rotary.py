@@ -62,15 +62,11 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: int = 1, rotated: int = 1) -> Tensor:
-    """Rotate heads of ``x`` in place and return it.
+    """Rotate heads of ``x`` [s, ..., c] in place and return it; cos and sin from ``rotary_tables``.
 
-    Args:
-        x: [s, ..., c], contiguous, where c is a multiple of heads * head_dim; the next dim after s is a multiple of
-        b.
-        cos, sin: [s, rotated/2] or [s, b, rotated/2] from ``rotary_tables``.
-        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in
-        the
-            fused QKV, in which r queries, a key and a value follow each other.
+    Of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the fused QKV, in
+    which r
+    queries, a key and a value follow each other. c is a multiple of heads * head_dim; the next dim after s of b.
     """
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 

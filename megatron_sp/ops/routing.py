@@ -45,10 +45,9 @@ class Routed(NamedTuple):
 
 
 def route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, chosen: Tensor | None = None) -> Routed:
-    """Choose experts and compute their weights.
+    """Choose experts of logits [tokens, E], fp32 or wider, and compute their weights.
 
     Args:
-        logits: [tokens, E], fp32 or wider.
         bias: [E], added to the scores for the choice only (sigmoid).
         chosen: the choice, made before: only the weights are computed.
     """
@@ -94,10 +93,7 @@ def ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Te
 
 
 def margins(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> Tensor:
-    """Return by how much the last chosen expert of each token is ahead of the first that is not chosen, [tokens].
-
-    Where it is about the rounding of the logits, another layout may choose another expert.
-    """
+    """Return by how much the last chosen expert of each token is ahead of the first that is not chosen, [tokens]."""
     ranked = ranking(logits, spec, bias)
     if spec.top_k == spec.num_experts:
         return torch.full_like(ranked[:, 0], float("inf"))
@@ -129,9 +125,8 @@ def logits_backward(
     """Return the gradient of the logits, [tokens, E].
 
     Args:
-        grad_weights: [tokens, k].
-        grad_scores: of ``balance_scores``, [tokens, E] or one row for all tokens; None: there is no balance term.
-        z_weight: factor of the sum over tokens of logsumexp(logits)^2, a scalar; None: there is no such term.
+        grad_scores: of ``balance_scores``, [tokens, E] or one row for all tokens.
+        z_weight: factor of the sum over tokens of logsumexp(logits)^2, a scalar.
     """
     chosen, weights = routed
     if spec.score_function == "softmax":

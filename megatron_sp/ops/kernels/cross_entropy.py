@@ -78,7 +78,6 @@ def statistics(logits: Tensor, labels: Tensor, valid: int, found: tuple[Tensor, 
     """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
 
     Args:
-        logits: [t, rows], contiguous.
         labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
         found: where a rank has the whole table: receives losses, fp32 [t], and whether no logit is larger than the
             label's, bool [t]; labels outside of the table are then clamped to it.
@@ -100,10 +99,7 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """Return weight * d loss / d logits [t, rows] in ``dtype``; in the memory of the logits if that is theirs.
 
-    Args:
-        stats: [2 or 3, t], maximum and sum over the rows of all ranks.
-        weights: fp32 [t], of the tokens.
-        whole: this rank has the whole table.
+    ``stats``: maximum and sum over the rows of all ranks; ``whole``: this rank has the whole table.
     """
     tokens, width = logits.shape
     grad = logits if dtype == logits.dtype else torch.empty(tokens, width, dtype=dtype, device=logits.device)

@@ -57,13 +57,7 @@ def signature(arguments: Sequence[Any]) -> tuple[Hashable, ...] | None:
 def run(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Launch a kernel on the current stream of the current device.
-
-    Args:
-        arguments: its first arguments, in order.
-        constants: its others, by name: compile-time arguments.
-        options: of Triton's compiler.
-    """
+    """Launch a kernel on the current stream of the current device, with its compile-time ``constants`` by name."""
     triton = _triton()
     of_arguments = None if triton is None else signature(arguments)
     if triton is None or of_arguments is None or _is_watched(kernel, triton.hooks):

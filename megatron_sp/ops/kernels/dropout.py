@@ -72,13 +72,7 @@ def dropout(
     x: Tensor, row_keys: Tensor, threshold: int, scale: float, *, site: int | None = None, first_channel: int = 0,
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual.
-
-    Args:
-        row_keys: int32, or int64 with ``site`` (``DropoutRows``); broadcasts to x's shape without its last dim.
-        first_channel: global index of x's first channel.
-        out: where the result goes, contiguous.
-    """
+    """Return residual + x * scale where the element's hash is at least ``threshold``, else the residual."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     width = x.shape[-1]
     rows, keys = x.numel() // width, row_keys.expand(x.shape[:-1]).contiguous()

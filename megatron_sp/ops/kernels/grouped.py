@@ -77,14 +77,13 @@ def _put(total, to, out, column, width_out, width_in, count, FRESH: tl.constexpr
 
 
 def weight_grads(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, rows: Tensor | None, *, fresh: bool) -> None:
-    """Write (``fresh``) or add the weight gradients of experts.
+    """Write (``fresh``) or add the weight gradients of experts to ``out`` [E, out, in], fp32.
 
     Args:
-        out: [E, out, in], fp32, contiguous.
         grad: [n, out], 16 bits: gradients of the products' rows, sorted by expert.
         x: [n, in]: the rows that were multiplied; with ``rows`` [any, in].
         ends: int32 [E]: where the rows of each expert end.
-        rows: int64 [n]: which row of x belongs to which of ``grad``; None: they are in the same order.
+        rows: int64 [n]: which row of x belongs to which of ``grad``.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     experts, width_out, width_in = out.shape

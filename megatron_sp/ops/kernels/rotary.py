@@ -105,12 +105,9 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> None:
 
 
 def pack(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the gradient of the packed heads, [s, m, r + 2, d], from those of queries, keys and values.
+    """Return the gradient of the packed heads, [s, m, r + 2, d], from [s, m, r, d] and twice [s, m, 1, d].
 
-    Args:
-        grad_q: [s, m, r, d].
-        grad_k, grad_v: [s, m, 1, d].
-        rotary: cos and sin by which queries and keys were rotated.
+    ``rotary``: cos and sin by which queries and keys were rotated.
     """
     s, m, r, d = grad_q.shape
     grad_q, grad_k, grad_v = (g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k, grad_v))
