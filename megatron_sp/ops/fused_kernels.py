@@ -275,11 +275,8 @@ def _elementwise_results(use: KernelUse) -> list[Tensor | None]:
     heads = split_qkv(fused.clone(), 1, 16, (table.cos(), table.sin()))
     results += [part.detach().clone() for part in heads]
     grads = [_wave(6, 4, 1, 16, use=use, dtype=use.dtype, phase=8 + i) for i in range(3)]
-    return results + list(gradients_of([fused], heads, grads)) + _cross_entropy_results(use)
-
-
-def _cross_entropy_results(use: KernelUse) -> list[Tensor | None]:
-    # of whose 48 rows 41 count (``parallel/lm_head.py`` is above this folder)
+    results += gradients_of([fused], heads, grads)
+    # cross entropy over 48 rows of a table, of which 41 count; its plain form is in a folder above
     logits = _wave(6, 48, use=use, dtype=torch.float32, phase=11)
     labels, valid = torch.arange(6, device=use.device) * 7, 41
     if launch.is_fused(logits):
@@ -287,10 +284,11 @@ def _cross_entropy_results(use: KernelUse) -> list[Tensor | None]:
 
         stats = cross_entropy.statistics(logits, labels, valid)
         weights = torch.ones(6, device=use.device)
-        return [stats, cross_entropy.gradient(logits, labels, stats, weights, valid, use.dtype)]
+        return [*results, stats, cross_entropy.gradient(logits, labels, stats, weights, valid, use.dtype)]
     real = logits[:, :valid]
     maximum, at_label = real.amax(1), real.gather(1, labels[:, None])[:, 0]
     gradient = torch.zeros_like(logits)
     gradient[:, :valid] = real.softmax(1)
     gradient.scatter_add_(1, labels[:, None], torch.full_like(at_label, -1.0)[:, None])
-    return [torch.stack([maximum, (real - maximum[:, None]).exp().sum(1), at_label]), gradient.to(use.dtype)]
+    stats = torch.stack([maximum, (real - maximum[:, None]).exp().sum(1), at_label])
+    return [*results, stats, gradient.to(use.dtype)]
