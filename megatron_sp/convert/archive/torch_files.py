@@ -19,7 +19,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,11 @@ class TensorRecord:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def part(self, first: int, shape: tuple[int, ...]) -> TensorRecord:
+        """Return a tensor of this shape in row-major order, from the element ``first`` of this contiguous one on."""
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return replace(self, offset=self.offset + first, shape=shape, stride=stride)
 
     def read(self) -> Tensor:
         """Read the tensor into CPU memory, as ``TorchFile.read``."""

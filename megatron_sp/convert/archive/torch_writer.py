@@ -35,6 +35,9 @@ _STORAGES = {
 }  # fmt: skip
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class LazyTensor:
     """A tensor that is created just before it is written, and released afterwards.
@@ -63,18 +66,13 @@ class LazyFlat:
     parts: Callable[[], Iterable[Tensor]]
 
 
-class _Storage:
-    def __init__(self, num_bytes: int, dtype: torch.dtype, parts: Callable[[], Iterable[Tensor]]) -> None:
-        self.num_bytes, self.dtype, self.parts = num_bytes, dtype, parts
-
-
 class TreeWriter:
     """Writer of one pickle; collects the storages that it refers to, in the order of their keys "0", "1", ..."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._keys: dict[Any, str] = {}
-        self.storages: list[_Storage] = []
+        self.storages: list[LazyFlat] = []
 
     def dumps(self, tree: Any) -> bytes:
         """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, namespaces, ``Tensor``,
@@ -127,7 +125,8 @@ class TreeWriter:
         elif isinstance(value, (LazyTensor, LazyFlat)):
             shape = value.shape if isinstance(value, LazyTensor) else (value.numel,)
             stride = torch.empty(shape, device="meta").stride()
-            self._rebuild(object(), value.dtype, torch.Size(shape).numel(), value.parts, 0, tuple(shape), stride)
+            storage = LazyFlat(torch.Size(shape).numel(), value.dtype, value.parts)
+            self._rebuild(object(), storage, 0, tuple(shape), stride)
         else:
             raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written into a torch"
                             " file")  # fmt: skip
@@ -169,24 +168,21 @@ class TreeWriter:
         numel = value.untyped_storage().nbytes() // value.element_size()
         flat = value.as_strided((numel,), (1,), 0)
         identity = (value.untyped_storage().data_ptr(), value.dtype) if numel else object()
-        view = int(value.storage_offset()), tuple(value.shape), value.stride()
-        self._rebuild(identity, value.dtype, numel, lambda: [flat], *view)
+        storage = LazyFlat(numel, value.dtype, lambda: [flat])
+        self._rebuild(identity, storage, int(value.storage_offset()), tuple(value.shape), value.stride())
 
-    def _rebuild(
-        self, identity: Any, dtype: torch.dtype, numel: int, parts: Callable[[], Iterable[Tensor]], offset: int,
-        shape: tuple[int, ...], stride: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    def _rebuild(self, identity: Any, storage: LazyFlat, offset: int, shape: Shape, stride: Shape) -> None:
         """Write the call that makes a tensor; ``identity`` is equal for tensors that share a storage."""
-        num_bytes = numel * dtype.itemsize
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
-            self.storages.append(_Storage(num_bytes, dtype, parts))
-        typed = _STORAGES.get(dtype)  # newer dtypes have no class of storages: their bytes have, the tensor its dtype
+            self.storages.append(storage)
+        # newer dtypes have no class of storages: their bytes have, the tensor its dtype
+        numel, dtype, typed = storage.numel, storage.dtype, _STORAGES.get(storage.dtype)
         self._global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}")
         self._out(b"((")
         self._value("storage")
         self._global(f"torch.{typed or 'storage.UntypedStorage'}")
-        for part in (self._keys[identity], "cpu", numel if typed else num_bytes):
+        for part in (self._keys[identity], "cpu", numel if typed else numel * dtype.itemsize):
             self._value(part)
         self._out(b"tQ")
         for part in (offset, shape, stride, False, OrderedDict(), *(() if typed else (dtype,))):
@@ -242,12 +238,12 @@ def append_torch_file(file: IO[bytes], tree: Any) -> int:
         add("data.pkl", len(pickled), [pickled])
         add("byteorder", 6, [b"little"])
         for key, storage in enumerate(writer.storages):
-            add(f"data/{key}", storage.num_bytes, _memories(storage))
+            add(f"data/{key}", storage.numel * storage.dtype.itemsize, _memories(storage))
         add("version", 2, [b"3\n"])
     return tail.tell()
 
 
-def _memories(storage: _Storage) -> Iterator[memoryview]:
+def _memories(storage: LazyFlat) -> Iterator[memoryview]:
     for part in storage.parts():
         if part.dtype != storage.dtype:
             raise ValueError(f"announced {storage.dtype}, made {part.dtype}")

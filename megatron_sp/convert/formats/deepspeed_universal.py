@@ -186,8 +186,7 @@ def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: i
     if math.prod(shape) != math.prod(record.shape) or not is_contiguous(record):
         raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are"
                               f" {math.prod(shape):,}: it is damaged")  # fmt: skip
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return [_whole(replace(record, shape=tuple(shape), stride=strides))]
+    return [_whole(record.part(0, tuple(shape)))]
 
 
 def _parts(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Stretch:
         record = self.record
         if not is_contiguous(record):
             return record.read().reshape(-1)[self.first : self.first + self.count]
-        return replace(record, offset=record.offset + self.first, shape=(self.count,), stride=(1,)).read()
+        return record.part(self.first, (self.count,)).read()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -339,11 +338,9 @@ def _add_distributed(
         of_chunk = [p for p in parameters if p.chunk is chunk]
         starts = _starts(opened, opened_file, of_chunk, rows["param"])
         for parameter, start in zip(of_chunk, starts, strict=True):
-            shape, tensors = parameter.shape, {}
-            stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            tensors = {}
             for kind, key in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-                record = replace(rows[key], offset=rows[key].offset + start, shape=shape, stride=stride)
-                tensors[kind] = Stored(record, f"{shown}.{key}[{start}:]")
+                tensors[kind] = Stored(rows[key].part(start, parameter.shape), f"{shown}.{key}[{start}:]")
             _add(store, parameter, tensors, is_half)
         if not is_half:
             fates.append(Fate(f"{shown}.param", "", "the weights again, which are fp32 already"))
