@@ -345,7 +345,7 @@ class TorchFile:
             os.close(fd)
 
     def _loaded(self, window: Window, data: bytes) -> Any:
-        if data[:1] == b"\x80" and data[1] > 2:
+        if data[:1] == b"\x80" and data[1:2] > b"\x02":
             raise CheckpointError(f"{window.where} has a pickle of protocol {data[1]}, and torch's restricted loader"
                                   " reads 2 alone, which torch.save writes: save it again without"
                                   " pickle_protocol")  # fmt: skip

@@ -108,8 +108,8 @@ def read_directory(window: Window) -> tuple[list[Entry], bytes]:
     entries = sorted(Entry(info.header_offset, info.file_size, info.CRC, info.filename) for info in infos)
     by_name = {entry.name: entry for entry in entries}
     roots = {name.split("/", 1)[0] for name in by_name}
-    root = roots.pop() if len(roots) == 1 else ""
-    if f"{root}/data.pkl" not in by_name:
+    root = min(roots, default="")
+    if len(roots) != 1 or f"{root}/data.pkl" not in by_name:
         raise CheckpointError(f"{where} is a zip file, but not one of torch.save: it has no folder with a data.pkl")
     if len(by_name) != len(entries):
         raise CheckpointError(f"{where} has two entries of one name: refused")

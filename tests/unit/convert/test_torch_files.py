@@ -239,6 +239,13 @@ def test_nothing_runs(tmp_path: Path, case: str, kind: str) -> None:
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_an_old_file_of_a_few_bytes(tmp_path: Path, size: int) -> None:
+    (tmp_path / "a.pt").write_bytes((OLD_START + b"}.")[:size])
+    with pytest.raises(CheckpointError, match=r"a\.pt: its pickle cannot be read"):
+        TorchFile(tmp_path / "a.pt")
+
+
 OLD_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."  # magic number, version and system of an old file
 
 
