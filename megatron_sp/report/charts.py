@@ -41,7 +41,9 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     if not finite:
         return " " * columns
     low, span = min(finite), max(finite) - min(finite)
-    return "".join(" " if m is None else _BARS[round((m - low) / span * (len(_BARS) - 1)) if span else 0] for m in means)
+    return "".join(
+        " " if m is None else _BARS[round((m - low) / span * (len(_BARS) - 1)) if span else 0] for m in means
+    )
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -54,16 +56,25 @@ def bar(parts: Sequence[tuple[str, float, str]], whole: float, label: str) -> Ht
 
     Args:
         parts: (class, amount, title) of its parts, from the left.
-        whole: amount that fills the width.
     """
     ends = list(itertools.accumulate((amount for _, amount, _ in parts), initial=0.0))
     whole = whole if math.isfinite(whole) and whole > 0 else 1.0
     rects = [
-        tag("rect", tag("title", words), x=f"{1000 * start / whole:.2f}", y=0, width=f"{1000 * amount / whole:.2f}", height=20, class_=kind)
+        tag(
+            "rect",
+            tag("title", words),
+            x=f"{1000 * start / whole:.2f}",
+            y=0,
+            width=f"{1000 * amount / whole:.2f}",
+            height=20,
+            class_=kind,
+        )
         for (kind, amount, words), start in zip(parts, ends, strict=False)
         if amount > 0
     ]
-    return tag("svg", rects, viewBox="0 0 1000 20", preserveAspectRatio="none", role="img", aria_label=label, class_="bar")
+    return tag(
+        "svg", rects, viewBox="0 0 1000 20", preserveAspectRatio="none", role="img", aria_label=label, class_="bar"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- curves
@@ -109,7 +120,9 @@ class Curve:
 
     def to_json(self) -> dict[str, Any]:
         """Return the curve for the page's script, with short names and numbers to save space."""
-        record: dict[str, Any] = {"n": self.label, "r": self.run, "k": self.look, "s": self.style, "x": _short(self.x), "y": _short(self.y)}
+        record: dict[str, Any] = {
+            "n": self.label, "r": self.run, "k": self.look, "s": self.style, "x": _short(self.x), "y": _short(self.y),
+        }  # fmt: skip
         if self.mean_x:
             record |= {"mx": _short(self.mean_x), "my": _short(self.mean_y)}
         return record | ({"bad": self.bad} if self.bad else {})
@@ -142,7 +155,6 @@ def curve(label: str, run: int, style: str, x: Sequence[float], values: Sequence
 
 
 def _add_bucket(out: Curve, x: Sequence[float], y: list[float]) -> None:
-    """Add the lowest and the highest value, the first gap, and the means."""
     finite = y if not math.isnan(sum(y)) else [value for value in y if value == value]  # most buckets have no gap
     chosen = {y.index(min(finite)), y.index(max(finite))} if finite else set()
     if len(finite) < len(y):
@@ -155,8 +167,9 @@ def _add_bucket(out: Curve, x: Sequence[float], y: list[float]) -> None:
 
 
 def _short(values: Sequence[float]) -> list[float | int | None]:
-    """Round to six digits, with integers as such and None in place of values that are not finite."""
-    return [None if not math.isfinite(v) else int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values]
+    return [
+        None if not math.isfinite(v) else int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- a chart
@@ -167,32 +180,20 @@ _SPARK_COLUMNS = 24
 
 @dataclass
 class Chart:
-    """Contents of a chart.
+    """Contents of a chart."""
 
-    Attributes:
-        key: short unique key for ids.
-        axis: title of the value axis.
-        kind: kind of the values, for ``html.show``; bytes, seconds and percent bring units, which the axis title names.
-        curves: curves; without any points the chart says that there is no data.
-        unit: unit of the value axis, if the kind brings none; empty for a pure number.
-        levels: horizontal lines (value, short label).
-        from_zero: True if the axis includes zero.
-        noisy: True if a running mean is drawn over the single values.
-        wide: True for the whole width of the page.
-        note: a sentence below the chart.
-    """
-
-    key: str
+    key: str  # short unique key for ids
     title: str
-    axis: str
+    axis: str  # title of the value axis
+    # kind of the values, for ``html.show``; bytes, seconds and percent bring units, which the axis title names
     kind: str
-    curves: list[Curve]
-    unit: str = ""
-    levels: list[tuple[float, str]] = field(default_factory=list)
-    from_zero: bool = False
-    noisy: bool = True
-    wide: bool = False
-    note: str = ""
+    curves: list[Curve]  # curves; without any points the chart says that there is no data
+    unit: str = ""  # unit of the value axis, if the kind brings none; empty for a pure number
+    levels: list[tuple[float, str]] = field(default_factory=list)  # horizontal lines (value, short label)
+    from_zero: bool = False  # True if the axis includes zero
+    noisy: bool = True  # True if a running mean is drawn over the single values
+    wide: bool = False  # True for the whole width of the page
+    note: str = ""  # a sentence below the chart
 
     @property
     def height(self) -> int:
@@ -207,7 +208,8 @@ class Chart:
     def to_json(self) -> dict[str, Any]:
         """Return the chart for the page's script."""
         return {
-            "key": self.key, "kind": self.kind, "axis": self.axis, "unit": self.unit, "zero": self.from_zero, "noisy": self.noisy,
+            "key": self.key, "kind": self.kind, "axis": self.axis, "unit": self.unit, "zero": self.from_zero,
+            "noisy": self.noisy,
             "h": self.height, "curves": [c.to_json() for c in self.drawn],
             "levels": [[v, t] for v, t in self.levels if math.isfinite(v)],
         }  # fmt: skip
@@ -220,7 +222,10 @@ def figure(chart: Chart, *, several: bool) -> Html:
         several: the page compares runs, so that a single curve has to be named too.
     """
     named = len(chart.drawn) > 1 or several
-    log = tag("button", "log", type="button", class_="log needs-script", aria_pressed="false", aria_label=f"logarithmic: {chart.title}")
+    log = tag(
+        "button", "log", type="button", class_="log needs-script", aria_pressed="false",
+        aria_label=f"logarithmic: {chart.title}",
+    )  # fmt: skip
     bad = sum(c.num_bad for c in chart.drawn if any(t != "nan" for _, t in c.bad) or chart.key in ("loss", "grad_norm"))
     note = f"▾ {bad:,} {'value is' if bad == 1 else 'values are'} not finite (red marks). " if bad else ""
     return tag(
@@ -235,24 +240,34 @@ def figure(chart: Chart, *, several: bool) -> Html:
 
 
 def _legend(chart: Chart) -> Html:
-    keys = [
-        tag("button", tag("span", class_=f"swatch c{c.look} {c.style} d{c.look if c.style == 'line' else 0}"), c.label, type="button",
-            aria_pressed="true", data_curve=place)
-        for place, c in enumerate(chart.drawn)
-    ]  # fmt: skip
+    keys = []
+    for place, c in enumerate(chart.drawn):
+        swatch = tag("span", class_=f"swatch c{c.look} {c.style} d{c.look if c.style == 'line' else 0}")
+        keys.append(tag("button", swatch, c.label, type="button", aria_pressed="true", data_curve=place))
     return tag("div", keys, class_="legend")
 
 
 def _values(chart: Chart, *, named: bool) -> Html:
-    """Return a table of what the curves show; the page's script folds it."""
+    # a table of what the curves show; the page's script folds it
     head, rows = ["curve", "values", "lowest", "highest", "last", ""], []
     for c in chart.drawn:
         finite = [v for v in c.y if math.isfinite(v)]
         # a curve of discarded steps is several stretches, which one row of bars would join
         spark = sparkline(finite, _SPARK_COLUMNS) if c.style != "undone" and len(finite) > 1 else ""
-        rows.append([c.label, f"{c.count:,}", *(show(v, chart.kind) for v in (c.low, c.high, c.last)), tag("td", spark, class_="spark")])
+        rows.append(
+            [
+                c.label,
+                f"{c.count:,}",
+                *(show(v, chart.kind) for v in (c.low, c.high, c.last)),
+                tag("td", spark, class_="spark"),
+            ]
+        )
     first = 0 if named else 1  # the title names a single curve
-    body = table(head[first:], [row[first:] for row in rows], numeric=range(1 - first, 5 - first)) if rows else join("nothing was logged")
+    body = (
+        table(head[first:], [row[first:] for row in rows], numeric=range(1 - first, 5 - first))
+        if rows
+        else join("nothing was logged")
+    )
     unit = f" ({chart.unit})" if chart.unit else ""
     return tag("details", tag("summary", f"values{unit}"), body, class_="values", open=True)
 
@@ -276,10 +291,15 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
     buckets = max(100, min(1000, _POINTS // (20 * len(runs))))
 
     def one(key: str, title: str, axis: str, kind: str, field: str, **more: Any) -> Chart:
-        curves = [_series(run.history, index, "train", field, run.name if several else title, buckets) for index, run in enumerate(runs)]
+        curves = [
+            _series(run.history, index, "train", field, run.name if several else title, buckets)
+            for index, run in enumerate(runs)
+        ]
         return Chart(key, title, axis, kind, [c for c in curves if _holds_values(c)], **more)
 
-    loss = Chart("loss", "Loss", "loss", "loss", _loss_curves(runs, buckets), unit="nats", wide=True, note=_loss_note(runs))
+    loss = Chart(
+        "loss", "Loss", "loss", "loss", _loss_curves(runs, buckets), unit="nats", wide=True, note=_loss_note(runs)
+    )
     levels, predicted = _memory_levels(runs)
     others = [
         one("lr", "Learning rate", "learning rate", "plain", "lr", from_zero=True, noisy=False),
@@ -288,7 +308,15 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
         one("mfu", "MFU", "share of the peak", "percent", "mfu", from_zero=True, note=_peak_note(runs)),
         one("step_s", "Time of a step", "time", "seconds", "step_s", from_zero=True),
         one(
-            "memory", "Peak memory of rank 0", "memory", "bytes", "memory_bytes", from_zero=True, noisy=False, levels=levels, note=predicted
+            "memory",
+            "Peak memory of rank 0",
+            "memory",
+            "bytes",
+            "memory_bytes",
+            from_zero=True,
+            noisy=False,
+            levels=levels,
+            note=predicted,
         ),
         one("loss_scale", "Loss scale", "loss scale", "si", "loss_scale", from_zero=True, noisy=False),
         one(
@@ -301,13 +329,28 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
             noisy=False,
             unit="sequences",
         ),
-        one("expert_load_max", "Largest load of an expert", "of the mean load", "plain", "expert_load_max", from_zero=True),
+        one(
+            "expert_load_max",
+            "Largest load of an expert",
+            "of the mean load",
+            "plain",
+            "expert_load_max",
+            from_zero=True,
+        ),
         one("experts_idle", "Experts without a token", "experts", "count", "experts_idle", from_zero=True, noisy=False),
         one("expert_entropy", "Entropy of the loads", "of that of even loads", "percent", "expert_entropy"),
         one("balance_loss", "Balance loss", "loss", "loss", "balance_loss"),
         one("z_loss", "z loss", "loss", "loss", "z_loss"),
         one("params_norm", "Norm of the parameters", "norm", "plain", "params_norm", unit="L2"),
-        one("num_zeros_in_grad", "Zeros in the gradients", "zeros", "si", "num_zeros_in_grad", from_zero=True, unit="elements"),
+        one(
+            "num_zeros_in_grad",
+            "Zeros in the gradients",
+            "zeros",
+            "si",
+            "num_zeros_in_grad",
+            from_zero=True,
+            unit="elements",
+        ),
     ]
     constant = ("loss_scale", "global_batch_size")  # worth a chart only when they change
     kept = [c for c in others if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
@@ -315,7 +358,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 
 def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
-    """Return the charts of validation metrics besides the loss: further terms (BERT's order loss), accuracy."""
+    # the charts of validation metrics besides the loss: further terms (BERT's order loss), accuracy
     records = [r for run in runs for r in run.history.valid.values()]
     names = dict.fromkeys(str(key) for r in records for key in r if key not in _OF_EVERY_VALIDATION)
     drawn = []
@@ -323,7 +366,16 @@ def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
         curves = [_series(run.history, index, "valid", name, run.name, buckets // 4) for index, run in enumerate(runs)]
         words, kind = name.replace("_", " "), "percent" if accuracies({name: None}) else "loss"
         unit = "nats" if name.endswith("loss") else ""
-        drawn.append(Chart(f"valid-{place}", f"Validation: {words}", words, kind, [c for c in curves if _holds_values(c)], unit=unit))
+        drawn.append(
+            Chart(
+                f"valid-{place}",
+                f"Validation: {words}",
+                words,
+                kind,
+                [c for c in curves if _holds_values(c)],
+                unit=unit,
+            )
+        )
     return [c for c in drawn if c.curves][:_VALIDATION_CHARTS]
 
 
@@ -337,7 +389,7 @@ def _series(history: History, index: int, kind: str, field: str, label: str, buc
 
 
 def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
-    """Return the curves of training loss, undone steps and validation loss; of several runs each has its colour."""
+    # the curves of training loss, undone steps and validation loss; of several runs each has its colour
     curves = []
     for index, run in enumerate(runs):
         before = f"{run.name}: " if len(runs) > 1 else ""
@@ -350,9 +402,10 @@ def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
 
 
 def _undone(history: History, index: int, label: str, buckets: int) -> Curve:
-    """Return one curve with a separate line for each part that a resume discarded."""
-    parts = [curve(label, index, "undone", [float(r["step"]) for r in records], [number(r.get("loss")) for r in records],
-                   max(buckets // len(history.undone), 4)) for records in history.undone]  # fmt: skip
+    parts = []
+    for records in history.undone:
+        steps, losses = [float(r["step"]) for r in records], [number(r.get("loss")) for r in records]
+        parts.append(curve(label, index, "undone", steps, losses, max(buckets // len(history.undone), 4)))
     whole = Curve(label, index, "undone", count=sum(part.count for part in parts))
     for part in parts:
         whole.x += [*part.x, part.x[-1]]
@@ -368,7 +421,10 @@ def _loss_note(runs: Sequence[RunFiles]) -> str:
     if any(run.history.resumed for run in runs):
         parts.append("Dotted lines: training resumed from a checkpoint.")
     if any(run.history.undone for run in runs):
-        parts.append("Grey: steps discarded by an interruption; where grey lies on the line, the repeated steps had the same loss.")
+        parts.append(
+            "Grey: steps discarded by an interruption; where grey lies on the line, the repeated steps had the same"
+            " loss."
+        )
     return " ".join(parts)
 
 
@@ -378,17 +434,20 @@ def _peak_note(runs: Sequence[RunFiles]) -> str:
 
 
 def _memory_levels(runs: Sequence[RunFiles]) -> tuple[list[tuple[float, str]], str]:
-    """Return the predicted memory as a level of the chart, and a sentence about it; neither when runs are compared."""
+    # the predicted memory as a level of the chart, and a sentence about it; neither when runs are compared
     last = next(reversed(runs[0].of_kind("prediction")), None) if len(runs) == 1 else None
     if last is None:
         return [], ""
     before, predicted = number(last.get("before_model_bytes")), number(last.get("predicted_bytes"))
     if before > 0:
         words = (
-            f"{show(predicted, 'bytes')} for tensors, above the {show(before, 'bytes')} that the program held before the model was built"
+            f"{show(predicted, 'bytes')} for tensors, above the {show(before, 'bytes')} that the program held before"
+            " the model was built"
         )
         return [(before + predicted, f"predicted: {show(before + predicted, 'bytes')}")], f"Predicted: {words}."
-    return [(predicted, f"predicted: {show(predicted, 'bytes')}")], f"Predicted: {show(predicted, 'bytes')} for tensors."
+    return [
+        (predicted, f"predicted: {show(predicted, 'bytes')}")
+    ], f"Predicted: {show(predicted, 'bytes')} for tensors."
 
 
 def axis_map(run: RunFiles) -> dict[str, list[float]]:

@@ -53,7 +53,7 @@ SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}
 
 
 def state_of(run: RunFiles, now: float) -> State:
-    """Return the state of the run at the time ``now``."""
+    # the state of the run at the time ``now``
     status, message = run.status.get("status"), str(run.status.get("message") or "")
     code = run.status.get("exit_code")
     if status == "done":
@@ -63,13 +63,24 @@ def state_of(run: RunFiles, now: float) -> State:
     if status == "failed":
         return State("failed", "bad", f"exit code {code}: {message}" if message else f"exit code {code}")
     if status != "running":
-        return State("unknown", "warn", "there is no run_status.json" if not run.status else "run_status.json names no known state")
-    signs = [number(run.lock.get("heartbeat")), *(number(r.get("time")) for r in run.records[-1:]), number(run.status.get("time"))]
+        return State(
+            "unknown",
+            "warn",
+            "there is no run_status.json" if not run.status else "run_status.json names no known state",
+        )
+    signs = [
+        number(run.lock.get("heartbeat")),
+        *(number(r.get("time")) for r in run.records[-1:]),
+        number(run.status.get("time")),
+    ]
     silent = now - max((s for s in signs if math.isfinite(s)), default=-math.inf)
     if silent > SILENT_S:
         since = f" for {format_duration(silent)}" if math.isfinite(silent) else ""
         return State(
-            "lost", "bad", f"run_status.json says that it is running, but there was no sign of life{since}: killed, or its host went down"
+            "lost",
+            "bad",
+            f"run_status.json says that it is running, but there was no sign of life{since}: killed, or its host went"
+            " down",
         )
     return State("running", "busy", f"last sign of life {format_duration(silent)} before this page was made")
 
@@ -100,13 +111,15 @@ def figures(run: RunFiles) -> Figures:
     losses = [(number(r.get("loss")), r["step"]) for r in valid]
     best, best_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
     named = [run.status.get("train_iters"), *(s.get("train_iters") for s in run.of_kind("start")[-1:])]
+    memory = [number(r.get("memory_bytes")) for r in run.of_kind("train")]
     return Figures(
         step=max([0, *(r["step"] for r in run.records[-1:]), *run.history.train]),
         train_iters=next((n for n in map(number, named) if math.isfinite(n)), math.nan),
         tokens=number(last.get("consumed_tokens")), loss=number(last.get("loss")), best=best, best_step=best_step,
         tokens_per_s=_median(run, "tokens_per_s"), mfu=_median(run, "mfu"),
-        memory=max((m for r in run.of_kind("train") if math.isfinite(m := number(r.get("memory_bytes")))), default=math.nan),
-        interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")), useful=useful_share(tries),
+        memory=max((m for m in memory if math.isfinite(m)), default=math.nan),
+        interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")),
+        useful=useful_share(tries),
     )  # fmt: skip
 
 
@@ -116,7 +129,7 @@ def _median(run: RunFiles, field: str) -> float:
 
 
 def useful_share(tries: Sequence[Attempt]) -> float:
-    """Return the share of the time since the first launch that was spent in training steps that were kept."""
+    # the share of the time since the first launch that was spent in training steps that were kept
     sums = totals(time_line(tries))
     whole = sum(sums.values())
     return sums["steps"] / whole if whole > 0 else math.nan
@@ -137,10 +150,10 @@ def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
 
 
 def pill(state: State) -> Html:
-    """Badge with the state of a run."""
     return tag(
-        "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}", title=state.why or None
-    )
+        "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}",
+        title=state.why or None,
+    )  # fmt: skip
 
 
 def _with_dots(words: Sequence[str]) -> list[object]:
@@ -175,7 +188,11 @@ def tiles(run: RunFiles, now: float) -> Html:
     share = f.step / f.train_iters if f.train_iters > 0 else math.nan
     twice = len(run.repeated)
     equal = sum(are_equal(taken) for taken in run.repeated.values())
-    again = f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical" if twice else "no logged step was repeated"
+    again = (
+        f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical"
+        if twice
+        else "no logged step was repeated"
+    )
     rows = [
         ("State", f"{SIGNS[state.look]} {state.word}", state.why or "finished normally", state.look),
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
@@ -187,13 +204,17 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
         ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
         ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
-        ("Skipped steps", show(f.skipped, "count"), "gradients not finite, weights unchanged", "warn" if f.skipped > 0 else ""),
+        (
+            "Skipped steps",
+            show(f.skipped, "count"),
+            "gradients not finite, weights unchanged",
+            "warn" if f.skipped > 0 else "",
+        ),
     ]
     return tag("div", [_tile(*row) for row in rows], class_="tiles")
 
 
 def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
-    """Return tiles with the accuracies of the last validation, and of a classifier's final evaluation."""
     tiles = []
     for last in list(run.history.valid.values())[-1:]:
         about = f"in the validation at step {last['step']:,}"
@@ -205,7 +226,7 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
 
 
 def _title(name: str) -> str:
-    """Return the heading for the name of an accuracy, such as ``lm_accuracy``."""
+    # the heading for the name of an accuracy, such as ``lm_accuracy``
     words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy (chance is 50 %)"}
     return words.get(name, name.replace("_", " ").capitalize())
 
@@ -216,10 +237,11 @@ def _tile(name: str, value: str, about: str, look: str) -> Html:
 
 
 def _about_best(run: RunFiles, f: Figures) -> str:
-    """Return the step of the best validation loss, and its perplexity if there is one (not for a classifier)."""
     if not math.isfinite(f.best):
         return "no validation yet"
-    perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
+    perplexity = (
+        f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
+    )
     return f"{perplexity}at step {f.best_step:,}"
 
 
@@ -228,7 +250,8 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
     common = set.intersection(*(set(run.history.train) for run in runs)) if runs else set()
     at = max(common, default=None)
     head = [
-        "run", "state", "steps", "tokens", f"loss at step {at:,}" if at is not None else "last loss", "best validation", "tokens/s", "MFU",
+        "run", "state", "steps", "tokens", f"loss at step {at:,}" if at is not None else "last loss", "best validation",
+        "tokens/s", "MFU",
         "peak memory", "interruptions", "skipped",
     ]  # fmt: skip
     rows = []
@@ -237,8 +260,10 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
         loss = number(run.history.train[at].get("loss")) if at is not None else f.loss
         name = tag("th", tag("span", class_=f"swatch c{index % 6} d{index % 6}"), run.name, scope="row")
         rows.append([
-            name, pill(state_of(run, now)), f"{f.step:,}", show(f.tokens, "si"), show(loss, "loss"), show(f.best, "loss"),
-            show(f.tokens_per_s, "si"), show(f.mfu, "percent"), show(f.memory, "bytes"), f.interruptions, show(f.skipped, "count"),
+            name, pill(state_of(run, now)), f"{f.step:,}", show(f.tokens, "si"), show(loss, "loss"),
+            show(f.best, "loss"),
+            show(f.tokens_per_s, "si"), show(f.mfu, "percent"), show(f.memory, "bytes"), f.interruptions,
+            show(f.skipped, "count"),
         ])  # fmt: skip
     return table(head, rows, numeric=range(2, 11))
 
@@ -249,7 +274,11 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
 _HERE = Path(__file__).parent
 _WITHOUT_SCRIPTS = tag(
     "noscript",
-    tag("p", "The charts are drawn by the page's own script, which does not run here; the tables hold their values.", class_="quiet"),
+    tag(
+        "p",
+        "The charts are drawn by the page's own script, which does not run here; the tables hold their values.",
+        class_="quiet",
+    ),
 )
 
 
@@ -270,7 +299,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
 
 
 def name_apart(runs: Sequence[RunFiles]) -> None:
-    """Make the names of runs unique: runs of one name get their paths, and those of one path a number."""
+    # make the names of runs unique: runs of one name get their paths, and those of one path a number
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -291,7 +320,12 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
     several = len(runs) > 1
     resumed = [(step, index) for index, each in enumerate(runs) for step in each.history.resumed]
     parts = [
-        sections.section("overview", "Overview", tiles(run, now), tag("div", comparison(runs, now), class_="card") if several else None),
+        sections.section(
+            "overview",
+            "Overview",
+            tiles(run, now),
+            tag("div", comparison(runs, now), class_="card") if several else None,
+        ),
         sections.section(
             "curves",
             "Curves",
@@ -335,8 +369,11 @@ def _asset(name: str) -> str:
 
 
 def _controls() -> Html:
-    """Return the controls of the charts, which are shown only if scripts run."""
-    axes = [tag("option", words, value=value) for value, words in (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))]
+    # the controls of the charts, which are shown only if scripts run
+    axes = [
+        tag("option", words, value=value)
+        for value, words in (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))
+    ]
     slider = tag("input", type="range", id="smoothing", min="0", max="10", step="1", value="1")
     return tag(
         "div",

@@ -26,30 +26,21 @@ LARGEST_FILE_BYTES = 64 * 2**20  # of a JSON file beside the records
 
 @dataclass
 class RunFiles:
-    """Contents of a run folder.
+    """Contents of a run folder."""
 
-    Attributes:
-        name: short name for legends.
-        records: records of metrics.jsonl, in the order in which they were written.
-        history: the curves, without records that a resume has undone.
-        status: run_status.json.
-        state: state.json of the newest checkpoint.
-        lock: LOCK, the job that writes to the folder, with ``heartbeat``: the time of its last sign of life.
-        overlap: {"step_seconds", "rows"} of overlap-trace.json.
-        bad_steps: step -> nonfinite-step-N.json.
-        notes: notes on what was omitted.
-    """
-
-    name: str
+    name: str  # short name for legends
     folder: Path
+    # records of metrics.jsonl, in the order in which they were written
     records: list[Record] = field(default_factory=list)
+    # the curves, without records that a resume has undone
     history: History = field(default_factory=lambda: History(""))
-    status: Record = field(default_factory=dict)
-    state: Record = field(default_factory=dict)
+    status: Record = field(default_factory=dict)  # run_status.json
+    state: Record = field(default_factory=dict)  # state.json of the newest checkpoint
+    # LOCK, the job that writes to the folder, with ``heartbeat``: the time of its last sign of life
     lock: Record = field(default_factory=dict)
-    overlap: Record = field(default_factory=dict)
-    bad_steps: dict[int, Record] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    overlap: Record = field(default_factory=dict)  # {"step_seconds", "rows"} of overlap-trace.json
+    bad_steps: dict[int, Record] = field(default_factory=dict)  # step -> nonfinite-step-N.json
+    notes: list[str] = field(default_factory=list)  # notes on what was omitted
 
     def of_kind(self, kind: str) -> list[Record]:
         """Records of a kind."""
@@ -85,11 +76,7 @@ class RunFiles:
 
 
 def read_run(path: Path) -> RunFiles:
-    """Read a run's folder.
-
-    Raises:
-        DataError: the folder does not exist.
-    """
+    """Read a run's folder. Raises DataError: the folder does not exist."""
     if not path.is_dir():
         raise DataError(_absent(path))
     run = RunFiles(path.resolve().name or str(path), path)
@@ -126,7 +113,7 @@ def _absent(path: Path) -> str:
 
 
 def _json(path: Path, notes: list[str]) -> Record:
-    """Return the JSON object in a file; {} if there is none, with a note if the file cannot be used."""
+    # the JSON object in a file; {} if there is none, with a note if the file cannot be used
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")

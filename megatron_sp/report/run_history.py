@@ -44,7 +44,9 @@ class History:
         if "consumed_tokens" in record:
             return number(record["consumed_tokens"])
         # validation records have the step alone: take the training record's, or a share of the nearest one's
-        at = self.train.get(record["step"]) or min(self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None)
+        at = self.train.get(record["step"]) or min(
+            self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None
+        )
         if at is None or not at["step"]:
             return 0.0 if not record["step"] else math.nan
         return number(at.get("consumed_tokens")) * record["step"] / at["step"]
@@ -98,7 +100,7 @@ def replay(history: History, records: Iterable[Record]) -> None:
 
 
 def starts_after_interruptions(records: Iterable[Record]) -> list[Record]:
-    """Return the starts that followed an interruption; a call after the end of the run, or to make it longer, does not."""
+    """Return the starts that followed an interruption, not those after the end of the run or that make it longer."""
     starts: list[Record] = []
     end, reached = -math.inf, 0
     for record in records:
@@ -149,7 +151,9 @@ def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
 
 def are_equal(taken: Iterable[Record]) -> bool:
     """Return whether all records of a step have the same loss, gradient norm and samples, to the last bit."""
-    return len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
+    return (
+        len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
+    )
 
 
 def accuracies(record: Record) -> list[str]:

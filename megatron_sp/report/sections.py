@@ -55,8 +55,15 @@ def environment_section(runs: Sequence[RunFiles]) -> Section | None:
     rows = []
     for name in names:
         values = [each.get(name, "–") for each in columns]
-        rows.append([tag("th", name, scope="row"), *(tag("td", v, class_="differs" if v != values[0] else None) for v in values)])
-    return section("environment", "Environment", tag("div", table(["", *(run.name for run in runs)], rows), class_="card"))
+        rows.append(
+            [
+                tag("th", name, scope="row"),
+                *(tag("td", v, class_="differs" if v != values[0] else None) for v in values),
+            ]
+        )
+    return section(
+        "environment", "Environment", tag("div", table(["", *(run.name for run in runs)], rows), class_="card")
+    )
 
 
 def _about_flat(environment: Record) -> dict[str, str]:
@@ -64,7 +71,9 @@ def _about_flat(environment: Record) -> dict[str, str]:
     for key, value in environment.items():
         if key == "hosts" and isinstance(value, dict):
             few, more = list(value.items())[:ROWS], len(value) - ROWS
-            flat["hosts"] = ", ".join(f"{host} ({count} {'process' if count == 1 else 'processes'})" for host, count in few)
+            flat["hosts"] = ", ".join(
+                f"{host} ({count} {'process' if count == 1 else 'processes'})" for host, count in few
+            )
             flat["hosts"] += f", and {more:,} more" if more > 0 else ""
         elif isinstance(value, dict):
             flat |= {f"{key}: {inner}" if key != "versions" else str(inner): text(v) for inner, v in value.items()}
@@ -93,15 +102,10 @@ _SCORES = (("accuracy", "percent"), ("exact_match", "percent"), ("f1", "loss"), 
 
 
 class _Confusion(NamedTuple):
-    """Confusion matrix of a classifier.
+    """Confusion matrix of a classifier."""
 
-    Attributes:
-        labels: labels of the classes.
-        counts: number of examples, indexed [true][predicted].
-    """
-
-    labels: list[str]
-    counts: list[list[float]]
+    labels: list[str]  # labels of the classes
+    counts: list[list[float]]  # number of examples, indexed [true][predicted]
 
 
 def classification_section(runs: Sequence[RunFiles]) -> Section | None:
@@ -110,7 +114,10 @@ def classification_section(runs: Sequence[RunFiles]) -> Section | None:
     if not classified:
         return None
     head = ["run", "step", "examples", "accuracy", "exact match", "F1", "Matthews correlation"]
-    rows = [[run.name, f"{last['step']:,}", show(number(last.get("examples")), "count"), *_scores(last)] for run, last in classified]
+    rows = [
+        [run.name, f"{last['step']:,}", show(number(last.get("examples")), "count"), *_scores(last)]
+        for run, last in classified
+    ]
     confused = _confusion(classified[0][1]) if classified[0][0] is runs[0] else None
     return section(
         "classification", "Classification",
@@ -125,12 +132,14 @@ def _scores(record: Record) -> list[str]:
 
 
 def _confusion(record: Record) -> _Confusion | None:
-    """Return the confusion matrix of a record; None if it is missing (older versions, many classes) or inconsistent."""
+    # the confusion matrix of a record; None if it is missing (older versions, many classes) or inconsistent
     labels, rows = record.get("labels"), record.get("confusion")
     if not isinstance(labels, list) or not isinstance(rows, list) or len(rows) != len(labels):
         return None
     counts = [[number(value) for value in row] if isinstance(row, list) else [] for row in rows]
-    if not labels or any(len(row) != len(labels) or not all(math.isfinite(v) and v >= 0 for v in row) for row in counts):
+    if not labels or any(
+        len(row) != len(labels) or not all(math.isfinite(v) and v >= 0 for v in row) for row in counts
+    ):
         return None
     return _Confusion([str(label) for label in labels], counts)
 
@@ -140,7 +149,8 @@ def _majority_baseline(confused: _Confusion | None) -> Html | None:
         return None
     sums = [sum(row) for row in confused.counts]
     label = confused.labels[sums.index(max(sums))]
-    return quiet(f"Always predicting “{label}”, the most frequent class, would score {show(_share(max(sums), sum(sums)), 'percent')}.")
+    score = show(_share(max(sums), sum(sums)), "percent")
+    return quiet(f"Always predicting “{label}”, the most frequent class, would score {score}.")
 
 
 def _share(part: float, whole: float) -> float:
@@ -152,7 +162,14 @@ def _classes(confused: _Confusion) -> Html:
     for place, (label, row) in enumerate(zip(confused.labels, confused.counts, strict=True)):
         hits, true, said = row[place], sum(row), sum(each[place] for each in confused.counts)
         shares = (_share(hits, true), _share(hits, said))
-        rows.append([label, show(true, "count"), *(show(s, "percent") for s in shares), show(_share(2 * hits, true + said), "loss")])
+        rows.append(
+            [
+                label,
+                show(true, "count"),
+                *(show(s, "percent") for s in shares),
+                show(_share(2 * hits, true + said), "loss"),
+            ]
+        )
     few, more = shortened(rows, "classes")
     return card("Classes", table(["class", "examples", "recall", "precision", "F1"], few, numeric=range(1, 5)), more)
 
@@ -160,9 +177,16 @@ def _classes(confused: _Confusion) -> Html:
 def _mistakes(confused: _Confusion) -> Html | None:
     labels = confused.labels
     pairs = [
-        (count, labels[true], labels[said]) for true, row in enumerate(confused.counts) for said, count in enumerate(row) if said != true
+        (count, labels[true], labels[said])
+        for true, row in enumerate(confused.counts)
+        for said, count in enumerate(row)
+        if said != true
     ]
-    rows = [[true, said, show(count, "count")] for count, true, said in sorted(pairs, key=lambda pair: -pair[0]) if count > 0]
+    rows = [
+        [true, said, show(count, "count")]
+        for count, true, said in sorted(pairs, key=lambda pair: -pair[0])
+        if count > 0
+    ]
     if not rows:
         return None
     few, more = shortened(rows, "pairs of classes")
@@ -191,34 +215,40 @@ def experts_section(run: RunFiles) -> Section | None:
     columns = _columns(records)
     values = [value for column in columns for value in column[2] if math.isfinite(value)]
     high = max([*values, 1.0])
-    note = quiet(f"White: the mean load. Dark: {show(high, 'loss')} of it. {len(records):,} logged steps in {len(columns):,} columns.")
-    return section("experts", "Load of experts", card("Largest load by layer", tag("p", lead), _picture(columns, high), note))
+    steps = f"{len(records):,} logged steps in {len(columns):,} columns"
+    note = quiet(f"White: the mean load. Dark: {show(high, 'loss')} of it. {steps}.")
+    return section(
+        "experts", "Load of experts", card("Largest load by layer", tag("p", lead), _picture(columns, high), note)
+    )
 
 
 def _loads(record: Record) -> list[float]:
-    """Return the largest load of each layer in a record; nothing if it has none, or something else in their place."""
+    # the largest load of each layer in a record; nothing if it has none, or something else in their place
     loads = record.get("expert_load_max_by_layer")
     return [number(value) for value in loads[:_LAYERS]] if isinstance(loads, list) else []
 
 
 def _columns(records: Sequence[Record]) -> list[tuple[int, int, list[float]]]:
-    """Return (first step, last step, largest load of each layer) of each column."""
     count = min(_COLUMNS, len(records))
     columns = []
     for i in range(count):
         part = records[i * len(records) // count : (i + 1) * len(records) // count]
         layers = max(len(_loads(record)) for record in part)
         loads = [
-            [value for record in part for value in _loads(record)[layer : layer + 1] if math.isfinite(value)] for layer in range(layers)
+            [value for record in part for value in _loads(record)[layer : layer + 1] if math.isfinite(value)]
+            for layer in range(layers)
         ]
         columns.append(
-            (int(number(part[0]["step"])), int(number(part[-1]["step"])), [max(of_layer, default=math.nan) for of_layer in loads])
+            (
+                int(number(part[0]["step"])),
+                int(number(part[-1]["step"])),
+                [max(of_layer, default=math.nan) for of_layer in loads],
+            )
         )
     return columns
 
 
 def _picture(columns: Sequence[tuple[int, int, list[float]]], high: float) -> Html:
-    """Draw a cell for each layer and column, the first layer at the bottom."""
     layers = max(len(loads) for _, _, loads in columns)
     width, height = _LEFT + _CELL * len(columns), _ROW * layers + _BELOW
     cells = []
@@ -262,13 +292,24 @@ def numerics_section(run: RunFiles) -> Section | None:
             dump = next((step for step in run.bad_steps if earlier < step <= r["step"]), None)
             why = "overflow: the loss scale was too large" if is_fp16 else "not finite"
             why = f"not finite: nonfinite-step-{dump:06d}.json" if dump is not None else why
-            rows.append([where, f"{skipped - before:,.0f}", _value(r, "loss"), _value(r, "grad_norm"), _value(r, "loss_scale"), why])
+            rows.append(
+                [
+                    where,
+                    f"{skipped - before:,.0f}",
+                    _value(r, "loss"),
+                    _value(r, "grad_norm"),
+                    _value(r, "loss_scale"),
+                    why,
+                ]
+            )
         before, earlier = max(before, skipped) if math.isfinite(skipped) else before, r["step"]
     if not rows:
         return None
     few, more = shortened(rows, "places")
     lead = quiet("Their gradients were not finite, so weights and optimizer state were left unchanged.")
-    body = table(["logged step", "skipped", "loss", "gradient norm", "loss scale after", "reason"], few, numeric=range(5))
+    body = table(
+        ["logged step", "skipped", "loss", "gradient norm", "loss scale after", "reason"], few, numeric=range(5)
+    )
     return section("numerics", "Skipped steps", tag("div", lead, body, more, class_="card"))
 
 
@@ -285,22 +326,31 @@ def prediction_section(run: RunFiles) -> Section | None:
     last = next(reversed(run.of_kind("prediction")), None)
     if last is None:
         return None
-    names = ("predicted_bytes", "measured_bytes", "before_model_bytes", "sent_bytes", "can_hide_bytes", "collectives", "step_s")
+    names = (
+        "predicted_bytes", "measured_bytes", "before_model_bytes", "sent_bytes", "can_hide_bytes", "collectives",
+        "step_s",
+    )  # fmt: skip
     predicted, measured, before, sent, hideable, count, step_s = (number(last.get(name)) for name in names)
     whole = max((v for v in (predicted, measured, predicted + before) if math.isfinite(v)), default=1.0)
     there = [("k-other", before, f"before the model was built: {show(before, 'bytes')}")] if before > 0 else []
     rest = measured - before if before > 0 else measured
+    in_steps = show(predicted, "bytes")
+    note = "The prediction covers tensors; allocator, NCCL and the program itself come on top."
+    if before > 0:
+        note = (
+            f"On top of the {show(before, 'bytes')} that the program held before the model was built (the first part of"
+            " both bars). On a CPU the measured value includes memory that the allocator keeps."
+        )
     memory = card(
         "Memory of a rank",
-        _bar_row("predicted", [*there, ("k-steps", predicted, show(predicted, "bytes"))], whole, show(predicted, "bytes")),
+        _bar_row("predicted", [*there, ("k-steps", predicted, in_steps)], whole, in_steps),
         _bar_row("measured", [*there, ("k-lost", rest, show(rest, "bytes"))], whole, show(rest, "bytes")),
-        quiet(f"On top of the {show(before, 'bytes')} that the program held before the model was built (the first part of both bars). "
-              "On a CPU the measured value includes memory that the allocator keeps." if before > 0 else
-              "The prediction covers tensors; allocator, NCCL and the program itself come on top."),
-    )  # fmt: skip
+        quiet(note),
+    )
     share = show(hideable / sent, "percent") if sent > 0 else "–"
     rows = [
-        ["sent by each rank per step, predicted", show(sent, "bytes")], ["collectives per step, predicted", show(count, "count")],
+        ["sent by each rank per step, predicted", show(sent, "bytes")],
+        ["collectives per step, predicted", show(count, "count")],
         ["share of the traffic that can overlap with computation", share],
         ["time per step, measured (median of the first ten)", show(step_s, "seconds")],
         ["so each rank sends at least", f"{show(sent / step_s, 'bytes')}/s" if step_s > 0 else "–"],
@@ -314,14 +364,17 @@ def prediction_section(run: RunFiles) -> Section | None:
 
 def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], whole: float, value: str) -> Html:
     drawn = [p for p in parts if math.isfinite(p[1])]
-    return tag("div", tag("span", name), bar(drawn, whole, f"{name}: {value}"), tag("span", value, class_="num"), class_="bar-row")
+    return tag(
+        "div", tag("span", name), bar(drawn, whole, f"{name}: {value}"), tag("span", value, class_="num"),
+        class_="bar-row",
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ exchanges
 
 
 def exchanges_section(run: RunFiles) -> Section | None:
-    """Return the section about --report-overlap: the time of the exchanges, and how much of it ran under computation."""
+    """Return the section about --report-overlap: time of the exchanges, and how much of it ran under computation."""
     if not run.overlap:
         return None
     rows = run.overlap["rows"]
@@ -330,15 +383,22 @@ def exchanges_section(run: RunFiles) -> Section | None:
     whole = max([1e-12, *(v for r in rows for k in ("exchange", "exposed") if math.isfinite(v := number(r.get(k))))])
     few, more = shortened([_exchange_row(row, whole) for row in rows], "rows")
     share = exposed / step if step > 0 else math.nan
-    lead = f"Timed alone, the exchanges of a step take {show(exchange, 'seconds')}; rank 0 waited {show(exposed, 'seconds')} for them"
+    waited = f"rank 0 waited {show(exposed, 'seconds')} for them"
+    lead = f"Timed alone, the exchanges of a step take {show(exchange, 'seconds')}; {waited}"
     lead += f" in a step of {show(step, 'seconds')} ({show(share, 'percent')})."
     if exposed > exchange:
-        lead += " It waited longer than they take alone: for a slower rank, or because computation competes for the processor."
+        lead += " It waited longer than they take alone: for a slower rank, or because computation competes for the"
+        lead += " processor."
     head = ["axis", "layer (pipeline: stage)", "direction", "count", "alone", "exposed", "hidden", "alone and exposed"]
     note = quiet(
-        "Of rank 0. Alone: timed with nothing running beside it. Exposed: time that the rank waited. overlap-trace.json has the timeline."
+        "Of rank 0. Alone: timed with nothing running beside it. Exposed: time that the rank waited. overlap-trace.json"
+        " has the timeline."
     )
-    return section("exchanges", "Exchanges", tag("div", tag("p", lead), table(head, few, numeric=range(3, 7)), more, note, class_="card"))
+    return section(
+        "exchanges",
+        "Exchanges",
+        tag("div", tag("p", lead), table(head, few, numeric=range(3, 7)), more, note, class_="card"),
+    )
 
 
 def _exchange_row(row: Record, whole: float) -> list[object]:
@@ -352,7 +412,11 @@ def _exchange_row(row: Record, whole: float) -> list[object]:
 
 def _two_bars(exchange: float, exposed: float, whole: float) -> Html:
     kinds = (("k-steps", exchange, "alone"), ("k-lost", exposed, "exposed"))
-    bars = [bar([(kind, value, "")], whole, f"{word} {show(value, 'seconds')}") for kind, value, word in kinds if math.isfinite(value)]
+    bars = [
+        bar([(kind, value, "")], whole, f"{word} {show(value, 'seconds')}")
+        for kind, value, word in kinds
+        if math.isfinite(value)
+    ]
     return tag("div", bars, class_="two-bars")
 
 
@@ -370,23 +434,41 @@ def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
     rows, changed, differ = [], 0, 0
     for group, entries in defaults.items():
         about = tag("span", (GROUPS[group].__doc__ or "").partition("\n")[0].rstrip("."), class_="quiet")
-        rows.append(tag("tr", tag("th", f"{group} options ", about, colspan=len(configured) + 2, scope="colgroup"), class_="group"))
+        rows.append(
+            tag(
+                "tr",
+                tag("th", f"{group} options ", about, colspan=len(configured) + 2, scope="colgroup"),
+                class_="group",
+            )
+        )
         for name, default in entries.items():
             values = [config[group][name] for config in configs]
             is_changed, is_other = any(v != default for v in values), any(v != values[0] for v in values)
             changed, differ = changed + is_changed, differ + is_other
             rows.append(_row(name, helps[group][name], values, default, is_changed=is_changed, is_other=is_other))
     head = tag(
-        "tr", tag("th", "flag", scope="col"), [tag("th", run.name, scope="col") for run in configured], tag("th", "default", scope="col")
+        "tr",
+        tag("th", "flag", scope="col"),
+        [tag("th", run.name, scope="col") for run in configured],
+        tag("th", "default", scope="col"),
     )
     body = tag(
-        "div", tag("table", tag("thead", head), tag("tbody", rows), class_="config", id="config-table"), class_="scroll", tabindex="0"
+        "div",
+        tag("table", tag("thead", head), tag("tbody", rows), class_="config", id="config-table"),
+        class_="scroll",
+        tabindex="0",
     )
     words = f"{changed} flags differ from their defaults"
-    words += (f"; {differ} between the runs" if differ else "; the runs have the same configuration") if len(configured) > 1 else ""
+    words += (
+        (f"; {differ} between the runs" if differ else "; the runs have the same configuration")
+        if len(configured) > 1
+        else ""
+    )
     missing = [run.name for run in runs if not run.config]
     if missing:
-        words += f". The configuration of {', '.join(missing)} is unknown: neither a start record nor a checkpoint has it"
+        words += (
+            f". The configuration of {', '.join(missing)} is unknown: neither a start record nor a checkpoint has it"
+        )
     return section(
         "configuration",
         "Configuration",
@@ -403,7 +485,7 @@ def _row(name: str, help_: str, values: Sequence[object], default: object, *, is
 
 
 def _controls(several: bool) -> Html:
-    """Return the filter of the table, which only the page's script shows; without it the table has every row."""
+    # the filter of the table, which only the page's script shows; without it the table has every row
     choices = [("changed", "not the default"), ("all", "all flags")]
     if several:
         choices.insert(0, ("other", "where the runs differ"))

@@ -36,12 +36,18 @@ def _time_card(run: RunFiles, tries: Sequence[Attempt]) -> Html:
     sums = {kind: seconds for kind, seconds in totals(spans).items() if seconds > 0}
     whole = sum(sums.values())
     begin, end = spans[0].begin, spans[-1].end
-    line = bar(
-        [(f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}") for s in merged(spans)],
-        end - begin, "timeline of the run",
-    )  # fmt: skip
-    shares = bar([(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time")
-    rows = [[join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")] for k, v in sums.items()]
+    parts = [
+        (f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}")
+        for s in merged(spans)
+    ]
+    line = bar(parts, end - begin, "timeline of the run")
+    shares = bar(
+        [(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time"
+    )
+    rows = [
+        [join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")]
+        for k, v in sums.items()
+    ]
     return card(
         "Where the time went",
         line, tag("p", tag("span", _clock(begin)), tag("span", _clock(end)), class_="ends quiet"),
@@ -57,7 +63,9 @@ def _spread(what: str, records: Sequence[Record]) -> Html | None:
         return None
     middle = sorted(seconds)[len(seconds) // 2]
     words = f"{len(records):,} {what}: median {show(middle, 'seconds')}, longest {show(max(seconds), 'seconds')}"
-    return tag("p", words, f"; {failed} could not be written" if failed else "", class_="bad-text" if failed else "quiet")
+    return tag(
+        "p", words, f"; {failed} could not be written" if failed else "", class_="bad-text" if failed else "quiet"
+    )
 
 
 def _clock(seconds: float) -> str:
@@ -74,26 +82,21 @@ def _attempts_card(tries: Sequence[Attempt]) -> Html:
         lost = sum(s.seconds for s in attempt.spans if s.kind == "lost")
         redone = max(attempt.last_step - tries[index + 1].first_step, 0) if index + 1 < len(tries) else 0
         rows.append([
-            index + 1, _clock(attempt.begin), show(down, "seconds"), show(number(attempt.start.get("launch_to_ready_s")), "seconds"),
-            f"{attempt.first_step:,} to {attempt.last_step:,}", f"{redone:,} steps, {show(lost, 'seconds')}" if redone else "–",
+            index + 1, _clock(attempt.begin), show(down, "seconds"),
+            show(number(attempt.start.get("launch_to_ready_s")), "seconds"),
+            f"{attempt.first_step:,} to {attempt.last_step:,}",
+            f"{redone:,} steps, {show(lost, 'seconds')}" if redone else "–",
             attempt.start.get("world_size", "–"), _changes(tries[index - 1].start, attempt.start) if index else "–",
         ])  # fmt: skip
     few, more = shortened(rows, "attempts")
     head = [
-        "attempt",
-        "launched",
-        "pause before",
-        "launch to ready",
-        "steps",
-        "discarded",
-        "processes",
+        "attempt", "launched", "pause before", "launch to ready", "steps", "discarded", "processes",
         "changes since the previous attempt",
-    ]
+    ]  # fmt: skip
     return card("Attempts", table(head, few, numeric=(0, 2, 3, 5, 6)), more)
 
 
 def _changes(old: Record, new: Record) -> str:
-    """Return a description of the changes in configuration and environment from one start to the next."""
     pairs = {**_flat(config_of(old), config_of(new)), **_flat(_about(old), _about(new))}
     return ", ".join(f"{name}: {text(a)} → {text(b)}" for name, (a, b) in pairs.items()) or "nothing"
 
@@ -121,13 +124,19 @@ def _slow_card(tries: Sequence[Attempt]) -> Html:
     slow = sorted(slow_steps(tries), key=lambda s: -s.lost_s)
     if not slow:
         return card("Slow steps", quiet(f"None took more than {SLOW:g} times the median of the steps before."))
-    few, more = shortened([
-        [f"{s.step:,}", s.attempt + 1, show(s.seconds, "seconds"), f"{s.seconds / s.usual:.1f} x", show(s.lost_s, "seconds"),
-         "first logged after a start" if s.is_first else ""] for s in slow
-    ], "slow intervals")  # fmt: skip
-    lost = show(sum(s.lost_s for s in slow), "seconds")
-    lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost} lost in total.")
-    return card("Slow steps", lead, table(["step", "attempt", "time per step", "of the usual", "lost", ""], few, numeric=range(5)), more)
+    rows = []
+    for s in slow:
+        times = show(s.seconds, "seconds"), f"{s.seconds / s.usual:.1f} x", show(s.lost_s, "seconds")
+        rows.append([f"{s.step:,}", s.attempt + 1, *times, "first logged after a start" if s.is_first else ""])
+    few, more = shortened(rows, "slow intervals")
+    lost = f"{show(sum(s.lost_s for s in slow), 'seconds')} lost in total"
+    lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost}.")
+    return card(
+        "Slow steps",
+        lead,
+        table(["step", "attempt", "time per step", "of the usual", "lost", ""], few, numeric=range(5)),
+        more,
+    )
 
 
 def _repeated_card(run: RunFiles) -> Html:
@@ -147,12 +156,11 @@ def _repeated_card(run: RunFiles) -> Html:
 
 
 def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:
-    wrong = [word for word, field in (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
-             if len({str(r.get(field)) for r in taken}) > 1]  # fmt: skip
+    fields = (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
+    wrong = [word for word, field in fields if len({str(r.get(field)) for r in taken}) > 1]
     values = [" → ".join(dict.fromkeys(_exact(r, field) for r in taken)) for field in ("loss", "grad_norm")]
     return [f"{step:,}", *values, f"✕ {', '.join(wrong)} differ" if wrong else "✓ equal"]
 
 
 def _exact(record: Record, field: str) -> str:
-    """Return a field's value with enough digits to show a difference in the last bit."""
     return f"{number(record.get(field)):.17g}"

@@ -38,21 +38,15 @@ class Span:
 
 @dataclass
 class Attempt:
-    """One start of the program and its activity.
+    """One start of the program and its activity."""
 
-    Attributes:
-        start: its ``start`` record; {} if the file begins without one.
-        train: its training records, in order.
-        end: time of its last record.
-    """
-
-    start: Record
+    start: Record  # its ``start`` record; {} if the file begins without one
     begin: float
     first_step: int
     last_step: int
-    train: list[Record] = field(default_factory=list)
+    train: list[Record] = field(default_factory=list)  # its training records, in order
     spans: list[Span] = field(default_factory=list)
-    end: float = 0.0
+    end: float = 0.0  # time of its last record
 
     @property
     def is_complete(self) -> bool:
@@ -61,25 +55,20 @@ class Attempt:
 
     @property
     def is_idle(self) -> bool:
-        """It found the run complete, and had nothing to do."""
-        return self.first_step >= number(self.start.get("train_iters")) and all(span.kind == "start" for span in self.spans)
+        return self.first_step >= number(self.start.get("train_iters")) and all(
+            span.kind == "start" for span in self.spans
+        )
 
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A logged interval with slow steps.
-
-    Attributes:
-        seconds: seconds of one step.
-        usual: median seconds of a step nearby.
-        lost_s: seconds that the interval took in addition.
-    """
+    """A logged interval with slow steps."""
 
     attempt: int
     step: int
-    seconds: float
-    usual: float
-    lost_s: float
+    seconds: float  # seconds of one step
+    usual: float  # median seconds of a step nearby
+    lost_s: float  # seconds that the interval took in addition
     is_first: bool
 
 
@@ -100,14 +89,17 @@ def attempts(records: Iterable[Record]) -> list[Attempt]:
 
 
 def _as_it_was(records: Iterable[Record]) -> list[Record]:
-    """Return the records that have a time; a background save is moved to where training went on."""
+    # the records that have a time; a background save is moved to where training went on
     in_order: list[Record] = []
     for record in records:
         now, place = number(record.get("time")), len(in_order)
         if not math.isfinite(now):
             continue
         while (
-            "background_s" in record and place > 0 and in_order[place - 1]["kind"] != "start" and number(in_order[place - 1]["time"]) > now
+            "background_s" in record
+            and place > 0
+            and in_order[place - 1]["kind"] != "start"
+            and number(in_order[place - 1]["time"]) > now
         ):
             place -= 1
         in_order.insert(place, record)
@@ -126,7 +118,9 @@ def _begin(record: Record, now: float, earliest: float) -> Attempt:
 def _add(attempt: Attempt, record: Record, now: float) -> None:
     kind, step = record["kind"], record["step"]
     if kind == "train":
-        took = number(record.get("step_s")) * max(step - (attempt.train[-1]["step"] if attempt.train else attempt.first_step), 1)
+        took = number(record.get("step_s")) * max(
+            step - (attempt.train[-1]["step"] if attempt.train else attempt.first_step), 1
+        )
         attempt.train.append(record)
     else:
         took = number(record.get("seconds"))
@@ -142,10 +136,11 @@ def _add(attempt: Attempt, record: Record, now: float) -> None:
 
 
 def _mark_lost(tries: list[Attempt]) -> None:
-    """Mark steps as lost if they are beyond the point at which a later attempt resumed."""
     kept = math.inf
     for attempt in reversed(tries):
-        attempt.spans = [Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans]
+        attempt.spans = [
+            Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans
+        ]
         kept = min(kept, attempt.first_step)
 
 
@@ -208,7 +203,7 @@ def slow_steps(tries: Sequence[Attempt]) -> list[SlowStep]:
 
 
 def _usual(seconds: Sequence[float]) -> list[float]:
-    """Return for each value the median of the ``_AROUND`` before it, or of the first ``_AROUND`` if these are few."""
+    # for each value the median of the ``_AROUND`` before it, or of the first ``_AROUND`` if these are few
     begin = [s for s in seconds[:_AROUND] if math.isfinite(s)]
     first = median(begin) if begin else math.nan
     window: list[float] = []

@@ -1,1 +1,1 @@
-"""Training tasks: pretraining of GPT and BERT, fine-tuning of classifiers, training of external (Hugging Face) models."""
+"""Training tasks: pretraining of GPT and BERT, fine-tuning of classifiers, external (Hugging Face) models."""

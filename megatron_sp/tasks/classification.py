@@ -1,4 +1,4 @@
-"""Fine-tuning of a classifier as a task of the training loop: its data, its model, its loss, and the scores at the end."""
+"""Fine-tuning of a classifier as a task of the training loop: data, model, loss, and the scores at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
-from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, confusion, labels_of, scores
+from megatron_sp.data.classification import (
+    ClassificationDataset,
+    Example,
+    TextTable,
+    check_labels,
+    confusion,
+    labels_of,
+    scores,
+)
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
@@ -26,15 +34,13 @@ from megatron_sp.training.step import Loss, on_device
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.files import atomic_write_text
 
-_FEW_LABELS = 100  # classes up to which the log holds a confusion matrix; with more, predictions.tsv still has every prediction
+# classes up to which the log holds a confusion matrix; with more, predictions.tsv still has every prediction
+_FEW_LABELS = 100
 
 
 class Classification:
     """Fine-tuning of a classifier on a set of labelled texts.
 
-    Args:
-        table: format of the data files.
-        train, valid: labelled examples.
     Raises:
         DataError: fewer than two labels, or a label in ``valid`` that is not in ``train``.
     """
@@ -44,7 +50,7 @@ class Classification:
         check_labels(self.labels, valid)
 
     def fit(self, config: Config, world_size: int) -> None:
-        """Set the global batch size, and the number of validation batches such that a validation covers every example once."""
+        """Set the global batch size, and as many validation batches as cover every example once."""
         batch = config.batch
         full = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(world_size)
         batch.global_batch_size, batch.eval_iters = full, -(-len(self.valid) // (batch.eval_global_batch_size or full))
@@ -54,7 +60,7 @@ class Classification:
         return Task(
             name="finetune_classifier", build_tokenizer=tokenizer_provider,
             build_datasets=self.build_datasets, build_model=self.build_model,
-            loss=Loss(names=("loss",), counts=loss_counts, sums=loss_sums, causal=False, metrics=("accuracy",), of_tokens=False),
+            loss=Loss(("loss",), loss_counts, loss_sums, causal=False, metrics=("accuracy",), of_tokens=False),
             new_parameters=NEW_PARAMETERS, finish=self.classify,
         )  # fmt: skip
 
@@ -70,7 +76,8 @@ class Classification:
     def build_model(self, config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
         """Build the classifier of the configuration."""
         return BertClassifier(
-            config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config), layout=layout,
+            config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config),
+            layout=layout,
             on_unit=on_unit,
         )  # fmt: skip
 
@@ -82,27 +89,37 @@ class Classification:
             return
         true = np.array([self.labels.index(example.label) for example in self.valid])
         found = scores(predicted, true, self.labels, [example.group for example in self.valid])
-        context.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        context.console.line(
+            f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        )
         confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
         few = len(self.labels) <= _FEW_LABELS
-        run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {}))
-        rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
+        run.metrics.write(
+            "classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {})
+        )
+        rows = [
+            f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))
+        ]
         path = context.run_dir / "predictions.tsv"
         try:
             atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
         except OSError as error:
-            raise DiskError(f"{path} cannot be written: {error.strerror}; free some space and run the same command again") from None
+            raise DiskError(
+                f"{path} cannot be written: {error.strerror}; free some space and run the same command again"
+            ) from None
 
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:
-        """Return int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others."""
+        # int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others
         found = torch.zeros(len(self.valid), dtype=torch.int64)
         sizes, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
         model, weights = run.parts.model, run.parts.weights
         assert isinstance(dataset, ClassificationDataset)
         each = sizes.evaluation // (sizes.micro_batch_size * sizes.dp_size)
         model.eval()
-        with BatchLoader(dataset, micro_batch_size=sizes.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
+        with BatchLoader(
+            dataset, micro_batch_size=sizes.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size
+        ) as loader:
             for start in range(0, len(dataset), sizes.evaluation):
                 run.context.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
@@ -118,7 +135,9 @@ class Classification:
 
 def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
     context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.attention.kernel.name, causal=False)
-    logits: Tensor | None = run.parts.model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events).logits
+    logits: Tensor | None = run.parts.model(
+        batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events
+    ).logits
     return logits
 
 

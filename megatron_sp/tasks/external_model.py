@@ -34,7 +34,6 @@ _OF_LENGTHS = ("rope", "rotary", "max_position_embeddings", "sliding_window", "l
 
 
 def _entries(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a configuration that are compared, those of its parts as "part.entry"."""
     for name, value in config.items():
         if name.startswith("_") or "drop" in name or any(part in name for part in _OF_PROGRAMS):
             continue
@@ -46,7 +45,7 @@ def _entries(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any
 
 
 def count_products(model: nn.Module) -> float:
-    """Return the multiply-adds of a whole model's matrices for one token: tables are looked up, and of experts a token chooses some."""
+    """Return the multiply-adds of a model's matrices for one token: tables are looked up, and some experts chosen."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     number = next((n for name in _NUM_EXPERTS if isinstance(n := getattr(text, name, None), int) and n), 0)
@@ -83,15 +82,15 @@ class ExternalModel(nn.Module):
         self.blocks = find_blocks(model)
         if not self.blocks:
             raise ConfigError(
-                f"{type(model).__name__} has no list of two or more blocks (modules of one class, or transformers' layers), the units of"
-                " training"
+                f"{type(model).__name__} has no list of two or more blocks (modules of one class, or transformers'"
+                " layers), the units of training"
             )
         self._units = units_of(model, self.blocks)
         self._hooks = UnitHooks(model, self.blocks, len(self._units))
 
     @property
     def description(self) -> dict[str, Any] | None:
-        """The model's class and configuration, which a checkpoint keeps; None for a model that is none of transformers'."""
+        """The model's class and configuration, which a checkpoint keeps; None if it is none of transformers'."""
         config: Any = getattr(self.model, "config", None)
         if not hasattr(config, "to_dict"):
             return None
@@ -109,7 +108,8 @@ class ExternalModel(nn.Module):
         if now is None or not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
             return
         before, after = (dict(_entries(of["config"])) for of in (stored, now))
-        entries = {"class": (stored.get("class"), now["class"])}  # what only one version of transformers knows is not compared
+        # what only one version of transformers knows is not compared
+        entries = {"class": (stored.get("class"), now["class"])}
         entries |= {name: (before[name], after[name]) for name in before if name in after}
         rows = [
             f"  {name}: {old} in the checkpoint, {new} here"
@@ -118,7 +118,9 @@ class ExternalModel(nn.Module):
         ]
         if rows:
             raise CheckpointError(
-                "the checkpoint is of another model:\n" + "\n".join(rows) + "\ngive --model the folder that the run has begun with"
+                "the checkpoint is of another model:\n"
+                + "\n".join(rows)
+                + "\ngive --model the folder that the run has begun with"
             )
 
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -164,7 +166,7 @@ class ExternalModel(nn.Module):
         return self
 
     def forward(self, batch: MicroBatch, events: UnitEvents | None) -> tuple[Tensor, Tensor]:
-        """Return (sum of token losses, number of correct tokens) at this rank's positions, both weighted with the loss mask."""
+        """Return (sum of token losses, number of correct tokens) at this rank's positions, both under the loss mask."""
         self._hooks.events = events
         self._hooks.forget()
         tokens = batch["tokens"]

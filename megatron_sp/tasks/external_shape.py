@@ -1,4 +1,7 @@
-"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it. Nothing here imports torch."""
+"""Shape of a foreign model: what its config.json says in our fields, and flags that contradict it.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ NAMES = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
 }  # fmt: skip
 """Fields of our configuration -> what transformers' configurations call them."""
-_OF_TRAINING = ("model_family", "seq_length", "attention_dropout", "hidden_dropout", "bert_no_binary_head", "make_vocab_size_divisible_by")
+_OF_TRAINING = (
+    "model_family", "seq_length", "attention_dropout", "hidden_dropout", "bert_no_binary_head",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
 """Fields of ``ModelConfig`` that a folder does not decide."""
 
 
@@ -40,19 +46,23 @@ def shape_of(folder: str) -> dict[str, int]:
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"--model {folder}: {path} must be an object")
-    values = {field: next((found[name] for name in names if isinstance(found.get(name), int)), None) for field, names in NAMES.items()}
+    values = {
+        field: next((found[name] for name in names if isinstance(found.get(name), int)), None)
+        for field, names in NAMES.items()
+    }
     return {field: value for field, value in values.items() if value is not None}
 
 
 def shape_in(configuration: Any) -> dict[str, int]:
-    """Return the shape in a configuration of transformers, which knows what its class calls things, as fields of ours."""
+    """Return the shape in a configuration of transformers as fields of ours."""
     text = configuration.get_text_config(decoder=True)
-    values = {field: next((v for n in names if type(v := _entry(text, n)) is int), None) for field, names in NAMES.items()}
+    values = {
+        field: next((v for n in names if type(v := _entry(text, n)) is int), None) for field, names in NAMES.items()
+    }
     return {field: value for field, value in values.items() if value is not None}
 
 
 def _entry(configuration: Any, name: str) -> Any:
-    """Return an entry, or None if there is none or if it differs from layer to layer, for which there is an error of its own."""
     try:
         return getattr(configuration, name, None)
     except Exception:
@@ -68,6 +78,8 @@ def contradictions(config: Config, shape: dict[str, int], folder: str) -> Iterat
             continue
         value = getattr(config.model, name)
         if name in shape and value != shape[name]:
-            yield f"{where} ({value}): {folder}/config.json has {shape[name]}, and the model is the folder's: leave the flag out"
+            file = f"{folder}/config.json"
+            yield f"{where} ({value}): {file} has {shape[name]}, and the model is the folder's: leave the flag out"
         elif name not in NAMES:
-            yield f"{where} is for megatron_sp's own models, and this one is as {folder}/config.json says: leave the flag out"
+            whose = f"this one is as {folder}/config.json says"
+            yield f"{where} is for megatron_sp's own models, and {whose}: leave the flag out"

@@ -31,7 +31,8 @@ BuildModel = Callable[[Config], nn.Module]
 WriteSchedule = Callable[[Schedule, bool], None]
 
 ATTENTION = {
-    "auto": "sdpa", "fused": "sdpa", "cudnn": "sdpa", "unfused": "eager", "local": "eager", "flash": "flash_attention_2",
+    "auto": "sdpa", "fused": "sdpa", "cudnn": "sdpa", "unfused": "eager", "local": "eager",
+    "flash": "flash_attention_2",
     "flash2": "flash_attention_2", "flash3": "flash_attention_3", "flash4": "flash_attention_4",
 }  # fmt: skip
 """--attention-backend -> the name of the implementation in transformers."""
@@ -41,16 +42,18 @@ _WEIGHT_OF_A_LOSS = re.compile(r"loss_(coef|coeff|coefficient|weight)$")
 
 
 def external_task(
-    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[Config], None] = lambda config: None,
+    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True,
+    prepare: Callable[[Config], None] = lambda config: None,
 ) -> Task:  # fmt: skip
     """Create a task for ``training.loop.pretrain``.
 
     Args:
         name: name of the task; first part of the run folder's name if --save is not given.
-        build: builds the whole model from the configuration, with random or loaded weights; a model in fp32 is cast to the run's
-            dtype as transformers' ``from_pretrained(dtype=...)`` would. Its ``prepare(config)``, if it has one, is called first.
-        write: writes directives into a schedule, those for tensor parallelism among them; its second argument is True with
-            --sequence-parallel.
+        build: builds the whole model from the configuration, with random or loaded weights; a model in fp32 is cast
+            to the run's dtype as transformers' ``from_pretrained(dtype=...)`` would. Its ``prepare(config)``, if it has
+            one, is called first.
+        write: writes directives into a schedule, those for tensor parallelism among them; its second argument is
+            True with --sequence-parallel.
         causal: True if the model predicts the next token; else masked tokens (BERT's data).
         prepare: called with the configuration before anything is built; a ConfigError on one rank is raised on all.
     """
@@ -71,7 +74,8 @@ def external_task(
     data, sums, metrics = (gpt, _sums, ()) if causal else (bert, _sums_and_hits, ("lm accuracy",))
     return Task(
         name=name, build_tokenizer=tokenizer_of, build_datasets=data.dataset_provider, build_model=build_model,
-        loss=Loss(names=("lm loss",), counts=data.loss_counts, sums=sums, causal=causal, metrics=metrics), torch_dropout=True,
+        loss=Loss(names=("lm loss",), counts=data.loss_counts, sums=sums, causal=causal, metrics=metrics),
+        torch_dropout=True,
         exactly=Float64Mode,
     )  # fmt: skip
 
@@ -79,13 +83,19 @@ def external_task(
 def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write: WriteSchedule) -> ExternalModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
-        model = in_dtype(build(config), dtype_of(config)).train()  # from_pretrained leaves it in evaluation mode, without dropout
+        # from_pretrained leaves it in evaluation mode, without dropout
+        model = in_dtype(build(config), dtype_of(config)).train()
     _require_plain_loss(model)
     if config.kernels.recompute_granularity == "full":
-        kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
+        # the newer name, the older
+        kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]
         if not kinds:
-            raise ConfigError(f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()")
-        getattr(model, f"{kinds[0]}_checkpointing_enable")(**{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}})
+            raise ConfigError(
+                f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()"
+            )
+        getattr(model, f"{kinds[0]}_checkpointing_enable")(
+            **{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}}
+        )
     products = count_products(model)  # as long as it is whole
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group, cp=layout.cp.group))
     write(s, layout.tp.seq)
@@ -101,11 +111,11 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast the parameters of a model that is not in ``dtype`` yet, as transformers' ``from_pretrained(dtype=...)`` does.
+    """Cast the parameters of a model to ``dtype``, as transformers' ``from_pretrained(dtype=...)`` does.
 
-    Buffers stay as they are (rotary frequencies lose their meaning in 16 bits), and so do the parameters that a class of
-    transformers keeps in fp32 (``_keep_in_fp32_modules_strict``; in fp16 also ``_keep_in_fp32_modules``). In fp64 the
-    experts of transformers' mixtures are computed one by one: their grouped product does not exist there.
+    Buffers stay as they are (rotary frequencies lose their meaning in 16 bits), and so do the parameters that a class
+    of transformers keeps in fp32 (``_keep_in_fp32_modules_strict``; in fp16 also ``_keep_in_fp32_modules``). In fp64
+    the experts of transformers' mixtures are computed one by one: their grouped product does not exist there.
     """
     kept: list[str] = []
     if dtype in (torch.bfloat16, torch.float16):
@@ -123,7 +133,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _require_plain_loss(model: nn.Module) -> None:
-    """Raise ConfigError if a model's configuration adds something to the loss of the tokens, which alone is computed here.
+    """Raise ConfigError if a model's configuration adds something to the loss of the tokens.
 
     A mixture's loss over all tokens of a micro-batch would not be that of one process either.
     """
@@ -141,9 +151,9 @@ def _require_plain_loss(model: nn.Module) -> None:
             )
         if balances:
             raise ConfigError(
-                "the model's configuration asks for a loss that balances its experts (output_router_logits,"
-                f" {name} {value:g}), which depends on the cut of the batch: set output_router_logits to false in"
-                " config.json, or convert the model and train it with --moe-aux-loss-coeff"
+                f"the model's configuration asks for a loss that balances its experts (output_router_logits, {name}"
+                f" {value:g}), which depends on the cut of the batch: set output_router_logits to false in config.json,"
+                " or convert the model and train it with --moe-aux-loss-coeff"
             )
 
 
@@ -156,19 +166,29 @@ def problems(config: Config) -> Iterator[str]:
             " --sequence-parallel-size and --context-parallel-size"
         )
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
-        yield f"--sp-overlap-mode {parallel.overlap_mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"
-    partly = kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1 or kernels.recompute_attention != "none"
+        mode = f"--sp-overlap-mode {parallel.overlap_mode}"
+        yield f"{mode} needs megatron_sp's own blocks: an external model supports none and split-qkv"
+    partly = (
+        kernels.recompute_method == "block"
+        or (kernels.recompute_num_layers or 1) > 1
+        or kernels.recompute_attention != "none"
+    )
     if kernels.recompute_granularity == "selective" or partly:
-        yield "an external model recomputes all of its blocks or none: use --recompute-granularity full without further options"
-    for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations"),
-                        (kernels.recompute_qkv, "--recompute-qkv"), (parallel.delay_wgrad, "--delay-wgrad")):  # fmt: skip
+        way_out = "use --recompute-granularity full without further options"
+        yield f"an external model recomputes all of its blocks or none: {way_out}"
+    for given, flag in (
+        (kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations"),
+        (kernels.recompute_qkv, "--recompute-qkv"), (parallel.delay_wgrad, "--delay-wgrad"),
+    ):  # fmt: skip
         if given:
             yield f"{flag} changes megatron_sp's own blocks, which an external model does not have: leave it out"
     if config.optimizer.decoupled_lr is not None:
         yield "--decoupled-lr is for the embedding and output layer of megatron_sp's own models: leave it out"
     data = config.data
-    for given, flag in ((data.reset_position_ids, "--reset-position-ids"), (data.reset_attention_mask, "--reset-attention-mask"),
-                        (data.bert_pack_sequences, "--bert-pack-sequences")):  # fmt: skip
+    for given, flag in (
+        (data.reset_position_ids, "--reset-position-ids"), (data.reset_attention_mask, "--reset-attention-mask"),
+        (data.bert_pack_sequences, "--bert-pack-sequences"),
+    ):  # fmt: skip
         if given:
             yield f"{flag}: an external model is trained on whole rows: leave it out"
     if model.has_order_head:
@@ -179,6 +199,8 @@ def _sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: 
     return [model(batch, events)[0]]
 
 
-def _sums_and_hits(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
+def _sums_and_hits(
+    model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None
+) -> list[Tensor]:
     loss, hits = model(batch, events)
     return [loss] if torch.is_grad_enabled() else [loss, hits]

@@ -1,4 +1,7 @@
-"""Model from a local folder with transformers' config.json and, optionally, weights. Nothing is downloaded, none of its code is run."""
+"""Model from a local folder with transformers' config.json and, optionally, weights.
+
+Nothing is downloaded, none of its code is run.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,23 @@ _DROPOUT = {
         "attention_dropout", "attention_probs_dropout_prob", "attention_dropout_prob", "attn_pdrop", "attn_dropout",
     ),
     "hidden_dropout": (
-        "hidden_dropout", "hidden_dropout_prob", "dropout", "dropout_prob", "dropout_rate", "resid_pdrop", "resid_dropout",
+        "hidden_dropout", "hidden_dropout_prob", "dropout", "dropout_prob", "dropout_rate", "resid_pdrop",
+        "resid_dropout",
         "residual_dropout", "embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout",
     ),
 }  # fmt: skip
-"""Flag -> what transformers' configurations call it: on attention's weights; on embeddings, and on what a block adds."""
+"""Flag -> what transformers' configurations call it: on attention's weights; on embeddings and what a block adds."""
 _INNER_DROPOUT = ("activation_dropout", "mlp_dropout", "ffn_dropout", "ff_dropout")
 """Inside of the MLP: off with --hidden-dropout 0, else the model's own."""
 _OTHER_HEADS = ("classifier", "classif", "summary", "pooler", "qa_")
 """In names of what only heads for other tasks have."""
-_OTHER_WEIGHTS = ("pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5", "flax_model*.msgpack")
+_OTHER_WEIGHTS = (
+    "pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5", "flax_model*.msgpack",
+)  # fmt: skip
 """Files of weights in other formats."""
 
 
 def load_transformers() -> Any:
-    """Import transformers. Raises ConfigError, with instructions, if it is not installed."""
     try:
         return availability.load("transformers")
     except RuntimeError as error:
@@ -46,10 +51,6 @@ class ModelFolder:
     """Builder of a folder's model, with its weights (safetensors) if it has any, else with random ones.
 
     Dropout rates are those of the flags that are given, else the model's own.
-
-    Args:
-        folder: local folder.
-        auto_class: AutoModelForCausalLM or AutoModelForMaskedLM.
     """
 
     def __init__(self, folder: str, auto_class: str) -> None:
@@ -73,7 +74,7 @@ class ModelFolder:
         self._rates = {flag: getattr(config.model, flag) for flag in _DROPOUT if config.says("model", flag)}
 
     def __call__(self, config: Config) -> nn.Module:
-        """Build the model in the dtype of the run, as ``from_pretrained(dtype=...)`` does: buffers and some parameters stay in fp32."""
+        """Build the model in the run's dtype, like ``from_pretrained``: buffers and some parameters stay fp32."""
         if self._rates is None:
             self.prepare(config)
         shape = self._shape()
@@ -87,8 +88,9 @@ class ModelFolder:
         try:
             if any(Path(self.folder).glob("*.safetensors")):
                 loaded: nn.Module = cls.from_pretrained(
-                    self.folder, config=shape, local_files_only=True, attn_implementation=attention, dtype=dtype_of(config)
-                )
+                    self.folder, config=shape, local_files_only=True, attn_implementation=attention,
+                    dtype=dtype_of(config),
+                )  # fmt: skip
                 return loaded
             made: nn.Module = cls.from_config(shape, attn_implementation=attention, dtype=torch.float32)
             return made
@@ -96,15 +98,18 @@ class ModelFolder:
             raise ConfigError(f"--model {self.folder}: transformers refuses it: {_in_a_line(error)}") from None
 
     def _settle_attention(self, shape: Any, config: Config) -> None:
-        """Take the plain form of attention for a class without another one. Raises ConfigError: a kernel is asked for that it has not."""
+        """Take the plain form of attention for a class without another one.
+
+        Raises ConfigError: a kernel is asked for that it has not.
+        """
         cls = getattr(load_transformers(), self.auto_class)._model_mapping.get(type(shape), None)
         backend = config.kernels.attention_backend
         if ATTENTION[backend] != "sdpa" or getattr(cls, "_supports_sdpa", True):
             return
         if backend != "auto":
             raise ConfigError(
-                f"--attention-backend {backend}: transformers' {cls.__name__} has no such attention (scores with a soft cap, sinks, ...):"
-                " leave the flag out, or give unfused"
+                f"--attention-backend {backend}: transformers' {cls.__name__} has no such attention (scores with a soft"
+                " cap, sinks, ...): leave the flag out, or give unfused"
             )
         config.kernels.attention_backend = "unfused"
 
@@ -114,8 +119,9 @@ class ModelFolder:
         others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(self.folder).glob(pattern))
         if others:
             raise ConfigError(
-                f"--model {self.folder}: its weights ({', '.join(others[:3])}) are not safetensors, and no other file is opened, for it"
-                " may run code: write the model anew with transformers' save_pretrained, or take the file away to begin with random weights"
+                f"--model {self.folder}: its weights ({', '.join(others[:3])}) are not safetensors, and no other file"
+                " is opened, for it may run code: write the model anew with transformers' save_pretrained, or take the"
+                " file away to begin with random weights"
             )
 
     def _shape(self) -> Any:
@@ -123,12 +129,17 @@ class ModelFolder:
 
 
 def configuration_of(folder: str) -> Any:
-    """Return transformers' configuration of a folder. Raises ConfigError: transformers does not know it, or rejects an entry."""
+    """Return transformers' configuration of a folder.
+
+    Raises ConfigError: transformers does not know it, or rejects an entry.
+    """
     library = load_transformers()
     try:
         return library.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises exception classes of its own for what it rejects
-        raise ConfigError(f"--model {folder}: config.json is none of transformers' models: {_in_a_line(error)}") from None
+        raise ConfigError(
+            f"--model {folder}: config.json is none of transformers' models: {_in_a_line(error)}"
+        ) from None
 
 
 def whole_shape_of(folder: str) -> dict[str, int]:
@@ -145,27 +156,28 @@ def whole_shape_of(folder: str) -> dict[str, int]:
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return what an error says; of one that names a wrong entry, the lines below that, which say what is wrong with it, too."""
+    # of an error that names a wrong entry, the lines below say what is wrong with it
     said = " ".join(str(error).split())
     return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said[:500] or type(error).__name__
 
 
 def _take_shape(shape: Any, config: Config, folder: str) -> Iterator[str]:
-    """Take what transformers makes of a config.json, for figures; yield a message for each flag that says something else.
+    """Take what transformers makes of a config.json, for figures; yield a message for each flag that differs.
 
-    Flags beside entries of the file have been compared with these already, and a class may count otherwise than its file:
-    one entry for pairs of layers, for instance.
+    Flags beside entries of the file have been compared with these already, and a class may count otherwise than its
+    file: one entry for pairs of layers, for instance.
     """
     stored = shape_of(folder)
     for field, value in shape_in(shape).items():
         given = getattr(config.model, field)
         if field not in stored and config.says("model", field) and given != value:
-            yield f"--{field.replace('_', '-')} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
+            flag = f"--{field.replace('_', '-')}"
+            yield f"{flag} ({given}): {type(shape).__name__} of {folder} has {value}: leave the flag out"
         setattr(config.model, field, value)
 
 
 def _entries(shape: Any) -> Iterator[tuple[Any, str, float]]:
-    """Yield the dropout rates of a configuration and of its parts: (holder, name, value)."""
+    # yield the dropout rates of a configuration and of its parts: (holder, name, value)
     for holder in (shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)) is not None)):
         for name, value in vars(holder).items():
             is_rate = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -179,7 +191,9 @@ def _rate(shape: Any, flag: str) -> float:
 
 def _set_rate(shape: Any, flag: str, rate: float) -> None:
     for holder, name, value in list(_entries(shape)):
-        if value != rate and (name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT)):
+        if value != rate and (
+            name in _DROPOUT[flag] or (flag == "hidden_dropout" and not rate and name in _INNER_DROPOUT)
+        ):
             try:
                 setattr(holder, name, rate)
             except Exception as error:  # of transformers' own, for a class that declares a whole number, say
@@ -193,8 +207,10 @@ def _problems_of_dropout(shape: Any, config: Config, folder: str) -> Iterator[st
     for flag, own in _DROPOUT.items():
         rate = getattr(config.model, flag)
         if config.says("model", flag) and rate and names.isdisjoint(own):
-            yield f"--{flag.replace('_', '-')} ({rate:g}): {type(shape).__name__} ({folder}) has no such dropout: leave the flag out"
+            whose = f"{type(shape).__name__} ({folder})"
+            yield f"--{flag.replace('_', '-')} ({rate:g}): {whose} has no such dropout: leave the flag out"
     known = {*_INNER_DROPOUT, *(name for own in _DROPOUT.values() for name in own)}
     for _, name, value in _entries(shape):
         if value and name not in known:
-            yield f"{folder}/config.json: {name} ({value:g}) is a dropout that no flag here means: set it to 0 there to train without it"
+            what = f"{folder}/config.json: {name} ({value:g})"
+            yield f"{what} is a dropout that no flag here means: set it to 0 there to train without it"

@@ -33,13 +33,15 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
     return build_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
         vocab_size=config.model.vocab_size, num_samples=num_samples,
-        evaluation=Evaluation(config.batch.eval_iters, num_samples[2], by_default=not config.says("batch", "eval_iters")),
+        evaluation=Evaluation(config.batch.eval_iters, num_samples[2], not config.says("batch", "eval_iters")),
     )  # fmt: skip
 
 
 def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
     """Build the GPT of the configuration; with ``on_unit`` it is sharded unit by unit."""
-    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
+    return GPTModel(
+        config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit
+    )
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
@@ -59,9 +61,6 @@ def stage_output(model: nn.Module, batch: MicroBatch, context: ForwardContext, e
 
 
 GPT = Task(
-    name="pretrain_gpt",
-    build_tokenizer=tokenizer_provider,
-    build_datasets=dataset_provider,
-    build_model=model_provider,
-    loss=Loss(names=("lm loss",), counts=loss_counts, sums=loss_sums, hidden=stage_output),
-)
+    name="pretrain_gpt", build_tokenizer=tokenizer_provider, build_datasets=dataset_provider,
+    build_model=model_provider, loss=Loss(names=("lm loss",), counts=loss_counts, sums=loss_sums, hidden=stage_output),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The report of a run's start, to the user, to ``metrics.jsonl`` and to ``run_status.json``, with versions, device and hosts.
+"""Report of a run's start, to the user, ``metrics.jsonl`` and ``run_status.json``: layout, versions, device, hosts.
 
 It also promises whether the same processes compute the same numbers again, to the last bit. On a CPU they do. On a GPU
 attention's backward pass adds gradients in whatever order its blocks come to an end, unless --deterministic-mode takes
@@ -19,7 +19,6 @@ import torch
 
 from megatron_sp import __version__
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
 from megatron_sp.utils.format import format_count, format_parameters
 
 if TYPE_CHECKING:
@@ -31,15 +30,18 @@ def announce(run: Run) -> None:
     context, plan, kernel, progress = run.context, run.plan, run.attention.kernel, run.state.progress
     config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
     num_params = run.state.num_parameters()
+    active = None
     if run.layout.pipeline is not None or config.model.has_experts:  # of which this rank has a part
+        from megatron_sp.estimate.parameters import count_active_parameters, count_parameters
+
         num_params = count_parameters(config.model)
-    active = count_active_parameters(config.model) if config.model.has_experts else None
+        active = count_active_parameters(config.model) if config.model.has_experts else None
     of_token = "" if active is None else f", {format_count(active)} active,"
     context.console.line(
-        f"{format_parameters(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size} x"
-        f" {groups.device.type} (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
-        f" global batch {plan.batches.full} x {config.model.seq_length} tokens{_growth(run)}, steps {progress.step} to {plan.train_iters},"
-        f" run folder {context.run_dir}"
+        f"{format_parameters(num_params)} parameters{of_token} in {config.precision.params_dtype}, {groups.world_size}"
+        f" x {groups.device.type} (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name}"
+        f" ({kernel.reason}), global batch {plan.batches.full} x {config.model.seq_length} tokens{_growth(run)}, steps"
+        f" {progress.step} to {plan.train_iters}, run folder {context.run_dir}"
     )
     if run.attention.recomputation is not None:
         context.console.line(f"recomputation {run.attention.recomputation}")
@@ -47,22 +49,25 @@ def announce(run: Run) -> None:
         context.console.line(f"fused kernels: {run.fused.describe()}")
     if not config.batch.skip_train:
         context.console.line(about_repeats(config, groups.device.type, groups.world_size, kernel.name))
+    fused: dict[str, str] = {kernel.op: kernel.name for kernel in run.fused.chosen}
     run.metrics.write(
         "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
-        world_size=groups.world_size, num_params=num_params, active_params=active, launch_to_ready_s=time.monotonic() - context.started,
+        world_size=groups.world_size, num_params=num_params, active_params=active,
+        launch_to_ready_s=time.monotonic() - context.started,
         train_iters=plan.train_iters, config=config.to_dict(),
-        environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
+        environment=environment(groups.device, hosts, run.layout.record, kernel.name, fused),
         attention={
-            "kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds, "recomputation": run.attention.recomputation,
+            "kernel": kernel.name, "reason": kernel.reason, "ms": run.attention.milliseconds,
+            "recomputation": run.attention.recomputation,
         },
     )  # fmt: skip
     context.status.write(
-        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids
-    )
+        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts,
+        pids=context.peers.pids,
+    )  # fmt: skip
 
 
 def _growth(run: Run) -> str:
-    """Return what of a batch is smaller in the next step than it will be."""
     plan, progress = run.plan, run.state.progress
     size, length = plan.batches.global_batch_size(progress.consumed_samples), run.context.config.model.seq_length or 0
     now = length if plan.curriculum is None else min(length, plan.curriculum.length(progress.step + 1))
@@ -89,22 +94,21 @@ def _layout_words(run: Run) -> str:
 _PREFIX = "repeats to the last bit: "
 
 
-def about_repeats(config: Config, device: str, world_size: int, kernel: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the line of the start that says whether the run repeats, and if not why not.
-
-    Args:
-        device: cpu or cuda.
-        kernel: name of the attention kernel.
-        environment: variables of the process.
-    """
+def about_repeats(
+    config: Config, device: str, world_size: int, kernel: str, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Return the line of the start that says whether the run repeats, and if not why not."""
     again = "a resume with the same processes has the losses and weights of a run without it"
     if device == "cpu":
         return f"{_PREFIX}yes: {again}"
     if not config.kernels.deterministic_mode:
         who = "kernels of a GPU" if kernel == "reference" else f"attention's backward pass ({kernel})"
-        return f"{_PREFIX}no: {who} may add in another order each time; --deterministic-mode takes kernels that do not, and is slower"
+        way_out = "--deterministic-mode takes kernels that do not, and is slower"
+        return f"{_PREFIX}no: {who} may add in another order each time; {way_out}"
     if world_size > 1 and config.parallel.distributed_backend != "gloo" and not environment.get("NCCL_ALGO"):
-        return f"{_PREFIX}as long as NCCL chooses the same algorithms (NCCL_ALGO=Ring leaves it no choice): the kernels do"
+        return (
+            f"{_PREFIX}as long as NCCL chooses the same algorithms (NCCL_ALGO=Ring leaves it no choice): the kernels do"
+        )
     return f"{_PREFIX}yes, with --deterministic-mode: {again}"
 
 
@@ -123,28 +127,25 @@ def environment(
     """Return the description of the environment for ``metrics.jsonl``.
 
     Args:
-        device: device of rank 0.
-        hosts: host name of every rank.
         layout: layout record, as in a checkpoint.
-        attention: name of the attention kernel.
         kernels: whose fused kernels compute AdamW and the norms, by op.
     """
     return {
-        "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)), "threads": torch.get_num_threads(),
+        "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)),
+        "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()}", "layout": layout, "attention": attention,
         "kernels": kernels,
     }  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:
-    """Return the vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name() or platform.machine() or "CPU"
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the first processor; empty if the system does not report it."""
+    # the model name of the first processor; empty if the system does not report it
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

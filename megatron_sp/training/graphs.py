@@ -6,22 +6,23 @@
     (the host reads; a save in the background waits here)
     update                                  decision, clipping, AdamW, 16-bit weights, their gather
 
-A graph has one kind of micro-batch: the first of a step overwrites gradients, the last reduces them, an only one does both.
-What differs between steps is a number on the device: the step (a key of dropout), loss scale, learning rates, count of
-updates. Gradients, activations and all else that is allocated during the captures lie in one pool. Captured in the order
-in which they run, graphs may reuse each other's memory, and do: of a shape all are made anew, or none.
+A graph has one kind of micro-batch: the first of a step overwrites gradients, the last reduces them, an only one does
+both. What differs between steps is a number on the device: the step (a key of dropout), loss scale, learning rates,
+count of updates. Gradients, activations and all else that is allocated during the captures lie in one pool. Captured in
+the order in which they run, graphs may reuse each other's memory, and do: of a shape all are made anew, or none.
 
-Each graph ends with nothing under way: reductions and gathers that an eager step carries over to the next micro-batch are
-waited for. So gathers after an update (ZeRO 1, 2) run beside the update only, and a unit that the next micro-batch would find
-(ZeRO 3) is gathered again.
+Each graph ends with nothing under way: reductions and gathers that an eager step carries over to the next micro-batch
+are waited for. So gathers after an update (ZeRO 1, 2) run beside the update only, and a unit that the next micro-batch
+would find (ZeRO 3) is gathered again.
 
 ``auto`` trusts nothing (``StepGraphs``): after the warm-up steps the same micro-batches run eagerly and as replays with
-deterministic kernels, loss and gradients are compared to the bit, both are timed with the run's kernels, and the faster is kept.
-A timed step begins with an update that is left out, so that gathers after it count: under the passes, or before them.
+deterministic kernels, loss and gradients are compared to the bit, both are timed with the run's kernels, and the faster
+is kept. A timed step begins with an update that is left out, so that gathers after it count: under the passes, or
+before them.
 
-Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide (Using NCCL with
-CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request 102542), so that a rank that
-hangs in a replay is found by ``training/signals.py``.
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA graphs), torch/cuda/graphs.py; NCCL's user guide
+(Using NCCL with CUDA graphs); ProcessGroupNCCL keeps captured collectives from its watchdog (pytorch pull request
+102542), so that a rank that hangs in a replay is found by ``training/signals.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,10 +67,7 @@ class StepNumbers(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """Outcome of a step's passes as replays of captured graphs: its summary (``TrainStep.passes``), and what replays the update.
-
-    ``update`` None: it was not captured.
-    """
+    """Passes of a step as replays: its summary (``TrainStep.passes``), and what replays the update, if captured."""
 
     summary: Tensor
     update: Callable[[], None] | None
@@ -90,12 +89,7 @@ class CapturedStep:
     """Graphs of the steps of one shape. Capture is collective, and so is a replay.
 
     Args:
-        step: whose passes and update are captured.
-        maker: captures them.
-        micro_batches: of the shape.
         totals: this rank's share (``TrainStep.passes``).
-        weight_decay: part of the captured update.
-
     Attributes:
         maker: as given.
     Raises:
@@ -103,13 +97,9 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        step: TrainStep,
-        maker: GraphMaker,
-        micro_batches: Sequence[MicroBatch],
-        totals: Tensor,
+        self, step: TrainStep, maker: GraphMaker, micro_batches: Sequence[MicroBatch], totals: Tensor,
         weight_decay: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._step, self._weight_decay, self.maker = step, weight_decay, maker
         device = totals.device
         self._inputs = {name: torch.empty_like(t, device=device).copy_(t) for name, t in micro_batches[0].items()}
@@ -124,7 +114,7 @@ class CapturedStep:
         step.gradients.start_step()
         try:
             for kind in dict.fromkeys(kinds(len(micro_batches))):
-                self._graphs[kind] = maker.capture(lambda kind=kind: self._record_micro_batch(kind))  # type: ignore[misc]
+                self._graphs[kind] = maker.capture(partial(self._record_micro_batch, kind))
             self._norm = maker.capture(self._record_norm)
             if step.optimizer.updates_on_device:
                 self._update = maker.capture(self._record_update)
@@ -138,7 +128,7 @@ class CapturedStep:
 
     @property
     def _scale(self) -> float | Tensor:
-        """Factor of the loss: part of the graphs if it never changes."""
+        # factor of the loss: part of the graphs if it never changes
         scaler = self._step.scaler
         return self._number("scale") if scaler.dynamic else scaler.scale
 
@@ -169,12 +159,12 @@ class CapturedStep:
 
     # what is replayed
 
-    def replay(self, micro_batches: Sequence[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float) -> Replayed:
+    def replay(
+        self, micro_batches: Sequence[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
+    ) -> Replayed:
         """Replay the passes of a step. Collective.
 
         Args:
-            micro_batches, totals: of the shape.
-            numbers: of the step.
             weight_decay: of the step; another one than at the capture leaves the update to the host.
         """
         self._step.weights.settle()
@@ -187,8 +177,8 @@ class CapturedStep:
         self._norm.replay()
         for unit, kept in self._grads:
             unit.put_grads(kept)
-        has_update = self._update is not None and weight_decay == self._weight_decay
-        return Replayed(self._summary, self._replay_update if has_update else None)
+        update = self._update if weight_decay == self._weight_decay else None
+        return Replayed(self._summary, None if update is None else update.replay)
 
     def _set_numbers(self, numbers: StepNumbers) -> None:
         host = host_empty((len(numbers),), torch.float64, self._numbers.device)
@@ -196,14 +186,10 @@ class CapturedStep:
         self._numbers.copy_(host, non_blocking=True)
 
     def replay_left_out(self) -> None:
-        """Replay an update that changes nothing, with the gathers after it; of a step that has been replayed. Collective."""
+        # replay an update that changes nothing, with the gathers after it; of a step that has been replayed. Collective
         if self._update is not None:
             self._summary[0].fill_(math.nan)
             self._update.replay()
-
-    def _replay_update(self) -> None:
-        assert self._update is not None
-        self._update.replay()
 
 
 def shape_of(micro_batches: Sequence[MicroBatch], totals: Tensor) -> tuple[Any, ...]:
@@ -243,13 +229,9 @@ class StepGraphs:
 
     Args:
         step: the run's step; its passes are tried with it, which leaves gradients of no account behind.
-        new_maker: makes a maker of graphs, with a pool of its own.
         mode: auto: replays are compared with eager steps; on: an error if a capture fails.
-        warmup: eager steps of each shape before its capture.
         is_eager: returns whether a step, by its number, is to run eagerly: what records it sees nothing of a replay.
-        tell: says a line to the user.
         kept: the choice of the run before a resume; None: there is none.
-        decided: called with the choice.
     """
 
     def __init__(
@@ -274,7 +256,8 @@ class StepGraphs:
         return 0 if self._captured is None else self._captured.maker.num_bytes
 
     def replay(
-        self, micro_batches: list[MicroBatch], totals: Tensor, step: int, lr: float, decoupled_lr: float | None, weight_decay: float
+        self, micro_batches: list[MicroBatch], totals: Tensor, step: int, lr: float, decoupled_lr: float | None,
+        weight_decay: float,
     ) -> Replayed | None:  # fmt: skip
         """Replay the passes of a step; None: it is to run eagerly. Collective.
 
@@ -301,8 +284,10 @@ class StepGraphs:
             self._step.seed(step)
         return None if self._captured is None else self._captured.replay(micro_batches, totals, numbers, weight_decay)
 
-    def _first(self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float) -> CapturedStep | None:
-        """Capture the steps of a new shape, if that is or becomes the choice; return None if it does not."""
+    def _first(
+        self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
+    ) -> CapturedStep | None:
+        # capture the steps of a new shape, if that is or becomes the choice; return None if it does not
         captured: CapturedStep | None = None
         if self._choice is None:
             captured, trial = self._try(micro_batches, totals, numbers, weight_decay)
@@ -325,12 +310,13 @@ class StepGraphs:
         return captured
 
     def _of_all(self, trial: Trial) -> list[Trial]:
-        """Return the trials of all ranks. Collective."""
         totals = [trial.problem, trial.eager_s, trial.replay_s]
         return [Trial(*theirs) for theirs in gather_json(totals, self._step.groups.control)]
 
-    def _capture(self, micro_batches: list[MicroBatch], totals: Tensor, weight_decay: float) -> tuple[CapturedStep | None, str]:
-        """Capture; return the graphs, or why there are none."""
+    def _capture(
+        self, micro_batches: list[MicroBatch], totals: Tensor, weight_decay: float
+    ) -> tuple[CapturedStep | None, str]:
+        # capture; return the graphs, or why there are none
         try:
             return CapturedStep(self._step, self._new_maker(), micro_batches, totals, weight_decay), ""
         except RuntimeError as error:
@@ -339,7 +325,10 @@ class StepGraphs:
     def _try(
         self, micro_batches: list[MicroBatch], totals: Tensor, numbers: StepNumbers, weight_decay: float
     ) -> tuple[CapturedStep | None, Trial]:  # fmt: skip
-        """Compare replays with eager passes, and time both. Collective: each part begins when all ranks are through the one before."""
+        """Compare replays with eager passes, and time both.
+
+        Collective: each part begins when all ranks are through the one before.
+        """
         number, optimizer = int(numbers.step), self._step.optimizer
 
         def eagerly() -> Tensor:
@@ -356,14 +345,9 @@ class StepGraphs:
             if optimizer.updates_on_device:
                 left_out = torch.ones((), dtype=torch.bool, device=summary.device)
                 optimizer.step_on_device(
-                    numbers.lr,
-                    weight_decay,
-                    summary[0],
-                    numbers.scale,
-                    left_out,
-                    self._step.weights.refresh,
+                    numbers.lr, weight_decay, summary[0], numbers.scale, left_out, self._step.weights.refresh,
                     numbers.decoupled_lr,
-                )
+                )  # fmt: skip
                 optimizer.take_back()
             eagerly()
 
@@ -393,7 +377,6 @@ class StepGraphs:
         return again, Trial("", eager_s, self._seconds(lambda: replayed_step(again)))
 
     def _bits(self, summary: Tensor) -> list[int]:
-        """Return a digest of the summary of a step and one of each unit's gradients."""
         units = [unit.grad_shard for unit in self._step.gradients.units if unit.slots]
         found: list[int] = torch.stack([digest(summary), *(digest(grads) for grads in units)]).tolist()
         return found
@@ -407,7 +390,7 @@ class StepGraphs:
         return f"a replay has other bits than an eager step: {', '.join(differ[:3])}" if differ else ""
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """Return the median time of a call, after one that is not timed."""
+        # the median time of a call, after one that is not timed
         run()
         seconds = list[float]()
         for _ in range(_ROUNDS):
@@ -424,7 +407,7 @@ class StepGraphs:
 
 
 def digest(x: Tensor) -> Tensor:
-    """Return an int64 scalar of a tensor's bits and their places; two tensors with one digest are equal, but for a chance of 2^-64."""
+    """Return an int64 scalar of a tensor's bits and places; with one digest two are equal, but for 2^-64."""
     bits = x.detach().reshape(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in bits.split(_CHUNK):
@@ -436,13 +419,14 @@ def digest(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def deterministic_kernels(step: TrainStep) -> Iterator[None]:
-    """Let a step compute with kernels that repeat to the bit; cuDNN's attention, which does not, gives way to torch's."""
+    # let a step compute with kernels that repeat to the bit; cuDNN's attention, which does not, gives way to torch's
     options, was_on, warns = (
         step.options,
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fills, variable = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")  # type: ignore[attr-defined]
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     try:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks at it in every product
         torch.use_deterministic_algorithms(True)
@@ -465,7 +449,6 @@ def why_not_captured(config: Config, device_type: str, *, is_own: bool) -> list[
     """Return why the steps of a run cannot be captured; empty if they can.
 
     Args:
-        device_type: cpu or cuda.
         is_own: False for a model from elsewhere.
     """
     found = obstacles(config)

@@ -1,4 +1,6 @@
-"""Choice of a run's kernels, refused before the first collective and the same on all ranks: --attention-backend, --fused-kernels.
+"""Choice of a run's kernels (--attention-backend, --fused-kernels), the same on all ranks.
+
+What cannot be had is refused before the first collective.
 
 With several candidates for attention (``ops/attention_choice.py``) each computes forward and backward of one block's
 attention at the run's own shape for about a second in all, in turn within each round; its time is the median over
@@ -51,17 +53,13 @@ _MOST_TOKENS = 2**16  # of a timed sequence: longer ones take the kernels' time 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The run's attention kernel.
+    """The run's attention kernel."""
 
-    Attributes:
-        kernel: name and reason.
-        milliseconds: of one block's attention, forward and backward, by candidate; empty if nothing was timed.
-        repeated: with --recompute-granularity full, why the recomputation repeats attention; empty if its results are
-            kept. None: no block is recomputed.
-    """
-
-    kernel: AttentionKernel
+    kernel: AttentionKernel  # name and reason
+    # of one block's attention, forward and backward, by candidate; empty if nothing was timed
     milliseconds: dict[KernelName, float]
+    # with --recompute-granularity full, why the recomputation repeats attention; empty if its results are kept. None:
+    # no block is recomputed.
     repeated: str | None = None
 
     @property
@@ -69,11 +67,15 @@ class AttentionChoice:
         """Return what a recomputation does with attention, in words, or None if there is none."""
         if self.repeated is None:
             return None
-        return f"repeats attention: {self.repeated}" if self.repeated else "keeps attention's output and the log of its sums"
+        return (
+            f"repeats attention: {self.repeated}"
+            if self.repeated
+            else "keeps attention's output and the log of its sums"
+        )
 
 
 def require_attention(config: Config, launch: Launch, device: torch.device) -> None:
-    """Check a named --attention-backend before any rank waits for another; one process of each host reports what is missing there.
+    """Check a named --attention-backend before any rank waits for another; one process of each host reports it.
 
     Raises:
         ConfigError: it cannot be used on this rank.
@@ -87,13 +89,15 @@ def require_attention(config: Config, launch: Launch, device: torch.device) -> N
         raise
 
 
-def choose_attention(config: Config, groups: ParallelGroups, before: Any = None, *, measure: bool = True) -> AttentionChoice:
+def choose_attention(
+    config: Config, groups: ParallelGroups, before: Any = None, *, measure: bool = True
+) -> AttentionChoice:
     """Choose the kernel of all ranks. Collective.
 
     Args:
         before: the checkpoint's kernel, if it has the same layout; None: there is none.
-        measure: time the candidates; else the first is taken, and torch's flash kernel stays its own: a model that is not
-            ours calls SDPA with what has not been tried here.
+        measure: time the candidates; else the first is taken, and torch's flash kernel stays its own: a model that
+            is not ours calls SDPA with what has not been tried here.
     Raises:
         ConfigError: a requested kernel cannot be used on some rank.
     """
@@ -104,7 +108,7 @@ def choose_attention(config: Config, groups: ParallelGroups, before: Any = None,
 
 
 def _why_repeated(name: KernelName, config: Config, groups: ParallelGroups, own_blocks: bool) -> str | None:
-    """Return ``AttentionChoice.repeated``, the same on all ranks. Collective."""
+    # ``AttentionChoice.repeated``, the same on all ranks. Collective
     kernels = config.kernels
     if kernels.recompute_granularity != "full":
         return None
@@ -122,7 +126,11 @@ def _choose(config: Config, groups: ParallelGroups, before: Any, *, measure: boo
         mine = _find(config, groups.device)
     names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
     dropout, milliseconds = config.model.attention_dropout, dict[KernelName, float]()
-    reason = mine.reason if names == list(mine.names) else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
+    reason = (
+        mine.reason
+        if names == list(mine.names)
+        else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
+    )
     _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
         return AttentionChoice(chosen(before, "as before the resume", dropout), milliseconds)
@@ -140,10 +148,12 @@ def _choose(config: Config, groups: ParallelGroups, before: Any, *, measure: boo
 
 
 def _require_not_plain(config: Config, names: list[KernelName], reason: str) -> None:
-    """Check that a kernel asked for by name is not replaced by plain products; the same on all ranks. Raises ConfigError."""
+    # check that a kernel asked for by name is not replaced by plain products; the same on all ranks. Raises ConfigError
     backend = config.kernels.attention_backend
     if backend in NAMED and names == ["reference"]:
-        raise ConfigError(f"--attention-backend {backend} cannot be used on all ranks: {reason}. Use --attention-backend auto.")
+        raise ConfigError(
+            f"--attention-backend {backend} cannot be used on all ranks: {reason}. Use --attention-backend auto."
+        )
 
 
 def _find(config: Config, device: torch.device) -> Candidates:
@@ -157,16 +167,19 @@ def use_of(config: Config, device: torch.device) -> AttentionUse:
     """Return what a configuration asks of its attention kernel."""
     model = config.model
     assert model.num_attention_heads
-    window = model.window_size if model.window_size is not None and model.window_size < (model.seq_length or 0) else None
+    window = (
+        model.window_size if model.window_size is not None and model.window_size < (model.seq_length or 0) else None
+    )
     return AttentionUse(
         device, getattr(torch, config.precision.params_dtype), model.attention_dropout, model.head_dim,
         model.num_attention_heads // model.num_groups, not model.is_bert, window, config.data.reset_attention_mask,
-        config.kernels.deterministic_mode, config.parallel.context_parallel_size > 1 or config.parallel.num_pipeline_slices > 1,
+        config.kernels.deterministic_mode,
+        config.parallel.context_parallel_size > 1 or config.parallel.num_pipeline_slices > 1,
     )  # fmt: skip
 
 
 def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelName], dict[str, str]]:
-    """Return the candidates of all ranks, in this rank's order, and why others are not; ``reference`` works everywhere."""
+    # the candidates of all ranks, in this rank's order, and why others are not; ``reference`` works everywhere
     names = [name for name in mine.names if all(name in theirs for theirs, _, _ in of_ranks)]
     lacks: dict[str, str] = {}
     for rank, (theirs, reasons, _) in enumerate(of_ranks):
@@ -176,8 +189,9 @@ def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelNam
     return names or ["reference"], {**lacks, **everywhere}
 
 
-def _timed(names: list[KernelName], config: Config, groups: ParallelGroups) -> tuple[dict[KernelName, float], dict[str, str]]:
-    """Return milliseconds by candidate, the same on every rank, and why others fail at this size. Collective."""
+def _timed(
+    names: list[KernelName], config: Config, groups: ParallelGroups
+) -> tuple[dict[KernelName, float], dict[str, str]]:
     with all_ranks_agree(groups.control):  # one rank may lack the memory
         block = _Block(config, groups)
     failed: dict[str, str] = {}
@@ -200,7 +214,6 @@ def _timed(names: list[KernelName], config: Config, groups: ParallelGroups) -> t
 
 
 def _slowest(seconds: float, groups: ParallelGroups) -> float:
-    """Return the maximum over all ranks. Collective."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
@@ -221,7 +234,7 @@ class _Block:
         self.mask = AttentionMask(use.causal, documents=documents, window=use.window)
 
     def failure(self, name: KernelName) -> str:
-        """Compute once; return what goes wrong, or an empty string."""
+        # compute once; return what goes wrong, or an empty string
         try:
             self.run(name)
         except Exception as error:  # foreign code, or too little memory for a kernel
@@ -229,7 +242,6 @@ class _Block:
         return ""
 
     def run(self, name: KernelName) -> float:
-        """Return the seconds of one forward and backward pass."""
         activate(name)
         self._synchronize()
         began = time.perf_counter()
@@ -244,7 +256,7 @@ class _Block:
 
 
 def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:
-    """Check --fused-kernels apex or triton before any rank waits for another; one process of each host reports what is missing there.
+    """Check --fused-kernels apex or triton before any rank waits for another; one process of each host reports it.
 
     Raises:
         ConfigError: they cannot be used on this rank.
@@ -260,7 +272,7 @@ def require_fused_kernels(config: Config, launch: Launch, device: torch.device) 
 
 
 def expects_triton(config: Config, device: torch.device) -> bool:
-    """Return whether this rank finds Triton's kernels usable for a model of ours, before there is one; the others may not."""
+    """Return whether this rank finds Triton's kernels usable for a model of ours; other ranks may not."""
     model = config.model
     kernels = _choose_fused(config, device, NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p))
     return kernels.elementwise is not None and kernels.elementwise.name == "triton"

@@ -174,7 +174,9 @@ def train(run: Run, saves: Saves | None = None) -> int:
     if saves is not None and saves.failed:
         what = "the last checkpoint could not be written"
         context.status.write("failed", EXIT_DISK, what, step=progress.step)
-        context.console.line(f"error: {what} (see the warnings above): free some space and start again with --auto-resume")
+        context.console.line(
+            f"error: {what} (see the warnings above): free some space and start again with --auto-resume"
+        )
         return EXIT_DISK
     context.status.write("preempted" if code == EXIT_PREEMPTED else "done", code, step=progress.step)
     return code
@@ -223,7 +225,9 @@ def _take_steps(run: Run, saves: Saves | None) -> str:
             progress.consumed_tokens += size * length
             nan_checks.count_bad_step(run, result)
             scale = parts.scaler.scale
-            run.reporter.step(progress, result, lr=lr, loss_scale=scale, optimizer=parts.optimizer, size=size, length=length)
+            run.reporter.step(
+                progress, result, lr=lr, loss_scale=scale, optimizer=parts.optimizer, size=size, length=length
+            )
             profiler_step()
 
             # what comes between two steps
@@ -256,7 +260,7 @@ def _is_validation_due(run: Run) -> bool:
 def _next_micro_batches(
     run: Run, loader: BatchLoader, consumed_samples: int, count: int, longest: int | None = None
 ) -> list[MicroBatch]:  # fmt: skip
-    """Return this rank's next micro-batches, on its device, their sequences cut off after ``longest`` tokens."""
+    # this rank's next micro-batches, on its device, their sequences cut off after ``longest`` tokens
     try:
         micro_batches = loader.step(consumed_samples, count)
     except ReportedError as error:
@@ -265,13 +269,14 @@ def _next_micro_batches(
     if longest is not None and longest < micro_batches[0]["tokens"].shape[1]:
         by_position = ("tokens", "labels", "loss_mask", "positions", "documents")  # [b, s] each
         micro_batches = [
-            {name: t[:, :longest].contiguous() if name in by_position else t for name, t in batch.items()} for batch in micro_batches
+            {name: t[:, :longest].contiguous() if name in by_position else t for name, t in batch.items()}
+            for batch in micro_batches
         ]
     return [on_device(batch, run.context.groups.device) for batch in micro_batches]
 
 
 def _wants_stop(run: Run) -> bool:
-    """Return whether this rank wants to stop: by a signal, the kill switch, or --exit-duration-in-mins."""
+    # whether this rank wants to stop: by a signal, the kill switch, or --exit-duration-in-mins
     context = run.context
     limit = context.config.batch.exit_duration_in_mins
     is_over = limit is not None and time.monotonic() - context.started > 60 * limit
@@ -279,7 +284,7 @@ def _wants_stop(run: Run) -> bool:
 
 
 def _who_stops(run: Run) -> str | None:
-    """Return what preempts the run on any rank, a key of ``_PREEMPTIONS``; the same on every rank. Collective."""
+    # what preempts the run on any rank, a key of ``_PREEMPTIONS``; the same on every rank. Collective
     context = run.context
     number = 2 if context.kill_switch.is_thrown() else int(context.signals.requested)
     largest = int(all_reduce(torch.tensor([float(number)]), context.groups.control, "max"))
@@ -287,7 +292,7 @@ def _who_stops(run: Run) -> str | None:
 
 
 def _evaluate_once(run: Run, kind: Split) -> bool:
-    """Call ``_evaluate``, unless a former process of this run has already evaluated these weights."""
+    # call ``_evaluate``, unless a former process of this run has already evaluated these weights
     step = run.state.progress.step
     if step == run.plan.start.step and kind in run.evaluated:
         run.context.console.line(f"{kind} at step {step}: done already, as metrics.jsonl says")
@@ -359,7 +364,9 @@ def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float | Non
         context.watchdog.beat(f"{kind} batch {index}")
         context.faults.at(f"{kind}.batch", step)
         micro_batches = _next_micro_batches(run, loader, first_sample + index * size, count)
-        total += evaluate_batches(parts.model, terms, micro_batches, kernel, context.groups, parts.weights, parts.pipeline)
+        total += evaluate_batches(
+            parts.model, terms, micro_batches, kernel, context.groups, parts.weights, parts.pipeline
+        )
         if preempted := _who_stops(run):
             context.console.line(f"{kind} at step {step}: interrupted by {_PREEMPTIONS[preempted]}")
             return None
@@ -369,7 +376,7 @@ def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float | Non
 
 @contextlib.contextmanager
 def _profiler(run: Run) -> Iterator[Callable[[], None]]:
-    """Profile the steps of --profile-step-start/-end with torch's profiler; yields what to call after each step."""
+    # profile the steps of --profile-step-start/-end with torch's profiler; yields what to call after each step
     logging, rank, done = run.context.config.logging, run.context.launch.rank, run.state.progress.step
     if not logging.profile or rank not in logging.profile_ranks or done >= logging.profile_step_end:
         yield lambda: None
@@ -386,7 +393,7 @@ def _profiler(run: Run) -> Iterator[Callable[[], None]]:
 
 
 def _what_is_kept(run: Run, saves: Saves | None, reason: str) -> str:
-    """Return the end of the last message: what there is to go on from."""
+    # the end of the last message: what there is to go on from
     if saves is None or saves.saved_step != run.state.progress.step:
         no_save = run.context.config.checkpoint.save is None
         return "; nothing was saved" + (", for there is no --save" if no_save else " at this step")

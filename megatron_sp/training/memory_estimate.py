@@ -1,8 +1,8 @@
-"""Predicted memory of a run, compared with the available memory before it starts, and with measurements after some steps.
+"""Predicted memory of a run, compared with what is available before it starts, and with what some steps needed.
 
-A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be another
-one, without a message. It is refused only for what is certain (``estimate/fits.py``); what may be too much is a warning,
-and --allow-oom makes it one in any case.
+A run that cannot fit is refused: on a CPU the system would first slow down and then kill a process, which may be
+another one, without a message. It is refused only for what is certain (``estimate/fits.py``); what may be too much is a
+warning, and --allow-oom makes it one in any case.
 """
 
 from __future__ import annotations
@@ -33,19 +33,12 @@ class MemoryEstimate:
     """Predicted memory and traffic of one rank; to be created before the model is built.
 
     Args:
-        config: configuration of the run, with the vocabulary size set.
-        overlap: resolved overlap mode of the sp exchanges: {"mode", "chunks"}.
-        world_size, local_world_size: number of processes in all, and on this host.
-        device: device of this rank.
-        attention: name of the attention kernel.
-        fused: Triton's kernels compute norms and elementwise operations.
-        repeats_attention: recomputed blocks keep nothing of attention.
         is_own: False for a model from elsewhere, whose activations and exchanges the closed forms do not know.
     """
 
     def __init__(
-        self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device, attention: str = "",
-        *, fused: bool = True, repeats_attention: bool = False, is_own: bool = True,
+        self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device,
+        attention: str = "", *, fused: bool = True, repeats_attention: bool = False, is_own: bool = True,
     ) -> None:  # fmt: skip
         self._config = config = copy.deepcopy(config)
         self.is_own = is_own
@@ -85,21 +78,25 @@ class MemoryEstimate:
         return lines
 
     def _exceeds(self, available: int) -> bool:
-        """Return whether a rank certainly needs more than this on its device, and on a CPU than its share of swap space besides."""
         if self._kind == "cuda":
             return CERTAIN * self.memory.peak > available
         need = host_need(self._config, self._world_size)
         return need > available + swap_bytes() // self._local_world_size
 
     def _shortage_of_host(self) -> list[str]:
-        """Return log lines if the host has too little memory for what its GPUs put there. Raises ConfigError like ``warning``."""
+        """Return log lines if the host has too little memory for what its GPUs put there.
+
+        Raises ConfigError like ``warning``.
+        """
         host, ranks = host_memory_bytes(), self._local_world_size
-        need = self.memory.host + self.memory.optimizer_host - copy_bytes(self._config, self._world_size)  # a save goes without its copy
+        # a save goes without its copy
+        need = self.memory.host + self.memory.optimizer_host - copy_bytes(self._config, self._world_size)
         if host is None or need * ranks <= host:
             return []
         lines = [
-            f"warning: a rank is predicted to need {format_bytes(need)} of host memory for what it offloads, and {format_bytes(host)} are"
-            f" available to {ranks} {'process' if ranks == 1 else 'processes'}: offload less, or start fewer processes on a host"
+            f"warning: a rank is predicted to need {format_bytes(need)} of host memory for what it offloads, and"
+            f" {format_bytes(host)} are available to {ranks} {'process' if ranks == 1 else 'processes'}: offload less,"
+            " or start fewer processes on a host"
         ]
         if CERTAIN * need * ranks > host:  # pinned memory cannot be swapped
             self._refuse(lines)
@@ -110,7 +107,7 @@ class MemoryEstimate:
             raise ConfigError("\n".join([lines[0].removeprefix("warning: "), *lines[1:], f"  {HOW_TO_START}"]))
 
     def explain(self) -> list[str]:
-        """Return lines with a breakdown of a rank's memory and suggestions to lower it, for an out-of-memory message."""
+        """Return lines with a breakdown of a rank's memory and suggestions to lower it, for out-of-memory messages."""
         if not self.is_own:
             return []
         available = self._available()[0] or 0
@@ -118,24 +115,28 @@ class MemoryEstimate:
         first = f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"
         if peak < 0.8 * available:
             beside = "beside the program itself, so something else limits it: ulimit -v, a container, other processes"
-            return [first, f"  that is less than the {format_bytes(available)} that are there, {beside}", *self._advice(peak)]
+            return [
+                first,
+                f"  that is less than the {format_bytes(available)} that are there, {beside}",
+                *self._advice(peak),
+            ]
         return [first, *self._advice(min(available, int(0.8 * peak)))]
 
     def _advice(self, available: int) -> list[str]:
         return advice(self._config, self._world_size, self._kind, available)
 
     def _available(self) -> tuple[int | None, str]:
-        """Return the bytes available to this rank (on a GPU its total memory), and a phrase that describes them."""
         if self._kind == "cuda":
             return torch.cuda.mem_get_info(self._device)[1], "on this GPU"
         host, ranks = host_memory_bytes(), self._local_world_size
         if host is None:
             return None, ""
-        whose = f"for it ({format_bytes(host)} of this host are available to {ranks} {'process' if ranks == 1 else 'processes'})"
+        processes = "process" if ranks == 1 else "processes"
+        whose = f"for it ({format_bytes(host)} of this host are available to {ranks} {processes})"
         return host // ranks, whose
 
     def spare_host_bytes(self, kept_for_saves: int) -> int | None:
-        """Return the bytes of host memory left to this rank beyond its predicted need; None if the available memory cannot be read.
+        """Return the bytes of host memory left to this rank beyond its predicted need; None if unknown.
 
         Args:
             kept_for_saves: bytes in the prediction for the copy of a save; they are counted as spare here.
@@ -155,8 +156,10 @@ class MemoryEstimate:
         of_gpu = {"reserved_bytes": reserved, "graphs_bytes": graphs} if self._kind == "cuda" else {}
         return {
             **of_gpu,
-            "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before, "step_s": step_s,
-            "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide, "collectives": self.traffic.number,
+            "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before,
+            "step_s": step_s,
+            "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide,
+            "collectives": self.traffic.number,
         }  # fmt: skip
 
     def line(self, measured: int, step_s: float, reserved: int = 0, graphs: int = 0) -> str:
@@ -177,12 +180,15 @@ class MemoryEstimate:
         if not self.is_own:
             return f"memory: {found}; a step: {step_s:.3g} s"
         sent, share = self.traffic.num_bytes, self.traffic.can_hide / max(1, self.traffic.num_bytes)
-        moved = f"{format_bytes(sent)} sent in {self.traffic.number:,} collectives, {share:.0%} can run under computation"
-        return f"memory: predicted {format_bytes(self.memory.peak)}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
+        moved = (
+            f"{format_bytes(sent)} sent in {self.traffic.number:,} collectives, {share:.0%} can run under computation"
+        )
+        predicted = format_bytes(self.memory.peak)
+        return f"memory: predicted {predicted}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if it cannot be read."""
+    # the resident memory of this process; 0 if it cannot be read
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -192,14 +198,13 @@ def resident_bytes() -> int:
 def require_order_fits(config: Config, num_samples: tuple[int, int, int]) -> None:
     """Check that the order of all samples, which is built in memory, fits into it.
 
-    Args:
-        num_samples: samples of training, validation and test.
     Raises:
         ConfigError: it does not, and --allow-oom is not given.
     """
     need, host = order_bytes(config, sum(num_samples)), host_memory_bytes()
     if not config.kernels.allow_oom and host is not None and need > host + swap_bytes():
         raise ConfigError(
-            f"the order of {sum(num_samples):,} samples takes at least {format_bytes(need)}, and {format_bytes(host)} of this host are"
-            f" available: lower --train-iters, --train-samples or --eval-iters, or raise --eval-interval\n  {HOW_TO_START}"
+            f"the order of {sum(num_samples):,} samples takes at least {format_bytes(need)}, and {format_bytes(host)}"
+            " of this host are available: lower --train-iters, --train-samples or --eval-iters, or raise"
+            f" --eval-interval\n  {HOW_TO_START}"
         )

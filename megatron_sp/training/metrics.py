@@ -38,9 +38,6 @@ class MetricsLog:
 
     Args:
         run_dir: folder of ``metrics.jsonl``; records are appended.
-        config: selects the trackers.
-        rank: this process's rank.
-        resolved: the whole configuration, passed on to the trackers.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, rank: int, resolved: dict[str, Any]) -> None:
@@ -81,13 +78,16 @@ class MetricsLog:
         with open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
             if not follows_whole_line and file.seek(0, os.SEEK_END) > 0:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # after a kill or on a full disk: this record must not be appended to an incomplete line
+                # after a kill or on a full disk: this record must not be appended to an incomplete line
+                if file.read(1) != b"\n":
                     file.write(b"\n")
             file.write(line.encode())
         self._is_first = False
 
     def _add_tensorboard(self, config: LoggingConfig) -> None:
-        writer = availability.load("tensorboard").SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        writer = availability.load("tensorboard").SummaryWriter(
+            config.tensorboard_dir, max_queue=config.tensorboard_queue_size
+        )
 
         def sink(record: dict[str, Any]) -> None:
             for key, value in record.items():
@@ -98,21 +98,27 @@ class MetricsLog:
         self._closers.append(("TensorBoard", writer.close))
 
     def _add_wandb(self, config: LoggingConfig, run_dir: Path, resolved: dict[str, Any]) -> None:
-        self._closers.append(("logging", functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions)))
-        logging.raiseExceptions = False  # W&B's own log may be on a full disk: logging would print a traceback for each of its lines
-        run = availability.load("wandb").init(project=config.wandb_project, name=config.wandb_exp_name, dir=str(run_dir), config=resolved)
+        self._closers.append(
+            ("logging", functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions))
+        )
+        # W&B's own log may be on a full disk: logging would print a traceback for each of its lines
+        logging.raiseExceptions = False
+        run = availability.load("wandb").init(
+            project=config.wandb_project, name=config.wandb_exp_name, dir=str(run_dir), config=resolved
+        )
 
         def sink(record: dict[str, Any]) -> None:
             values = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
             run.log(values, step=record.get("step"))
-            if shutil.disk_usage(run_dir).free < _LEAST_FREE:  # W&B's own process writes them, and does not report failures
+            # W&B's own process writes them, and does not report failures
+            if shutil.disk_usage(run_dir).free < _LEAST_FREE:
                 raise OSError(errno.ENOSPC, "hardly any space is left on the device", str(run_dir))
 
         self._sinks.append(("W&B", sink))
         self._closers.append(("W&B", run.finish))
 
     def _watch_threads(self, package: str, what: str) -> None:
-        """Until ``close()``, report an error that ends a tracker's thread like any other error of it, not as a traceback."""
+        # until ``close()``, report an error that ends a tracker's thread like any other error of it, not as a traceback
         before = threading.excepthook
 
         def hook(ended: threading.ExceptHookArgs) -> None:
@@ -136,12 +142,16 @@ class MetricsLog:
 
     def _lose(self, what: str, error: BaseException) -> None:
         if what not in self.lost:
-            self.lost[what] = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            print(f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True)
+            self.lost[what] = (
+                error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            )
+            print(
+                f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True
+            )
 
 
 def _goes_through(trace: TracebackType | None, package: str) -> bool:
-    """Return whether a frame of the traceback is in code of ``package``."""
+    # whether a frame of the traceback is in code of ``package``
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
             return True
@@ -150,7 +160,6 @@ def _goes_through(trace: TracebackType | None, package: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,7 +171,6 @@ class Console:
     """Console output of rank 0; other ranks print nothing.
 
     Args:
-        rank: this process's rank.
         progress_bar: draw a bar if standard output is a terminal.
     """
 

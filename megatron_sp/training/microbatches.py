@@ -46,7 +46,9 @@ class BatchPlan:
         full = config.global_batch_size or config.micro_batch_size * dp_size
         start, increment, ramp_samples = config.rampup_batch_size or (full, 0, 0)
         steps = steps_in_samples(config, seq_length or 1)
-        return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples, steps, config.eval_global_batch_size)
+        return cls(
+            config.micro_batch_size, dp_size, full, start, increment, ramp_samples, steps, config.eval_global_batch_size
+        )
 
     @property
     def evaluation(self) -> int:
@@ -69,11 +71,16 @@ class BatchPlan:
         return min(self.start + stage * self.increment, self.full)
 
     def _grows(self, consumed_samples: int) -> bool:
-        """Return whether the ramp-up goes on after ``consumed_samples``."""
-        return self.ramp_samples > 0 and self.increment > 0 and self.start < self.full and consumed_samples <= self.ramp_samples
+        # whether the ramp-up goes on after ``consumed_samples``
+        return (
+            self.ramp_samples > 0
+            and self.increment > 0
+            and self.start < self.full
+            and consumed_samples <= self.ramp_samples
+        )
 
     def _same_size(self, consumed_samples: int) -> int | None:
-        """Return how many steps from ``consumed_samples`` on certainly have the same size; None: all."""
+        # how many steps from ``consumed_samples`` on certainly have the same size; None: all
         if not self.steps:
             return 1 if self._grows(consumed_samples) else None
         later = bisect_right(self.steps, consumed_samples, key=lambda step: step[0])
@@ -82,7 +89,7 @@ class BatchPlan:
         return -(-(self.steps[later][0] - consumed_samples) // self.steps[later - 1][1])
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank of the step that begins after ``consumed_samples``."""
+        """Return the number of micro-batches per data-parallel rank of the step after ``consumed_samples``."""
         return divide(self.global_batch_size(consumed_samples), self.micro_batch_size * self.dp_size)
 
     def samples_after(self, num_steps: int, consumed: int = 0) -> int:
@@ -93,13 +100,10 @@ class BatchPlan:
             consumed, num_steps = consumed + count * self.global_batch_size(consumed), num_steps - count
         return consumed
 
-    def steps_for_tokens(self, tokens: int, length: Callable[[int], int], start: tuple[int, int, int] = (0, 0, 0)) -> int:
-        """Return the number of steps until ``tokens`` are consumed, the last one possibly beyond.
-
-        Args:
-            length: tokens of a sequence in a step, by its number.
-            start: steps, samples and tokens before.
-        """
+    def steps_for_tokens(
+        self, tokens: int, length: Callable[[int], int], start: tuple[int, int, int] = (0, 0, 0)
+    ) -> int:
+        """Return the number of steps until ``tokens`` are consumed, the last one possibly beyond."""
         step, samples, done = start
         while done < tokens:
             size, same = self.global_batch_size(samples), self._same_size(samples)
@@ -112,7 +116,7 @@ class BatchPlan:
         return step - start[0]
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Return the number of steps from ``consumed`` samples to at most ``samples``; a last partial batch is dropped."""
+        """Return the number of steps from ``consumed`` to at most ``samples``; a last partial batch is dropped."""
         steps = 0
         while (fit := (samples - consumed) // (size := self.global_batch_size(consumed))) > 0:
             same = self._same_size(consumed)

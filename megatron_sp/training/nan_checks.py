@@ -1,4 +1,4 @@
-"""Checks for NaN and infinity beyond a step's own: skipped steps, the weights after an update, validation, a run's end."""
+"""Checks for NaN and infinity beyond a step's own: skipped steps, weights after an update, validation, a run's end."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def count_bad_step(run: Run, result: StepResult) -> None:
     )
     if progress.bad_steps > limit:
         raise NumericsError(
-            f"{progress.bad_steps} non-finite steps in a row (--max-bad-steps {limit}): stopped at step {progress.step}."
-            f" The weights are those of the last finite step. The sample ids and the norm of every layer's gradient are in"
-            f" {dump}. Lower --lr, look at these samples, or resume an earlier checkpoint with --ckpt-step."
+            f"{progress.bad_steps} non-finite steps in a row (--max-bad-steps {limit}): stopped at step"
+            f" {progress.step}. The weights are those of the last finite step. The sample ids and the norm of every"
+            f" layer's gradient are in {dump}. Lower --lr, look at these samples, or resume an earlier checkpoint with"
+            " --ckpt-step."
         )
 
 
 def dump_bad_step(run: Run, result: StepResult) -> Path:
-    """Write the samples of a non-finite step and the gradient norm of each parameter to a file (on rank 0). Collective."""
     groups, optimizer, step = run.context.groups, run.parts.optimizer, run.state.progress.step
     path = run.context.run_dir / f"nonfinite-step-{step:06d}.json"
     squares: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
-"""Overlap report (--report-overlap): the share of each layer's communication that was hidden, as a table, a trace and pictures.
+"""Overlap report (--report-overlap): the share of each layer's communication that was hidden: table, trace, pictures.
 
-    exposed   time that a rank was blocked in ``wait()``, summed over a layer's collectives of one pass (a slow peer counts too)
+    exposed   time that a rank was blocked in ``wait()``, summed over a layer's collectives of one pass, slow peers too
     exchange  the same collectives, each run alone: same sizes, same groups, no computation meanwhile
     hidden    1 - exposed / exchange, clamped to [0, 1]
 
@@ -8,9 +8,9 @@ Collectives are recorded during some steps (``comm/recorder.py``). Then each dis
 over several rounds, so that a temporary slowdown of the machine affects all of them; the median of each is used. Tables
 and pictures are rank 0's.
 
-Messages between the stages of a pipeline are exchanges of their own, counted by the stage that made them. A rank waits for
-most of them because they have not been sent yet, which is the bubble of the schedule: the report says how much of the waits
-that is, and shows the schedule of rank 0's pipeline as planned and as run (``pipeline_times.py``).
+Messages between the stages of a pipeline are exchanges of their own, counted by the stage that made them. A rank waits
+for most of them because they have not been sent yet, which is the bubble of the schedule: the report says how much of
+the waits that is, and shows the schedule of rank 0's pipeline as planned and as run (``pipeline_times.py``).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _TRACED_STEPS = 3
 class OverlapEntry(NamedTuple):
     """The collectives of one axis, layer and direction in one step; times in seconds.
 
-    ``layer`` is None for embedding and head. With axis pp it is the stage that made the messages; a rank either sends or
-    receives those of a stage and direction.
+    ``layer`` is None for embedding and head. With axis pp it is the stage that made the messages; a rank either sends
+    or receives those of a stage and direction.
     """
 
     axis: Axis
@@ -98,16 +98,12 @@ class OverlapReport:
 
     Args:
         num_steps: number of steps to record; the first is not counted if there are others.
-        groups: process groups of the layout.
-        run_dir: folder for trace and picture.
-        say: prints a line on rank 0.
         pipeline: that of the run, whose messages are recorded, too; None: the model is not cut.
-        ep: the ranks that share experts.
     """
 
     def __init__(
-        self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None], pipeline: Pipeline | None = None,
-        ep: Group = SINGLE_RANK,
+        self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None],
+        pipeline: Pipeline | None = None, ep: Group = SINGLE_RANK,
     ) -> None:  # fmt: skip
         self._groups, self._run_dir, self._say, self._pipeline = groups, run_dir, say, pipeline
         self._clock: Clock = CudaClock(groups.device) if groups.device.type == "cuda" else WallClock()
@@ -117,11 +113,17 @@ class OverlapReport:
             pipeline.channels.recorder = self.recorder
 
     def is_due(self, *, last: bool) -> bool:
-        """Return whether to write the report now: enough steps are recorded, or there will be no more. The same on every rank."""
+        """Return whether to write the report now: enough steps are recorded, or there will be no more.
+
+        The same on every rank.
+        """
         return not self._written and (self.recorder.is_complete or (last and bool(self.recorder.steps)))
 
     def write(self) -> list[OverlapEntry]:
-        """Time the collectives alone; on rank 0 print the table and write trace and picture. Collective; returns this rank's rows."""
+        """Time the collectives alone; on rank 0 print the table and write trace and picture.
+
+        Collective; returns this rank's rows.
+        """
         self._written = True
         recorded = self.recorder.steps
         steps = comparable(recorded)
@@ -145,8 +147,9 @@ class OverlapReport:
         return rows
 
     def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
-        """Return the seconds of each collective and message when run alone. Collective."""
-        collectives = iter(time_alone([what for what in flights if what.pipe is None], self._groups, self._clock, self._ep))
+        collectives = iter(
+            time_alone([what for what in flights if what.pipe is None], self._groups, self._clock, self._ep)
+        )
         found: dict[Collective, float] = {}
         if self._pipeline is not None:
             messages = {what for what in flights if what.pipe is not None}
@@ -154,14 +157,17 @@ class OverlapReport:
         return [next(collectives) if what.pipe is None else found[what] for what in flights]
 
     def _gather_pipeline(self, recorded: Sequence[StepTimes], typical: StepTimes) -> list[tuple[RankTimes, int]]:
-        """Return times and sent bytes of each rank of rank 0's pipeline in the step that rank 0 finds typical. Collective."""
         index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), self._groups.control)
         mine, ranks = recorded[index], self._groups.pp_ranks
         about = [RankTimes.of(mine).as_json(), bytes_sent(mine, "pp", self._groups.pp_rank)] if ranks[0] == 0 else None
-        return [(RankTimes.from_json(found[0]), found[1]) for found in gather_json(about, self._groups.control) if found is not None]
+        return [
+            (RankTimes.from_json(found[0]), found[1])
+            for found in gather_json(about, self._groups.control)
+            if found is not None
+        ]
 
     def _write_pipeline(self, pipeline: Pipeline, found: Sequence[tuple[RankTimes, int]]) -> None:
-        """Print the schedule as planned and as run, and draw it; if that fails, print a line and go on."""
+        # print the schedule as planned and as run, and draw it; if that fails, print a line and go on
         ranks = [times for times, _ in found]
         plan = pipeline.plan(1 + max(box.action.micro_batch for box in ranks[0].actions))
         as_run = measured(plan, ranks)
@@ -181,7 +187,7 @@ class OverlapReport:
             self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
 
     def _write_files(self, steps: list[StepTimes], typical: StepTimes, rows: list[OverlapEntry], length: float) -> None:
-        """Write trace and picture; if that fails, print a line and go on."""
+        # write trace and picture; if that fails, print a line and go on
         path = self._run_dir / TRACE_NAME
         try:
             atomic_write_text(path, json.dumps(trace(steps[-_TRACED_STEPS:], rows, length)) + "\n")
@@ -204,47 +210,48 @@ class OverlapReport:
 
 
 def bytes_sent(step: StepTimes, axis: Axis, rank: int) -> int:
-    """Return the bytes that a rank sends to others of an axis in a step's all_to_alls or messages; ``rank``: its place there."""
+    """Return the bytes that a rank, whose place on the axis is ``rank``, sends to others there in a step."""
     of_axis = (flight.what for flight in step.flights if flight.what.axis == axis)
     sizes = ((sum(what.sends) - (what.sends[rank] if what.pipe is None else 0), what.dtype) for what in of_axis)
     return sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes)
 
 
 def _line_about_context(of_ranks: list[int]) -> str:
-    """Return what the cp ranks have sent, also that it is nothing; a plan that lacks rows that are needed is refused in the step itself."""
+    # nothing sent is no fault: a plan that lacks rows that are needed is refused in the step itself
     if not any(of_ranks):
         return (
-            "  the cp ranks sent each other no keys or values in this step: no query saw a key of another rank (documents that lie on one"
-            " rank, or a window of one token)"
+            "  the cp ranks sent each other no keys or values in this step: no query saw a key of another rank"
+            " (documents that lie on one rank, or a window of one token)"
         )
     return (
-        f"  keys, values and their gradients sent over cp: {format_bytes(sum(of_ranks))} in all, by a rank {format_bytes(min(of_ranks))} to"
-        f" {format_bytes(max(of_ranks))}"
+        f"  keys, values and their gradients sent over cp: {format_bytes(sum(of_ranks))} in all, by a rank"
+        f" {format_bytes(min(of_ranks))} to {format_bytes(max(of_ranks))}"
     )
 
 
 def _lines_about_messages(of_ranks: Sequence[int], until_sent: float, under_way: float) -> list[str]:
-    """Return what the ranks of a pipeline have sent, and what they have waited for."""
     return [
-        f"  messages of rank 0's pipeline: {format_bytes(sum(of_ranks))} in all, by a rank {format_bytes(min(of_ranks))} to"
-        f" {format_bytes(max(of_ranks))}",
-        f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f} ms until they were sent,"
-        f" {1e3 * under_way:.1f} ms while they were under way",
+        f"  messages of rank 0's pipeline: {format_bytes(sum(of_ranks))} in all, by a rank"
+        f" {format_bytes(min(of_ranks))} to {format_bytes(max(of_ranks))}",
+        f"  its ranks together waited {1e3 * (until_sent + under_way):.1f} ms for messages: {1e3 * until_sent:.1f} ms"
+        f" until they were sent, {1e3 * under_way:.1f} ms while they were under way",
     ]
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:
-    """Return the steps to evaluate: not the first (warm-up), and only those with as many collectives as the last (batch ramp-up)."""
+    """Return the steps to evaluate: not the warm-up, and only those with as many collectives as the last."""
     kept = steps[1:] or steps
     return [step for step in kept if len(step.flights) == len(kept[-1].flights)]
 
 
-def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock, ep: Group = SINGLE_RANK) -> list[float]:
+def time_alone(
+    collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock, ep: Group = SINGLE_RANK
+) -> list[float]:
     """Return the seconds of each collective when run alone: the median over rounds. Collective.
 
     Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another
-    (uneven heads), and all ranks have to take part, so the ranks compare their lists first. Those of one pipeline stage are
-    run beside those of the others, which may have more or fewer layers.
+    (uneven heads), and all ranks have to take part, so the ranks compare their lists first. Those of one pipeline stage
+    are run beside those of the others, which may have more or fewer layers.
 
     Raises:
         RuntimeError: the ranks of a stage ran different numbers of collectives.
@@ -256,7 +263,10 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
     for stage, theirs in everyone:
         stages.setdefault(stage, []).append(theirs)
     if any(len({len(theirs) for theirs in of_ranks}) > 1 for of_ranks in stages.values()):
-        raise RuntimeError(f"the ranks have run different numbers of collectives in one step: {[len(theirs) for _, theirs in everyone]}")
+        raise RuntimeError(
+            "the ranks have run different numbers of collectives in one step:"
+            f" {[len(theirs) for _, theirs in everyone]}"
+        )
     kinds = {stage: [tuple(of_ranks) for of_ranks in zip(*lists, strict=True)] for stage, lists in stages.items()}
     kind_of = kinds[groups.pp.rank()]
     example = {kind: what for kind, what in zip(reversed(kind_of), reversed(collectives), strict=True)}
@@ -272,12 +282,12 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
     return [found[kind] for kind in kind_of]
 
 
-def time_messages(messages: Collection[Collective], channels: Channels, groups: ParallelGroups, clock: Clock) -> dict[Collective, float]:
-    """Return the seconds of each message between stages when it is sent alone, as its sender or its receiver sees it. Collective.
+def time_messages(
+    messages: Collection[Collective], channels: Channels, groups: ParallelGroups, clock: Clock
+) -> dict[Collective, float]:
+    """Return the seconds of each message between stages when it is sent alone, as its sender or its receiver sees it.
 
-    Args:
-        messages: distinct messages that this rank has sent or received in a step.
-        channels: those of the run.
+    Collective.
     """
     line = groups.pp_ranks[0]
     sent = [[*(what.pipe or ()), sum(what.sends), what.dtype] for what in messages if what.op == "send"]
@@ -300,13 +310,20 @@ def time_messages(messages: Collection[Collective], channels: Channels, groups: 
             return channels.send(send[: sum(what.sends)], what.pipe[1])
         return channels.receive(receive[: sum(what.receives)], what.pipe[0])
 
-    return {what: seconds for what, seconds in zip(own, _time_in_turns(own, start, groups, clock), strict=True) if what is not None}
+    return {
+        what: seconds
+        for what, seconds in zip(own, _time_in_turns(own, start, groups, clock), strict=True)
+        if what is not None
+    }
 
 
 def _time_in_turns(
     turns: Sequence[Collective | None], start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
 ) -> list[float]:
-    """Return the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others. Collective."""
+    """Return the median seconds of each turn; all ranks have as many, and None where a rank only waits for the others.
+
+    Collective.
+    """
     found: list[list[float]] = [[] for _ in turns]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
@@ -321,15 +338,19 @@ def _time_in_turns(
 
 
 def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return a send and a receive buffer for each dtype, large enough for all collectives; zeros, so that no sum overflows."""
+    # a send and a receive buffer for each dtype, large enough for all collectives; zeros, so that no sum overflows
     found = {}
     for dtype in {what.dtype for what in collectives}:
         sizes = [(sum(what.sends), sum(what.receives)) for what in collectives if what.dtype == dtype]
-        found[dtype] = tuple(torch.zeros(max(each), dtype=getattr(torch, dtype), device=device) for each in zip(*sizes, strict=True))
+        found[dtype] = tuple(
+            torch.zeros(max(each), dtype=getattr(torch, dtype), device=device) for each in zip(*sizes, strict=True)
+        )
     return found  # type: ignore[return-value]
 
 
-def _time_once(what: Collective | None, start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock) -> float:
+def _time_once(
+    what: Collective | None, start: Callable[[Collective], Handle], groups: ParallelGroups, clock: Clock
+) -> float:
     clock.settle()
     barrier(groups.control)
     begin = clock.now()
@@ -353,10 +374,9 @@ def _start(what: Collective, groups: ParallelGroups, ep: Group, send: Tensor, re
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
-    """Return one row for each axis, layer and direction: cp, pp, sp, tp, layers in order, embedding and head at the end.
+    """Return one row for each axis, layer and direction, layers in order, embedding and head at the end.
 
     Args:
-        steps: steps with the same collectives in the same order.
         alone: seconds of each of these collectives when run alone.
     """
     places: dict[tuple[Axis, int | None, Direction], list[int]] = {}
@@ -366,7 +386,11 @@ def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Overlap
     for (axis, layer, direction), indices in places.items():
         exposed = [sum(step.flights[i].exposed for i in indices) for step in steps]
         share = statistics.median(e / step.seconds for e, step in zip(exposed, steps, strict=True))
-        rows.append(OverlapEntry(axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share))
+        rows.append(
+            OverlapEntry(
+                axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share
+            )
+        )
     return sorted(rows, key=lambda r: (r.axis, r.layer is None, r.layer or 0, r.direction != "forward"))
 
 
@@ -374,7 +398,6 @@ def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: S
     """Return the lines of the table.
 
     Args:
-        rows: rows of rank 0.
         num_steps, length: number of steps that the medians are taken over, and median length of a step in seconds.
         shares: exposed share of the step, for every rank.
     """
@@ -391,29 +414,35 @@ def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: S
     if any(row.layer is None for row in rows):
         lines.append('  ("ends": embedding and head)')
     if any(row.axis == "pp" for row in rows):
-        lines.append('  ("pipeline": messages, by the stage that made them; exposed is also the wait until they were sent)')
+        lines.append(
+            '  ("pipeline": messages, by the stage that made them; exposed is also the wait until they were sent)'
+        )
     if sum(row.exposed for row in rows) > sum(row.exchange for row in rows):
-        lines.append("  (exposed above exchange: the ranks wait for each other, or computation takes the processor from the exchanges)")
+        lines.append(
+            "  (exposed above exchange: the ranks wait for each other, or computation takes the processor from the"
+            " exchanges)"
+        )
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
-    lines.append(f"  exposed in all: rank 0 {100 * shares[0]:.1f} % of its step, the worst, rank {worst}, {100 * shares[worst]:.1f} %")
+    lines.append(
+        f"  exposed in all: rank 0 {100 * shares[0]:.1f} % of its step, the worst, rank {worst},"
+        f" {100 * shares[worst]:.1f} %"
+    )
     return lines
 
 
 def _line(word: str, layer: str, direction: str, row: OverlapEntry) -> str:
     return (
-        f"  {word:8s} {layer:>5s}  {direction:<9s} {row.number:7d} {1e3 * row.exchange:9.2f} ms {100 * row.hidden:6.0f} %"
-        f" {1e3 * row.exposed:9.2f} ms {100 * row.share_of_step:13.2f} %"
+        f"  {word:8s} {layer:>5s}  {direction:<9s} {row.number:7d} {1e3 * row.exchange:9.2f} ms {100 * row.hidden:6.0f}"
+        f" % {1e3 * row.exposed:9.2f} ms {100 * row.share_of_step:13.2f} %"
     )
 
 
 def _added(rows: Sequence[OverlapEntry]) -> OverlapEntry:
-    """Return the sum of several rows as one row."""
     number, exchange, exposed, share = (sum(values) for values in zip(*(row[3:] for row in rows), strict=True))
     return rows[0]._replace(number=int(number), exchange=exchange, exposed=exposed, share_of_step=share)
 
 
 def _summary(rows: Sequence[OverlapEntry]) -> str:
-    """Return a summary of all layers in one direction, for the title of a picture."""
     if not rows:
         return "no exchanges"
     whole = _added(rows)
@@ -421,7 +450,7 @@ def _summary(rows: Sequence[OverlapEntry]) -> str:
 
 
 def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: float) -> dict[str, Any]:
-    """Return a trace in Chrome's format: a track of computation and waits, and one track for each concurrent exchange; times in us."""
+    """Return a trace in Chrome's format, times in us: computation, waits, and a track for each concurrent exchange."""
     names: dict[int, str] = {0: "compute"}
     events: list[dict[str, Any]] = []
     start = 0.0
@@ -429,18 +458,30 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
         for span in step.spans:
             label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
             about = {"layer": span.layer, "direction": span.direction}
-            events.append(_event(0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about))
+            events.append(
+                _event(
+                    0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about
+                )
+            )
         for first, axis in ((1, "sp"), (11, "cp"), (21, "tp"), (31, "pp"), (41, "ep")):
             for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
                 names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
-                events.append(_event(first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)))
+                events.append(
+                    _event(
+                        first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)
+                    )
+                )
         start += step.seconds
     about_lines = [{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}]
     for tid, name in sorted(names.items()):
         about_lines.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}})
         about_lines.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": tid, "args": {"sort_index": tid}})
     table_rows = [{**row._asdict(), "hidden": row.hidden} for row in rows]
-    return {"traceEvents": about_lines + events, "displayTimeUnit": "ms", "otherData": {"step_seconds": length, "rows": table_rows}}
+    return {
+        "traceEvents": about_lines + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"step_seconds": length, "rows": table_rows},
+    }
 
 
 def _about(flight: CollectiveTimes) -> dict[str, Any]:
@@ -459,7 +500,8 @@ def _event(tid: int, category: str, name: str, begin: float, end: float, about: 
 LAYERS_SHOWN = 2
 # Okabe and Ito's colours, which colour-blind readers can tell apart: blues and greens compute, reds move
 COLOURS = {
-    "projection": "#0072B2", "attention": "#009E73", "output projection": "#56B4E9", "mlp": "#E69F00", "other": "#C9C9C9", WAIT: "#FFFFFF",
+    "projection": "#0072B2", "attention": "#009E73", "output projection": "#56B4E9", "mlp": "#E69F00",
+    "other": "#C9C9C9", WAIT: "#FFFFFF",
     "to heads": "#CC79A7", "to positions": "#882255", "context parallel": "#F0E442", "tensor parallel": "#D55E00",
     "pipeline": "#7A5195", "experts": "#B8860B", "expert parallel": "#EE6677",
 }  # fmt: skip
@@ -484,7 +526,6 @@ class Window(NamedTuple):
 
 
 def in_lanes(flights: Iterable[CollectiveTimes]) -> list[tuple[int, CollectiveTimes]]:
-    """Return each collective with the first lane that is free at that time."""
     free_from: list[float] = []
     placed = []
     for flight in sorted(flights, key=lambda f: f.begin):
@@ -513,7 +554,6 @@ def windows(step: StepTimes) -> list[Window]:
 
 
 def _first_pass(spans: Sequence[Span], direction: Direction) -> list[Span]:
-    """Return the spans of the first micro-batch's pass."""
     start = next((i for i, span in enumerate(spans) if span.direction == direction), len(spans))
     end = next((i for i in range(start, len(spans)) if spans[i].direction != direction), len(spans))
     return list(spans[start:end])
@@ -522,20 +562,20 @@ def _first_pass(spans: Sequence[Span], direction: Direction) -> list[Span]:
 def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:
     """Write the picture of a step.
 
-    Args:
-        step: step to show.
-        path: path of the PNG file.
-        titles: title of each direction.
     Raises:
         OSError: the file cannot be written.
     """
     package = availability.load("matplotlib")
-    figures = importlib.import_module(f"{package.__name__}.figure")  # not pyplot, which needs a display and keeps global state
+    # not pyplot, which needs a display and keeps global state
+    figures = importlib.import_module(f"{package.__name__}.figure")
     patches = importlib.import_module(f"{package.__name__}.patches")
     parts = windows(step)
-    heights = [1.2 + max(1, _num_lanes(part)) for part in parts]
+    num_lanes = [sum(1 + max(lane for lane, _ in placed) for _, placed in _by_axis(part)) for part in parts]
+    heights = [1.2 + max(1, count) for count in num_lanes]
     figure = figures.Figure(figsize=(13, 1.5 + 0.62 * sum(heights) + 0.45 * len(parts)), layout="constrained")
-    figure.suptitle(f"exchanges under computation, rank 0 (one step: {1e3 * step.seconds:.1f} ms)", fontsize=12, fontweight="bold")
+    figure.suptitle(
+        f"exchanges under computation, rank 0 (one step: {1e3 * step.seconds:.1f} ms)", fontsize=12, fontweight="bold"
+    )
     used: dict[str, None] = {}
     if parts:
         panels = figure.subplots(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -545,10 +585,6 @@ def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:
     if keys:
         figure.legend(handles=keys, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
-
-
-def _num_lanes(part: Window) -> int:
-    return sum(1 + max(lane for lane, _ in placed) for _, placed in _by_axis(part))
 
 
 def _by_axis(part: Window) -> list[tuple[str, list[tuple[int, CollectiveTimes]]]]:
@@ -561,7 +597,9 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     width = part.end - part.begin
     for span in part.spans:
         kind = span.label if span.label in COLOURS else "other"
-        _bar(axes, 0.0, span.begin, span.end, part, kind, "" if kind in (WAIT, "other") else WORDS.get(kind, kind), used)
+        _bar(
+            axes, 0.0, span.begin, span.end, part, kind, "" if kind in (WAIT, "other") else WORDS.get(kind, kind), used
+        )
     ticks, y = {0.0: "compute"}, 1.15
     for name, placed in _by_axis(part):
         ticks[y] = f"{name} exchanges"
@@ -572,7 +610,10 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
     for layer in dict.fromkeys(layers):
         begins = max(part.begin, min(span.begin for span in part.spans if span.layer == layer))
         axes.axvline(1e3 * (begins - part.begin), color="#444444", linewidth=0.9, linestyle=(0, (3, 2)), zorder=4)
-        axes.annotate(f"layer {layer}", (1e3 * (begins - part.begin), -0.5), (3, 2), textcoords="offset points", fontsize=8.5, va="bottom")
+        axes.annotate(
+            f"layer {layer}", (1e3 * (begins - part.begin), -0.5), (3, 2), textcoords="offset points", fontsize=8.5,
+            va="bottom",
+        )  # fmt: skip
     axes.set_xlim(0, 1e3 * width)
     axes.set_ylim(y - 0.45, -0.85)  # the first line on top
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
@@ -588,17 +629,24 @@ def _draw(axes: Any, part: Window, title: str, used: dict[str, None]) -> None:
 def _kind(flight: CollectiveTimes) -> str:
     if flight.what.axis == "sp":
         return "to heads" if flight.name in _TO_HEADS else "to positions"
-    return {"cp": "context parallel", "ep": "expert parallel", "pp": "pipeline", "tp": "tensor parallel"}[flight.what.axis]
+    return {"cp": "context parallel", "ep": "expert parallel", "pp": "pipeline", "tp": "tensor parallel"}[
+        flight.what.axis
+    ]
 
 
-def _bar(axes: Any, y: float, begin: float, end: float, part: Window, kind: str, text: str, used: dict[str, None]) -> None:
+def _bar(
+    axes: Any, y: float, begin: float, end: float, part: Window, kind: str, text: str, used: dict[str, None]
+) -> None:
     used[kind] = None
     begin, end = max(begin, part.begin), min(end, part.end)
     left, width, window = 1e3 * (begin - part.begin), 1e3 * (end - begin), 1e3 * (part.end - part.begin)
     axes.barh(y, width, left=left, height=0.8, **_look(kind))
     if text and width > window * _WIDE_ENOUGH * 0.62 * len(text):
         dark = kind in ("projection", "attention", "to positions", "tensor parallel", "pipeline")
-        axes.text(left + width / 2, y, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "black", clip_on=True)
+        axes.text(
+            left + width / 2, y, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "black",
+            clip_on=True,
+        )  # fmt: skip
 
 
 def _look(kind: str) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""When the ranks of a pipeline computed what in a step, and when they would have with nothing to wait for but each other.
+"""When the ranks of a pipeline computed what in a step, and when they would have, waiting for each other alone.
 
     measured   begin and end of each action on each rank (``pipeline.Timeline``), on one time axis
-    planned    the same schedule replayed (``pipeline_replay.py``), each action as long as those of its kind, stage and slice took on
-               average in that step, and messages free
+    planned    the same schedule replayed (``pipeline_replay.py``), each action as long as those of its kind, stage
+               and slice took on average in that step, and messages free
 
-Both have the same work; the measured one is longer by messages, by the host, and by actions that took longer than others.
+Both have the same work; the measured one is longer by messages, by the host, and by actions that took longer than
+others.
 
-Each rank has times of its own clock since the start of its step. All ranks start together: a step with a pipeline begins
-with a comparison of what they have read (``sequences.py``), and the recorder with its end, at which on a GPU nothing is
-queued (the recorded step before has settled). What is left of a difference is corrected by messages: none has arrived before
-it was sent (``clock_shifts``).
+Each rank has times of its own clock since the start of its step. All ranks start together: a step with a pipeline
+begins with a comparison of what they have read (``sequences.py``), and the recorder with its end, at which on a GPU
+nothing is queued (the recorded step before has settled). What is left of a difference is corrected by messages: none
+has arrived before it was sent (``clock_shifts``).
 """
 
 from __future__ import annotations
@@ -38,13 +39,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """Actions of a step.
+    """Actions of a step."""
 
-    Attributes:
-        rows: of each pipeline rank, in order; times since the first of them began.
-    """
-
-    rows: tuple[tuple[Box, ...], ...]
+    rows: tuple[tuple[Box, ...], ...]  # of each pipeline rank, in order; times since the first of them began
 
     @property
     def seconds(self) -> float:
@@ -60,16 +57,11 @@ class Timetable:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of a rank in a step, in seconds of its clock since the step began there.
+    """Times of a rank in a step, in seconds of its clock since the step began there."""
 
-    Attributes:
-        actions: in order.
-        sent: when each message was sent, by the action that made it.
-        received: when each message was there at the latest, and how long the rank waited for it until then.
-    """
-
-    actions: list[Box]
-    sent: dict[str, float]
+    actions: list[Box]  # in order
+    sent: dict[str, float]  # when each message was sent, by the action that made it
+    # when each message was there at the latest, and how long the rank waited for it until then
     received: dict[str, tuple[float, float]]
 
     @classmethod
@@ -84,7 +76,11 @@ class RankTimes:
 
     def as_json(self) -> dict[str, Any]:
         """Return the same in lists and dictionaries."""
-        return {"actions": [[*box.action, box.begin, box.end] for box in self.actions], "sent": self.sent, "received": self.received}
+        return {
+            "actions": [[*box.action, box.begin, box.end] for box in self.actions],
+            "sent": self.sent,
+            "received": self.received,
+        }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> RankTimes:
@@ -94,10 +90,10 @@ class RankTimes:
 
 
 def clock_shifts(ranks: Sequence[RankTimes]) -> list[float]:
-    """Return the seconds to add to each rank's times: the least that lets no message arrive before it was sent; 0 for the first rank.
+    """Return the seconds to add to each rank's times: the least that lets no message arrive before it was sent.
 
-    A message from a rank to the next says that the next one's clock is at most so much behind, a message back at most so much
-    ahead.
+    A message from a rank to the next says that the next one's clock is at most so much behind, a message back at most
+    so much ahead.
     """
     shifts = [0.0]
     for above, below in pairwise(ranks):
@@ -108,7 +104,6 @@ def clock_shifts(ranks: Sequence[RankTimes]) -> list[float]:
 
 
 def _delays(source: RankTimes, target: RankTimes) -> list[float]:
-    """Return the time of each message from one rank to another, each end by the clock of its rank."""
     return [end - source.sent[name] for name, (end, _) in target.received.items() if name in source.sent]
 
 
@@ -124,7 +119,9 @@ def measured(plan: PipelinePlan, ranks: Sequence[RankTimes]) -> Timetable:
                 row.append(Box(action, begin + shift, end + shift))
         rows.append(row)
     first = min((box.begin for row in rows for box in row), default=0.0)
-    return Timetable(tuple(tuple(Box(action, begin - first, end - first) for action, begin, end in row) for row in rows))
+    return Timetable(
+        tuple(tuple(Box(action, begin - first, end - first) for action, begin, end in row) for row in rows)
+    )
 
 
 def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
@@ -137,11 +134,13 @@ def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
     # a W that has no box is part of its B
     found = replay(plan, lambda action: mean.get((action.kind, action.stage, action.slice), 0.0))
     drawn = [[action for action in actions if plan.splits or action.kind != "W"] for actions in plan.actions]
-    return Timetable(tuple(tuple(Box(action, found.start[action], found.stop[action]) for action in actions) for actions in drawn))
+    return Timetable(
+        tuple(tuple(Box(action, found.start[action], found.stop[action]) for action in actions) for actions in drawn)
+    )
 
 
 class Waits(NamedTuple):
-    """Seconds that the ranks of a pipeline waited for messages in a step, added up: until they were sent, and until they were there."""
+    """Seconds that the ranks of a pipeline together waited for messages in a step, before and after they were sent."""
 
     until_sent: float
     under_way: float
@@ -163,11 +162,13 @@ def waits_for_messages(ranks: Sequence[RankTimes]) -> Waits:
 COLUMNS = 48  # of a rank's row on the console
 _LEFT, _RIGHT, _ROW, _LANE = 64, 16, 30, 24  # pixels
 _NARROWEST, _WIDEST, _LETTER = 840, 12_000, 6.5
-# after Okabe and Ito, whose colours colour-blind readers can tell apart, each a background for black letters; lighter: a rank's later
+# after Okabe and Ito, whose colours colour-blind readers can tell apart, each a background for black letters; lighter:
+# a rank's later
 # stages
 _STYLE = """
   .in { font: 11px sans-serif; fill: #1b1f24; text-anchor: middle }
-  .F { fill: #56b4e9 } .B { fill: #2eb88f } .W { fill: #e69f00 } .f { fill: #b4def6 } .b { fill: #a3dfcd } .w { fill: #f6d68f }
+  .F { fill: #56b4e9 } .B { fill: #2eb88f } .W { fill: #e69f00 }
+  .f { fill: #b4def6 } .b { fill: #a3dfcd } .w { fill: #f6d68f }
 """
 
 
@@ -175,13 +176,13 @@ def summary(planned: Timetable, measured: Timetable) -> str:
     """Return one line: the time of the passes of a step, that of the replay, their ratio, and the bubbles."""
     ratio = f"{measured.seconds / planned.seconds:.3f} of " if planned.seconds else ""
     return (
-        f"passes of a step {1e3 * measured.seconds:.1f} ms, {ratio}the {1e3 * planned.seconds:.1f} ms of a replay with the mean times"
-        f" of its actions; bubble {100 * measured.bubble:.1f} %, planned {100 * planned.bubble:.1f} %"
+        f"passes of a step {1e3 * measured.seconds:.1f} ms, {ratio}the {1e3 * planned.seconds:.1f} ms of a replay with"
+        f" the mean times of its actions; bubble {100 * measured.bubble:.1f} %, planned {100 * planned.bubble:.1f} %"
     )
 
 
 def text_rows(planned: Timetable, measured: Timetable, columns: int = COLUMNS) -> list[str]:
-    """Return a line for each rank: its planned row and its measured row, on the same scale, each of so many characters."""
+    """Return a line for each rank: its planned and its measured row, on the same scale, each of so many characters."""
     longest = max(planned.seconds, measured.seconds)
     kinds = {name[0] for row in planned.rows for name in _names(row)}
     upper, lower = (", ".join(kind for kind in letters if kind in kinds) for letters in ("FBW", "fbw"))
@@ -193,7 +194,7 @@ def text_rows(planned: Timetable, measured: Timetable, columns: int = COLUMNS) -
 
 
 def _text_row(row: Sequence[Box], longest: float, columns: int) -> str:
-    """Return a row of characters: each column is the box that has most of it, or a dot if none has half."""
+    # a row of characters: each column is the box that has most of it, or a dot if none has half
     width = longest / columns if longest else 1.0
     names, owners = _names(row), list[int | None]()
     for column in range(columns):
@@ -213,25 +214,19 @@ def _text_row(row: Sequence[Box], longest: float, columns: int) -> str:
 
 
 def _names(row: Sequence[Box]) -> list[str]:
-    """Return the name of each box of a rank: its kind, in small letters in all stages but the first, micro-batch and slice."""
-    first = min((box.action.stage for box in row), default=0)
-    return [_name(box.action, later=box.action.stage != first) for box in row]
-
-
-def _name(action: Action, *, later: bool) -> str:
-    kind = action.kind.lower() if later else action.kind
-    return f"{kind}{action.micro_batch}" + (f".{action.slice}" if action.slice else "")
+    # the name of each box of a rank: its kind, in small letters in all stages but the first, micro-batch and slice
+    first, names = min((box.action.stage for box in row), default=0), []
+    for action, _, _ in row:
+        kind = action.kind if action.stage == first else action.kind.lower()
+        names.append(f"{kind}{action.micro_batch}" + (f".{action.slice}" if action.slice else ""))
+    return names
 
 
 def pipeline_svg(planned: Timetable, measured: Timetable, title: str) -> str:
     """Return the picture as an SVG document: the plan, below it the run, on one time axis.
 
-    It is as wide as the names of half of the boxes need, up to some screens; narrower boxes have their number alone, or nothing. Each
-    box says under the pointer what it is.
-
-    Args:
-        planned, measured: of the same ranks.
-        title: first line.
+    It is as wide as the names of half of the boxes need, up to some screens; narrower boxes have their number alone, or
+    nothing. Each box says under the pointer what it is.
     """
     longest = max(planned.seconds, measured.seconds)
     scale = _pixels_per_second(planned, longest)
@@ -244,7 +239,6 @@ def pipeline_svg(planned: Timetable, measured: Timetable, title: str) -> str:
 
 
 def _pixels_per_second(planned: Timetable, longest: float) -> float:
-    """Return the scale at which half of the boxes hold their names, within limits."""
     needs = [
         (len(name) * _LETTER + 4) / (box.end - box.begin)
         for row in planned.rows for box, name in zip(row, _names(row), strict=True) if box.end > box.begin
@@ -254,7 +248,6 @@ def _pixels_per_second(planned: Timetable, longest: float) -> float:
 
 
 def _key(planned: Timetable) -> list[str]:
-    """Draw what the colours mean."""
     kinds: set[str] = {box.action.kind for row in planned.rows for box in row}
     words = {"F": "forward", "B": "gradient of the input" if "W" in kinds else "backward", "W": "gradients of weights"}
     several = any(len({box.action.stage for box in row}) > 1 for row in planned.rows)
@@ -270,7 +263,6 @@ def _key(planned: Timetable) -> list[str]:
 
 
 def _panel(name: str, table: Timetable, top: int, lanes: float, scale: float) -> list[str]:
-    """Draw the rows of a timetable, with the time in ms above them."""
     bottom = top + len(table.rows) * _ROW
     parts = [f'<g id="{name}">', f'<text class="text" x="16" y="{top - 8}">{name}</text>']
     step = _round_step(110 / scale) if scale else 0.0
@@ -295,11 +287,12 @@ def _draw(box: Box, name: str, y: int, scale: float) -> str:
     inside = f'<text class="in" x="{x + width / 2:.1f}" y="{y + 16}">{fits}</text>' if fits else ""
     # a line of the lane stays between neighbours
     shown = max(0.4, width - 0.6)
-    return f'<g><title>{about}</title><rect class="{name[0]}" x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_LANE}"/>{inside}</g>'
+    rect = f'<rect class="{name[0]}" x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_LANE}"/>'
+    return f"<g><title>{about}</title>{rect}{inside}</g>"
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2 or 5 times a power of ten that is not below ``least``."""
+    # the smallest of 1, 2 or 5 times a power of ten that is not below ``least``
     power = 1.0
     while power > least:
         power /= 10

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step through a pipeline: what its actions compute (``parallel/pipeline.py`` runs them)."""
+"""Forward and backward passes of a step through a pipeline: what the actions of ``parallel/pipeline.py`` compute."""
 
 from __future__ import annotations
 
@@ -35,21 +35,16 @@ class Pipeline:
     """The pipeline of a run: its stages, its schedules, and the groups between neighbours. Collective.
 
     Args:
-        groups: process groups.
-        kind: schedule.
         layers: number of layers of each stage.
         num_slices: of each row, with the schedule "slices".
-        costs: times of a layer's passes, from which the order of zbv, and of zb1p with several stages on a rank, follows.
+        costs: times of a layer's passes, from which the order of zbv, and of zb1p with several stages on a rank,
+            follows.
     """
 
     def __init__(
-        self,
-        groups: ParallelGroups,
-        kind: PipelineKind,
-        layers: Sequence[int],
-        num_slices: int = 1,
+        self, groups: ParallelGroups, kind: PipelineKind, layers: Sequence[int], num_slices: int = 1,
         costs: Costs = SAME_COSTS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind, self.rank, self.size, self.num_slices = kind, groups.pp_rank, groups.pp.size(), num_slices
         self._costs = costs
         self._world_size = groups.world_size
@@ -74,15 +69,10 @@ class Pipeline:
         ]
 
     def locate(self) -> tuple[str, str]:
-        """Return the stage and the action that this rank is at, for messages; all of its stages outside of a schedule."""
+        """Return the stage and the action that this rank is at, for messages; outside of a schedule all its stages."""
         position = self.channels.position
         action, where = position.action, str(position)
         return _of_stages([stage.number for stage in self.own_stages] if action is None else [action.stage]), where
-
-    @property
-    def has_loss(self) -> bool:
-        """True if this rank has the last stage."""
-        return self.rank_of[-1] == self.rank
 
     def plan(self, num_micro_batches: int) -> PipelinePlan:
         """Return the schedule of a step of so many micro-batches, checked."""
@@ -115,7 +105,7 @@ def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
 
 
 def fault_point(action: Action) -> str:
-    """Return the name of an action as a place of injected faults (``utils/faults.py``)."""
+    # the name of an action as a place of injected faults (``utils/faults.py``)
     of_slice = f".{action.slice}" if action.slice else ""
     return f"pipeline.{action.kind}{action.stage}.{action.micro_batch}{of_slice}"
 
@@ -124,24 +114,18 @@ class PipelinedPasses:
     """Passes of the micro-batches of a step through this rank's stages (implements ``pipeline.StageWork``).
 
     Args:
-        pipeline: stages and schedules.
-        model: has this rank's stages.
-        micro_batches: of the step.
-        context_of: returns the context of a micro-batch.
         hidden: returns the output of a stage (``step.Loss``).
         loss: returns what is to be differentiated for a micro-batch, on the rank with the last stage.
-        events: told of units, in either direction.
-        weights: gathered before they are used.
         gradients: of the units; None: forward passes alone.
         faults: injected faults of this step: called with the name of a place; None: there are none.
-        recorder: told which pass is computed (--report-overlap).
     """
 
     def __init__(
-        self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *, context_of: Callable[[int], ForwardContext],
+        self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *,
+        context_of: Callable[[int], ForwardContext],
         hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor],
-        loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights, gradients: FlatGradients | None,
-        faults: Callable[[str], None] | None = None, recorder: Recorder | None = None,
+        loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights,
+        gradients: FlatGradients | None, faults: Callable[[str], None] | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
         self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
@@ -215,7 +199,6 @@ class PipelinedPasses:
         return made
 
     def _context(self, index: int, number: int) -> ForwardContext:
-        """Return the context of a slice of a micro-batch."""
         if index not in self._contexts:
             self._contexts[index] = self._context_of(index), KeysOfSlices()
         context, keys = self._contexts[index]
@@ -227,7 +210,7 @@ class PipelinedPasses:
         return replace(context, row_slice=RowSlice(number, runs, keys))
 
     def _forget(self, index: int) -> None:
-        """Count a pass of a micro-batch, and let go of its context after the last one."""
+        # count a pass of a micro-batch, and let go of its context after the last one
         self._to_come[index] -= 1
         if not self._to_come[index]:
             context, _ = self._contexts.pop(index)
@@ -235,7 +218,7 @@ class PipelinedPasses:
                 context.routers.finish()
 
     def _units(self, stage: Stage) -> tuple[list[int], list[int]]:
-        """Return the units of a stage: its blocks, and the others, whose gradients are never put off."""
+        # the units of a stage: its blocks, and the others, whose gradients are never put off
         order = self._model.stage_order(stage, backward=False, trained=False)
         units = self._model.units()
         # a table that the first and the last stage of a rank use is complete when the first one is
@@ -286,7 +269,6 @@ def run_pipelined_step(
 
     Args:
         key: as of ``TrainStep.micro_batch``.
-        number: of the step.
     """
     recorder = step.recorder if step.recorder is not None and step.recorder.recording else None
     timeline = None if recorder is None else Timeline(recorder.clock)

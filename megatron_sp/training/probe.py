@@ -59,10 +59,10 @@ def choose_overlap(
 
 
 def choose_split(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[int, int, str]:
-    """Time all ways to share the ranks of --context-parallel-size between sp and cp, and choose the fastest. Collective.
+    """Time all ways to share the ranks of --context-parallel-size between sp and cp, and choose the fastest.
 
-    Args:
-        groups: of any layout with as many ranks of tp.
+    Collective.
+
     Returns:
         (sp, cp, a line for the log).
     """
@@ -100,8 +100,13 @@ def words_for_split(split: Split) -> str:
 
 def split_from(stored: Any, ranks: int) -> Split | None:
     """Return the sizes of sp and cp of a stored layout if they are of as many ranks; else None."""
-    sizes = [stored.get("sp"), stored.get("cp", 1)] if isinstance(stored, dict) else []  # older checkpoints do not name cp
-    if sizes and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes) and math.prod(sizes) == ranks:
+    # older checkpoints do not name cp
+    sizes = [stored.get("sp"), stored.get("cp", 1)] if isinstance(stored, dict) else []
+    if (
+        sizes
+        and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+        and math.prod(sizes) == ranks
+    ):
         return sizes[0], sizes[1]
     return None
 
@@ -142,7 +147,6 @@ def words_for(candidate: Candidate) -> str:
 
 
 def _medians(timers: list[_Timer], groups: ParallelGroups) -> list[float]:
-    """Return the seconds of each timer, which run in turn. Collective."""
     seconds: list[list[float]] = [[] for _ in timers]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
@@ -156,20 +160,22 @@ def _medians(timers: list[_Timer], groups: ParallelGroups) -> list[float]:
 
 
 def _max_over_ranks(seconds: float, groups: ParallelGroups) -> float:
-    """Return the maximum over all ranks. Collective."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
 class _Timer:
     """Attention of one block in one mode, ready to be timed."""
 
-    def __init__(self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype, kernel: KernelName) -> None:
+    def __init__(
+        self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype, kernel: KernelName
+    ) -> None:
         model, device = config.model, groups.device
         assert model.seq_length and model.hidden_size
         mode, chunks = candidate
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none",
-            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
+            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead,
+            cp_keep_kv=config.parallel.cp_keep_kv,
         )  # fmt: skip
         self.groups, self.mode = groups, mode
         self.attention = SelfAttention(model, 0, "probe", 0, dtype, layout).to(device)
@@ -177,13 +183,14 @@ class _Timer:
         mask = row_mask_of(model)
         cut = layout.cut(mask)
         positions = cut.tp_seq_slice.stop - cut.tp_seq_slice.start
-        self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
+        self.x = torch.randn(
+            positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True
+        )
         rotary = rotary_of(model, cut.share(torch.arange(model.seq_length, device=device)), dtype)
         plan = plan_context(mask, cut.shares) if layout.cp.size > 1 else None
         self.ctx = ForwardContext(AttentionMask(mask.causal), kernel, cut.length, cut.whole, plan, rotary=rotary)
 
     def run(self) -> float:
-        """Return the seconds of one forward and backward pass on the slowest rank."""
         activate(self.ctx.kernel)
         self._synchronize()
         barrier(self.groups.control)

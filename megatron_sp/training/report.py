@@ -1,4 +1,4 @@
-"""Report of each step: one line and one record in ``metrics.jsonl`` per log interval, and a dump of each non-finite step."""
+"""Report of each step: one line and one record in ``metrics.jsonl`` per log interval."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ NO_LOSS_TOKENS = "no loss tokens"
 def about_no_loss_tokens(config: Config) -> str:
     """Return what a mean over no token means, and what may be the reason."""
     masks = [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss",) if getattr(config.data, name)]
-    why = f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?" if masks else "the data mask all of them"
+    why = (
+        f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?"
+        if masks
+        else "the data mask all of them"
+    )
     return f"no token has a loss, so there is none to report: {why}"
 
 
 class StepReporter:
-    """Reporter that turns step results into lines and records; rates are over the steps since the last line, without pauses.
+    """Turns step results into lines and records; rates are over the steps since the last line, without pauses.
 
     Args:
-        config, groups, console, metrics: objects of the run.
-        train_iters: number of steps of the whole run.
-        memory: the prediction that is compared with measurements after some steps.
         flops: (causal, full) FLOPs of a token in sequences of a configuration's length, of a model that is not our own.
-
     Attributes:
         graphs_bytes: returns the bytes of the pool of captured steps.
     """
 
     def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, memory: MemoryEstimate,
-        flops: Callable[[ModelConfig], tuple[float, float]] | None = None,
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int,
+        memory: MemoryEstimate, flops: Callable[[ModelConfig], tuple[float, float]] | None = None,
     ) -> None:  # fmt: skip
         self._flops = flops
         self.graphs_bytes: Callable[[], int] = lambda: 0
@@ -72,7 +72,9 @@ class StepReporter:
         """Restart the step timer after a save or a validation, whose time is not to count for the next step."""
         self._step_began = time.monotonic()
 
-    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int, length: int
+    def step(
+        self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer,
+        size: int, length: int,
     ) -> None:  # fmt: skip
         """Report the step that has just ended, with ``size`` sequences of ``length`` tokens."""
         now = time.monotonic()
@@ -101,8 +103,8 @@ class StepReporter:
         if (record["mfu"] or 0) > 1 and not self._warned_of_peak:
             self._warned_of_peak = True
             self._console.line(
-                f"MFU above 100 % is impossible: the assumed peak, that of {self._peak_name}, is lower than what this device reaches;"
-                " set --peak-tflops, and compare tokens/s until then"
+                f"MFU above 100 % is impossible: the assumed peak, that of {self._peak_name}, is lower than what this"
+                " device reaches; set --peak-tflops, and compare tokens/s until then"
             )
         self._seconds, self._tokens, self._steps, self._causal, self._full = 0.0, 0, 0, 0.0, 0.0
 
@@ -110,11 +112,12 @@ class StepReporter:
         if length not in self._per_token:
             model = dataclasses.replace(self._config.model, seq_length=length)
             count = self._flops
-            self._per_token[length] = step_flops_per_token(model, head_share(self._config)) if count is None else count(model)
+            self._per_token[length] = (
+                step_flops_per_token(model, head_share(self._config)) if count is None else count(model)
+            )
         return self._per_token[length]
 
     def _compare(self, step: int) -> None:
-        """Report prediction and measurement, once."""
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         reserved = torch.cuda.max_memory_reserved(self._groups.device) if self._groups.device.type == "cuda" else 0
         found = (measured, length, reserved, self.graphs_bytes())
@@ -123,18 +126,25 @@ class StepReporter:
             self._metrics.write("prediction", step=step, **self._memory.record(*found))
 
     def _record(
-        self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int
-    ) -> dict[str, Any]:
+        self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float,
+        optimizer: FlatOptimizer, size: int,
+    ) -> dict[str, Any]:  # fmt: skip
         device_seconds = self._seconds * self._groups.world_size
-        causal, full = (flops / device_seconds / 1e12 if device_seconds else 0.0 for flops in (self._causal, self._full))
+        causal, full = (
+            flops / device_seconds / 1e12 if device_seconds else 0.0 for flops in (self._causal, self._full)
+        )
         loss = result.losses[0] if result.num_loss_tokens else None
         record: dict[str, Any] = {
-            "step": progress.step, "consumed_samples": progress.consumed_samples, "consumed_tokens": progress.consumed_tokens,
+            "step": progress.step, "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
             "loss": loss, "loss_hex": None if loss is None else loss.hex(),
             "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(),
-            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens, "samples_sha": step_digest(result.sample_digests),
-            "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps, "tokens_per_s": rate,
-            "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
+            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens,
+            "samples_sha": step_digest(result.sample_digests),
+            "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps,
+            "tokens_per_s": rate,
+            "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None,
+            "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
         record |= {} if result.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}
@@ -142,7 +152,14 @@ class StepReporter:
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
             squares = torch.stack(
-                [nothing, *(squared_norm(part).to(nothing) for u in optimizer.counted_units for _, part in u.counted(u.master))]
+                [
+                    nothing,
+                    *(
+                        squared_norm(part).to(nothing)
+                        for u in optimizer.counted_units
+                        for _, part in u.counted(u.master)
+                    ),
+                ]
             ).sum()
             record["params_norm"] = math.sqrt(float(all_reduce(squares, optimizer.holders)))
         if self._config.logging.log_num_zeros_in_grad:
@@ -159,12 +176,14 @@ class StepReporter:
         extra += f" | scale {r['loss_scale']:g}" if self._config.precision.fp16 else ""
         extra += f" | lr of embeddings {r['decoupled_lr']:.3e}" if "decoupled_lr" in r else ""
         if "expert_load_max" in r:
-            extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle, entropy {r['expert_entropy']:.3f}"
+            extra += f" | load {r['expert_load_max']:.2f} of the mean, {r['experts_idle']} idle"
+            extra += f", entropy {r['expert_entropy']:.3f}"
         loss = f"loss: {NO_LOSS_TOKENS}" if r["loss"] is None else f"loss {r['loss']:.4f}"
         return (
-            f"step {r['step']}/{self._train_iters} | {loss} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f}"
-            f" | {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal, {_tflops(r['tflops_full'])} full{mfu}"
-            f" | {format_bytes(r['memory_bytes'])}{extra} | {format_duration(seconds_left)} left"
+            f"step {r['step']}/{self._train_iters} | {loss} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f} |"
+            f" {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal,"
+            f" {_tflops(r['tflops_full'])} full{mfu} | {format_bytes(r['memory_bytes'])}{extra} |"
+            f" {format_duration(seconds_left)} left"
         )
 
 

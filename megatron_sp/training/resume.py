@@ -27,8 +27,6 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
 
     Args:
         stored: ``state.json`` of the checkpoint.
-        optimizer: says which one counts if they differ.
-        schedule: the one of the command line.
     Raises:
         ConfigError: the two differ, and no flag says which one counts.
         CheckpointError: the stored one is invalid.
@@ -38,10 +36,13 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
         try:
             return LRSchedule(**old)
         except TypeError:
-            raise CheckpointError("state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler") from None
+            raise CheckpointError(
+                "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"
+            ) from None
     if optimizer.override_opt_param_scheduler:
         return schedule
-    if isinstance(old, dict) and old.get("warmup") == round(new["warmup"]):  # older versions rounded --lr-warmup-fraction
+    # older versions rounded --lr-warmup-fraction
+    if isinstance(old, dict) and old.get("warmup") == round(new["warmup"]):
         schedule = replace(schedule, warmup=old["warmup"])
         new = schedule.state()
     if old is not None and old != new:  # None: converted, it is not known
@@ -49,8 +50,9 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
         names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
         rows = "\n".join(f"  {name}: {old.get(name)} in the checkpoint, {new.get(name)} here" for name in names)
         raise ConfigError(
-            f"the learning-rate schedule is not the checkpoint's (lengths in samples):\n{rows}\n"
-            "add --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to keep the old"
+            f"the learning-rate schedule is not the checkpoint's (lengths in samples):\n{rows}\nadd"
+            " --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to"
+            " keep the old"
         )
     return schedule
 
@@ -58,14 +60,12 @@ def resume_schedule(stored: dict[str, Any], optimizer: OptimizerConfig, schedule
 def resume_samples(
     stored: dict[str, Any], datasets: Datasets, config: Config, group: Group, tell: Callable[[str], None]
 ) -> SampleHistory:  # fmt: skip
-    """Check that the training data are those of the checkpoint, by reading the samples of its last steps again. Collective.
+    """Check that the training data are those of the checkpoint, by reading the samples of its last steps again.
+
+    Collective.
 
     Args:
         stored: ``state.json`` of the checkpoint.
-        datasets: data sets of this run.
-        config: configuration of this run.
-        group: group whose ranks share the reading; must support CPU tensors.
-        tell: called with notes for the user.
     Returns:
         History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is
         given.
@@ -77,14 +77,17 @@ def resume_samples(
     for name, now in datasets.evaluation_fingerprints.items():
         if isinstance(then, dict) and then.get(name, now) != now:
             what = name.replace("valid", "validation", 1)
-            tell(f"note: the {what} data have changed, or are repeated differently: do not compare their losses with earlier ones")
+            tell(
+                f"note: the {what} data have changed, or are repeated differently: do not compare their losses with"
+                " earlier ones"
+            )
     old, new = stored.get("data_fingerprint"), datasets.fingerprint
     if old is None or datasets.train is None:  # converted, it is not known; or there is nothing to train on
         return SampleHistory()
     if "samples" not in stored:
         tell(
-            "the checkpoint was written by an older version and has no digests of its samples: only sizes and a few probes tell that"
-            " the data are the same"
+            "the checkpoint was written by an older version and has no digests of its samples: only sizes and a few"
+            " probes tell that the data are the same"
         )
     history = SampleHistory.from_json(stored.get("samples", []))
     found = history.first_difference(datasets.train, config.data.dataloader_type, config.batch.seed, group)
@@ -97,12 +100,13 @@ def resume_samples(
             f" {len(datasets.train)} now, which for blends and synthetic data follows from the number of steps)"
         )
     if old != new:
-        reason = "data files, split, sequence length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out"
+        reason = "data files, split, sequence length, seed, tokenizer or number of epochs differ"
+        reason += ", so samples would repeat or be left out"
         what = f"(fingerprint {old}, now {new}) {reason}{'; ' * bool(what)}{what}"
     if not config.checkpoint.accept_data_change:
         raise DataError(
-            f"the training data is not what the checkpoint was trained on: {what}. Restore it (`megatron-sp data verify PREFIX`"
-            " compares files with their digests), or add --accept-data-change to go on with it as it is"
+            f"the training data is not what the checkpoint was trained on: {what}. Restore it (`megatron-sp data verify"
+            " PREFIX` compares files with their digests), or add --accept-data-change to go on with it as it is"
         )
     tell(f"--accept-data-change: the training data is not what the checkpoint was trained on: {what}")
     return SampleHistory()
@@ -113,17 +117,22 @@ MODEL: dict[str, tuple[str, ...]] = {
     **{
         name: (name,)
         for name in (
-            "model_family", "num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "rotary_percent",
-            "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_placement", "qk_layernorm", "qk_layernorm_scope",
-            "use_parallel_residual", "untie_embeddings_and_output_weights", "vocab_size", "num_experts", "moe_router_topk",
+            "model_family", "num_layers", "hidden_size", "num_attention_heads", "position_embedding_type",
+            "rotary_percent",
+            "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_placement", "qk_layernorm",
+            "qk_layernorm_scope",
+            "use_parallel_residual", "untie_embeddings_and_output_weights", "vocab_size", "num_experts",
+            "moe_router_topk",
             "moe_layer_freq", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
             "moe_router_group_topk", "moe_router_enable_expert_bias",
         )
     },
     "kv_channels": ("head_dim",), "group_query_attention": ("num_groups",), "num_query_groups": ("num_groups",),
     "ffn_hidden_size": ("ffn_size",), "swiglu": ("activation",), "geglu": ("activation",), "relu": ("activation",),
-    "squared_relu": ("activation",), "gelu_approximate": ("activation", "head_activation"), "bert_head_activation": ("head_activation",),
-    "disable_bias_linear": _BIASES, "add_qkv_bias": _BIASES[:1], "add_proj_bias": _BIASES[1:2], "add_mlp_bias": _BIASES[2:],
+    "squared_relu": ("activation",), "gelu_approximate": ("activation", "head_activation"),
+    "bert_head_activation": ("head_activation",),
+    "disable_bias_linear": _BIASES, "add_qkv_bias": _BIASES[:1], "add_proj_bias": _BIASES[1:2],
+    "add_mlp_bias": _BIASES[2:],
     "num_tokentypes": ("token_types",), "bert_no_binary_head": ("has_order_head", "token_types"),
     "moe_ffn_hidden_size": ("expert_ffn_size",), "moe_shared_expert_intermediate_size": ("shared_expert_size",),
 }  # fmt: skip
@@ -133,17 +142,24 @@ NEW_RUNS: dict[str, tuple[str, ...]] = {
     "window_size": ("window_size",), "use_rope_scaling": ("rope_scaling",), "rope_scaling_factor": ("rope_scaling",),
     "rope_scaling_low_freq_factor": ("rope_scaling",), "rope_scaling_high_freq_factor": ("rope_scaling",),
     "rope_scaling_original_length": ("rope_scaling",),
-    "moe_router_pre_softmax": ("moe_router_pre_softmax",),  # with one expert for each token the router is not trained otherwise
+    # with one expert for each token the router is not trained otherwise
+    "moe_router_pre_softmax": ("moe_router_pre_softmax",),
 }  # fmt: skip
 """Fields that a new run may change, and what is compared."""
 RUNS = (
-    "seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by",
-    "moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+    "seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout", "init_method_std",
+    "make_vocab_size_divisible_by",
+    "moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
 )  # fmt: skip
 """Fields that each process of a run may set anew. Of a table of learned positions the length is the model's."""
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-_OF_EXPERTS = {"expert_ffn_size", "shared_expert_size", *(name for name in (*MODEL, *NEW_RUNS) if name.startswith("moe_"))}
+_OF_EXPERTS = {
+    "expert_ffn_size",
+    "shared_expert_size",
+    *(name for name in (*MODEL, *NEW_RUNS) if name.startswith("moe_")),
+}
 _OF_ROTARY = {"rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rope_scaling"}
 
 
@@ -152,7 +168,6 @@ def take_model(stored: dict[str, Any] | None, config: Config, world_size: int) -
 
     Args:
         stored: ``state.json`` of the checkpoint; None: there is none yet, so that the flags alone say what is trained.
-        world_size: number of processes.
     Returns:
         True if the checkpoint's tokenizer is taken, too; its paths are still those of the training
         (``run_tokenizer.find_tokenizer``).
@@ -167,7 +182,10 @@ def take_model(stored: dict[str, Any] | None, config: Config, world_size: int) -
 
 
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
-    """Take from the checkpoint what no flag says of the model, and the tokenizer if no flag names one. As ``take_model``."""
+    """Take from the checkpoint what no flag says of the model, and the tokenizer if no flag names one.
+
+    As ``take_model``.
+    """
     old = stored_configuration(stored)[0].model
     said = {name: getattr(config.model, name) for name in vars(old) if config.says("model", name)}
     old.vocab_size = old.vocab_size or said.get("vocab_size")
@@ -192,7 +210,7 @@ def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
 
 
 def _settle_positions(old: ModelConfig, merged: ModelConfig, said: dict[str, Any]) -> None:
-    """Set the number of positions: the table's where they are learned, elsewhere at least as many as a sequence has."""
+    # set the number of positions: the table's where they are learned, elsewhere at least as many as a sequence has
     length, given = merged.seq_length or 0, said.get("max_position_embeddings")
     rows = _value(old, "max_positions")
     if merged.position_embedding_type == "learned_absolute" and rows is not None:
@@ -205,7 +223,7 @@ def _settle_positions(old: ModelConfig, merged: ModelConfig, said: dict[str, Any
 
 
 def _settle_balance(merged: ModelConfig, said: dict[str, Any]) -> None:
-    """Let a flag that begins or ends the loss for an even load do so alone, without its counterpart in the checkpoint."""
+    # let a flag that begins or ends the loss for an even load do so alone, without its counterpart in the checkpoint
     kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     if merged.moe_aux_loss_coeff and merged.moe_router_load_balancing_type == "none":
         if coefficient in said and kind not in said:
@@ -215,20 +233,21 @@ def _settle_balance(merged: ModelConfig, said: dict[str, Any]) -> None:
 
 
 _OF_TABLE = (
-    "is not the number of learned positions in the checkpoint, {0}: a table has no rows for later ones, so use sequences of {0} tokens or"
-    " less; models with rotary positions can be continued with longer ones"
+    "is not the number of learned positions in the checkpoint, {0}: a table has no rows for later ones, so use"
+    " sequences of {0} tokens or less; models with rotary positions can be continued with longer ones"
 )
 
 
 def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
-    """Take the kinds of GELU from the checkpoint where no flag says which: their defaults have not always been those of Megatron.
+    """Take the kinds of GELU from the checkpoint where no flag says which: once the defaults were not Megatron's.
 
     Returns:
         A line for each that a new training would have otherwise.
     """
     old, model, lines = stored_configuration(stored, normalize=True)[0].model, config.model, list[str]()
     of_mlp, of_head = (
-        config.says("model", name) or name in config.preset_fields for name in ("gelu_approximate", "bert_head_activation")
+        config.says("model", name) or name in config.preset_fields
+        for name in ("gelu_approximate", "bert_head_activation")
     )  # fmt: skip
     for name, what, is_said in (
         ("gelu_approximate", "activation", of_mlp), ("bert_head_activation", "head_activation", of_mlp or of_head)
@@ -243,7 +262,7 @@ def keep_gelu(stored: dict[str, Any], config: Config) -> list[str]:
 
 
 def keep_null_vocabulary(stored: dict[str, Any], config: Config) -> list[str]:
-    """Take the vocabulary of a NullTokenizer from a checkpoint of the time when --vocab-size counted the end of documents, too.
+    """Take the vocabulary of a NullTokenizer from a checkpoint of when --vocab-size counted the end of documents, too.
 
     Returns:
         A line about it, if it is so.
@@ -253,7 +272,8 @@ def keep_null_vocabulary(stored: dict[str, Any], config: Config) -> list[str]:
         return []
     config.model.vocab_size = size - 1
     return [
-        f"--vocab-size {size - 1}: the checkpoint was trained with as many ids, the last one to end documents; a new training has {size}"
+        f"--vocab-size {size - 1}: the checkpoint was trained with as many ids, the last one to end documents; a new"
+        f" training has {size}"
     ]
 
 
@@ -279,20 +299,26 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
         raise CheckpointError(
             "the checkpoint is of another model:\n"
             + "\n".join(rows)
-            + "\ngive the checkpoint's values, or leave these flags out and take them from it with --use-checkpoint-args"
+            + "\ngive the checkpoint's values, or leave these flags out and take them from it with"
+            " --use-checkpoint-args"
         )
     rows = [] if finetunes else list(_differences(old.model, config.model, NEW_RUNS))
     if rows:
         raise CheckpointError(
             "the run of this checkpoint has computed something else with its weights:\n"
             + "\n".join(rows)
-            + "\ngive the checkpoint's values to go on with it; or add --finetune, to begin a new run with its weights and these values"
+            + "\ngive the checkpoint's values to go on with it; or add --finetune, to begin a new run with its weights"
+            " and these values"
         )
     silent = ("checkpoint.", "logging.", "data.num_workers")
     keeps = config.optimizer.use_checkpoint_opt_param_scheduler and not finetunes
 
     def taken(key: str) -> str:
-        return " (not taken: --use-checkpoint-opt-param-scheduler keeps the former)" if keeps and key.startswith(_OF_SCHEDULE) else ""
+        return (
+            " (not taken: --use-checkpoint-opt-param-scheduler keeps the former)"
+            if keeps and key.startswith(_OF_SCHEDULE)
+            else ""
+        )
 
     return [
         f"{key}: {a} -> {b}{taken(key)}" for key, (a, b) in diff(old, config).items()
@@ -301,14 +327,14 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
 
 
 _OF_SCHEDULE = (
-    "optimizer.lr", "optimizer.min_lr", "optimizer.decoupled_", "optimizer.weight_decay", "optimizer.start_weight_decay",
+    "optimizer.lr", "optimizer.min_lr", "optimizer.decoupled_", "optimizer.weight_decay",
+    "optimizer.start_weight_decay",
     "optimizer.end_weight_decay",
 )  # fmt: skip
 """Beginnings of the fields that make a run's schedule (``optim/lr_schedule.py``)."""
 
 
 def _differences(old: ModelConfig, new: ModelConfig, compared: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield a line about each property in which two models differ."""
     for name in dict.fromkeys(name for names in compared.values() for name in names):
         before, now = _value(old, name), _value(new, name)
         if before != now and _matters(name, old, new):
@@ -316,7 +342,7 @@ def _differences(old: ModelConfig, new: ModelConfig, compared: dict[str, tuple[s
 
 
 def _matters(name: str, old: ModelConfig, new: ModelConfig) -> bool:
-    """Return whether a property of two models is one that both have: of what one does not have, its absence is the difference."""
+    # whether both models have a property: of what one does not have, its absence is the difference
     both = (old, new)
     if name in _OF_EXPERTS and not all(model.has_experts for model in both):
         return False

@@ -20,26 +20,19 @@ from megatron_sp.utils.run_log import saved_step
 
 
 class ResumePoint(NamedTuple):
-    """The checkpoint to load, if any.
+    """The checkpoint to load, if any."""
 
-    Attributes:
-        source: a run, a checkpoints folder or a step folder; None: a fresh start.
-        ckpt_step: step to load instead of the newest.
-        goes_on: the run resumes from its own checkpoint, so all state is loaded.
-        continues_own: the records in the run folder are also this run's own.
-        note: a line for the log if the fresh start is not obvious from the flags; else empty.
-    """
-
-    source: Path | None
-    ckpt_step: int | None = None
-    goes_on: bool = False
-    continues_own: bool = False
-    note: str = ""
+    source: Path | None  # a run, a checkpoints folder or a step folder; None: a fresh start
+    ckpt_step: int | None = None  # step to load instead of the newest
+    goes_on: bool = False  # the run resumes from its own checkpoint, so all state is loaded
+    continues_own: bool = False  # the records in the run folder are also this run's own
+    note: str = ""  # a line for the log if the fresh start is not obvious from the flags; else empty
 
 
 def find_resume_point(
-    config: Config, run_dir: Path | None, *, has_checkpoint: Callable[[Path], bool], is_vacant: Callable[[Path], bool], attempt: int = 0
-) -> ResumePoint:
+    config: Config, run_dir: Path | None, *, has_checkpoint: Callable[[Path], bool], is_vacant: Callable[[Path], bool],
+    attempt: int = 0,
+) -> ResumePoint:  # fmt: skip
     """Determine the starting point of a run.
 
     A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of
@@ -48,11 +41,8 @@ def find_resume_point(
     of this package or of another program.
 
     Args:
-        config: normalised configuration.
         run_dir: folder in which this run saves; None: it does not save.
-        has_checkpoint: returns whether a folder has step folders, the same on every rank.
         is_vacant: like ``find.is_vacant``, the same on every rank.
-        attempt: number of torchrun's restarts; 0 for the first attempt.
     Raises:
         CheckpointError: the folder holds another run; or a fresh start lacks the model's shape (--use-checkpoint-args).
     """
@@ -62,11 +52,13 @@ def find_resume_point(
     loads_own = load is not None and own is not None and own in (load / "_").resolve().parents
     has_own = checkpoint.save is not None and run_dir is not None and has_checkpoint(run_dir)
     if (checkpoint.auto_resume or attempt > 0) and has_own:
-        return ResumePoint(run_dir, checkpoint.ckpt_step if load is None or loads_own else None, goes_on=True, continues_own=True)
+        return ResumePoint(
+            run_dir, checkpoint.ckpt_step if load is None or loads_own else None, goes_on=True, continues_own=True
+        )
     if has_own and not loads_own:
         raise CheckpointError(
-            f"{run_dir} already holds checkpoints, and this would write another run beside them:"
-            f" add --auto-resume (or --load {run_dir}) to go on from them, or choose another --save"
+            f"{run_dir} already holds checkpoints, and this would write another run beside them: add --auto-resume (or"
+            f" --load {run_dir}) to go on from them, or choose another --save"
         )
     if load is None:
         return ResumePoint(None)
@@ -75,8 +67,13 @@ def find_resume_point(
     if not is_first_run or asks_for_one or not is_vacant(load):
         return ResumePoint(load, checkpoint.ckpt_step, continues_own=has_own and loads_own and not checkpoint.finetune)
     if not has_shape(config):
-        raise CheckpointError(f"{load} has no checkpoint yet, to take the model's shape from (--use-checkpoint-args): give the shape")
-    return ResumePoint(None, note=f"{load} has no checkpoint yet: starting from scratch (--exit-on-missing-checkpoint makes this an error)")
+        raise CheckpointError(
+            f"{load} has no checkpoint yet, to take the model's shape from (--use-checkpoint-args): give the shape"
+        )
+    return ResumePoint(
+        None,
+        note=f"{load} has no checkpoint yet: starting from scratch (--exit-on-missing-checkpoint makes this an error)",
+    )
 
 
 def require_own_checkpoint(config: Config) -> None:
@@ -102,8 +99,8 @@ def require_kept_steps(run_dir: Path) -> None:
     if saved is not None and not holds_steps(folder):
         what = "holds no step" if folder.is_dir() else "is missing"
         raise CheckpointError(
-            f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not mounted?): bring it back;"
-            " or, to begin anew, choose another --save or delete run_status.json"
+            f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not"
+            " mounted?): bring it back; or, to begin anew, choose another --save or delete run_status.json"
         )
 
 
@@ -136,7 +133,7 @@ def check_on_paper(config: Config) -> ResumePoint:
 
 
 def _can_be_written(folder: Path) -> None:
-    """Check that a run could create this folder, or write to it; raises ConfigError or DiskError."""
+    # check that a run could create this folder, or write to it; raises ConfigError or DiskError
     there = folder.absolute()
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent

@@ -1,7 +1,7 @@
 """Routers in a training step: contexts, the passes that count first, and what is reported of the load.
 
-The balance of a step is said in three numbers, over all layers: the largest load of an expert as a multiple of the mean, how many
-experts had no token, and the entropy of the loads as a share of that of even ones.
+The balance of a step is said in three numbers, over all layers: the largest load of an expert as a multiple of the
+mean, how many experts had no token, and the entropy of the loads as a share of that of even ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ if TYPE_CHECKING:
     from megatron_sp.parallel.router_pass import RouterStep
 
 
-def with_routers(context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None) -> ForwardContext:
+def with_routers(
+    context: ForwardContext, routers: RouterStep, batch: MicroBatch, replayed: Tensor | None = None
+) -> ForwardContext:
     """Return the context of a micro-batch with its routers' part; ``replayed``: see ``RouterStep.micro_batch``."""
     rows, length = batch["tokens"].shape
     return replace(context, routers=routers.micro_batch(rows, length, replayed))
 
 
-def count_first(routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]) -> None:
-    """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before. Collective."""
+def count_first(
+    routers: RouterStep, model: nn.Module, weights: WholeWeights, num_micro_batches: int, run: Callable[[int], Any]
+) -> None:
+    """Run the forward pass of each micro-batch, without gradients, if the loads of the whole step must be known before.
+
+    Collective.
+    """
     if not routers.counts_first:
         return
     with routers.counting(), torch.no_grad():
@@ -39,17 +46,11 @@ def count_first(routers: RouterStep, model: nn.Module, weights: WholeWeights, nu
 
 @dataclass(frozen=True)
 class RouterReport:
-    """The routers of a step, all ranks together.
+    """The routers of a step, all ranks together."""
 
-    Attributes:
-        loads: tokens of each expert, for each layer with experts.
-        balance: balance term, the mean over layers, 1 for even loads; None: there is none.
-        z: z term, the mean over layers; None: there is none.
-    """
-
-    loads: list[list[int]]
-    balance: float | None
-    z: float | None
+    loads: list[list[int]]  # tokens of each expert, for each layer with experts
+    balance: float | None  # balance term, the mean over layers, 1 for even loads; None: there is none
+    z: float | None  # z term, the mean over layers; None: there is none
 
     @classmethod
     def of(cls, routers: RouterStep, values: Sequence[float], sequences: float, tokens: float) -> RouterReport:
@@ -72,8 +73,12 @@ class RouterReport:
 
     @property
     def evenness(self) -> float:
-        """Entropy of the loads as a share of that of even loads, the mean over layers."""
-        shares = [_entropy(layer) / math.log(len(layer)) for layer in self.loads if sum(layer) and len(layer) > 1]
+        # entropy of the loads as a share of that of even loads, the mean over layers
+        shares = []
+        for layer in self.loads:
+            if sum(layer) and len(layer) > 1:
+                entropy = -sum(load / sum(layer) * math.log(load / sum(layer)) for load in layer if load)
+                shares.append(entropy / math.log(len(layer)))
         return sum(shares) / len(shares) if shares else 1.0
 
     def record(self) -> dict[str, Any]:
@@ -81,11 +86,7 @@ class RouterReport:
         largest = self.largest
         return {
             "expert_load_max": max(largest), "experts_idle": self.idle, "expert_entropy": self.evenness,
-            "balance_loss": self.balance, "z_loss": self.z, "expert_load_max_by_layer": [round(each, 4) for each in largest],
+            "balance_loss": self.balance, "z_loss": self.z,
+            "expert_load_max_by_layer": [round(each, 4) for each in largest],
             "experts_idle_by_layer": [layer.count(0) for layer in self.loads],
         }  # fmt: skip
-
-
-def _entropy(loads: Sequence[int]) -> float:
-    total = sum(loads)
-    return -sum(load / total * math.log(load / total) for load in loads if load)

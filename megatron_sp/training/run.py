@@ -8,7 +8,7 @@ files, then what takes time and memory. Whatever may fail on one rank only fails
     find_origin         3  the checkpoint is missing, damaged, or another run's    2  its shape does not fit the flags
     build_tokenizer     4  a file is missing, or is not the checkpoint's           3  the checkpoint is of another model
     plan_steps          2  --train-samples is less than one step               3  the checkpoint's counts are invalid
-    build_data          4  a data set is missing, damaged or too short         2  the samples' order does not fit into memory
+    build_data          4  a data set is missing, damaged or too short         2  the samples' order exceeds the memory
     choose_split        -  (--cp-comm-type auto measures here)
     choose_attention    2  the requested kernel does not run here    (--attention-backend auto measures here)
     choose_layout       -  (--sp-overlap-mode auto measures here)
@@ -130,7 +130,7 @@ class Origin:
     adopts_tokenizer: bool  # no flag names a tokenizer, so the checkpoint's is used
 
     def layout_like(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the layout that the checkpoint was written in, with its choices, if it is ``record``; else empty."""
+        # the layout that the checkpoint was written in, with its choices, if it is ``record``; else empty
         stored = self.stored.get("layout")
         if not isinstance(stored, dict):
             return {}
@@ -257,7 +257,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
 
 
 def open_checkpointer(context: RunContext) -> Checkpointer:
-    """Return the reader and writer of checkpoints; with --save it cleans up behind interrupted saves. Collective."""
+    # the reader and writer of checkpoints; with --save it cleans up behind interrupted saves. Collective
     checkpoint, launch = context.config.checkpoint, context.launch
     checkpointer = Checkpointer(
         context.run_dir, rank=launch.rank, world_size=launch.world_size, group=context.groups.control,
@@ -349,8 +349,8 @@ def set_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
         config.model.vocab_size = tokenizer.vocab_size
     elif config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"vocab_size ({config.model.vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}):"
-            " leave --vocab-size out to take the tokenizer's"
+            f"vocab_size ({config.model.vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}): leave"
+            " --vocab-size out to take the tokenizer's"
         )
 
 
@@ -383,15 +383,14 @@ def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
     train_iters = min(last_steps, default=start.step)
     if train_iters == 0 and not batch.skip_train:
         raise ConfigError(
-            f"train_samples ({batch.train_samples}) is less than one step takes ({batches.global_batch_size(0)}):"
-            " raise --train-samples, or lower --global-batch-size"
+            f"train_samples ({batch.train_samples}) is less than one step takes ({batches.global_batch_size(0)}): raise"
+            " --train-samples, or lower --global-batch-size"
         )
     schedule = LRSchedule.from_config(context.config.optimizer, batch, batches.samples_after)
     return StepPlan(batches, start, train_iters, schedule, curriculum)
 
 
 def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closing: ExitStack) -> RunData:
-    """Build data sets with as many samples as the run will read, and their loaders. Collective."""
     config, groups, tell = context.config, context.groups, context.console.line
     batch, start, eval_size = config.batch, plan.start, plan.batches.evaluation
     train = plan.batches.samples_after(max(plan.train_iters - start.step, 0), start.consumed_samples)
@@ -428,15 +427,21 @@ def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closin
     if datasets.train is not None:
         workers = config.data.num_workers
         train_loader = open_loader(datasets.train, num_workers=workers, digests=True, deal_rows=deal_rows)
-    loaders = {split: tuple((name, open_loader(dataset)) for name, dataset in datasets.evaluated(split)) for split in ("valid", "test")}
+    loaders = {
+        split: tuple((name, open_loader(dataset)) for name, dataset in datasets.evaluated(split))
+        for split in ("valid", "test")
+    }
     return RunData(datasets, train_loader, loaders)
 
 
 def _about_whole_set(name: str, samples: int, batch: int) -> str:
-    """Return a line about what a validation of a whole data set reads; DataError if it is less than a batch."""
+    # a line about what a validation of a whole data set reads; DataError if it is less than a batch
     what = f"--full-validation: {name or 'the validation set'} has {samples:,} samples of a sequence"
     if samples < batch:
-        raise DataError(f"{what}, less than a batch of {batch}: lower --eval-global-batch-size to {samples} or less, or use more data")
+        raise DataError(
+            f"{what}, less than a batch of {batch}: lower --eval-global-batch-size to {samples} or less, or use more"
+            " data"
+        )
     left_out = f"; the last {samples % batch} are left out" if samples % batch else ""
     return f"{what}, which are {samples // batch:,} batches of {batch}{left_out}"
 
@@ -492,7 +497,10 @@ def choose_attention(context: RunContext, origin: Origin | None) -> AttentionCho
 
 
 def choose_layout(context: RunContext, origin: Origin | None, attention: AttentionChoice) -> RunLayout:
-    """Resolve --sp-overlap-mode auto, as in the checkpoint if its layout is the same; build the layers' layout. Collective."""
+    """Resolve --sp-overlap-mode auto, as in the checkpoint if its layout is the same; build the layers' layout.
+
+    Collective.
+    """
     config, groups, parallel = context.config, context.groups, context.config.parallel
     record = _layout_record(context)
     chunks = parallel.sp_head_chunks or 2
@@ -536,7 +544,7 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
 
 
 def estimate_memory(context: RunContext, layout: RunLayout, attention: AttentionChoice) -> MemoryEstimate:
-    """Predict this rank's memory; refuse what cannot fit, warn of what may not. Collective, but for --skip-train."""
+    # predict this rank's memory; refuse what cannot fit, warn of what may not. Collective, but for --skip-train
     launch, status, device = context.launch, context.status, context.groups.device
     estimate = MemoryEstimate(
         context.config, layout.overlap, launch.world_size, launch.local_world_size, device, attention.kernel.name,

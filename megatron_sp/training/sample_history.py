@@ -52,19 +52,22 @@ class SampleHistory:
 
     def words(self) -> str:
         """Return a description of these samples for messages."""
-        return f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}" if self._steps else "no samples"
+        return (
+            f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}"
+            if self._steps
+            else "no samples"
+        )
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the steps for ``state.json``, with the digests of a step in base64, 8 characters each."""
-        return [{**step._asdict(), "digests": base64.b64encode(to_bytes(step.digests)).decode("ascii")} for step in self._steps]
+        return [
+            {**step._asdict(), "digests": base64.b64encode(to_bytes(step.digests)).decode("ascii")}
+            for step in self._steps
+        ]
 
     @classmethod
     def from_json(cls, value: Any) -> SampleHistory:
-        """Create the history from the output of ``to_json``.
-
-        Raises:
-            CheckpointError: ``value`` is not such a list.
-        """
+        """Create the history from the output of ``to_json``. Raises CheckpointError: ``value`` is not such a list."""
         if not isinstance(value, list) or len(value) > KEPT_STEPS:
             raise CheckpointError(f"state.json: samples must be a list of at most {KEPT_STEPS} steps")
         return cls([_step_of(entry) for entry in value])
@@ -73,7 +76,6 @@ class SampleHistory:
         """Read all samples again and describe the first that differs; None if there is none. Collective.
 
         Args:
-            order, seed: order of the samples and its seed, as in the loader.
             group: group whose ranks share the work; must support CPU tensors. None: a single process.
         """
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -86,7 +88,6 @@ class SampleHistory:
         return None if not found else str(min(found)[1])
 
     def _samples(self, total: int, order: Order, seed: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (step, number within the step, sample, digest) in the order of training."""
         for step, consumed, digests in self._steps:
             try:
                 ids = next_ids(order, consumed, len(digests), total, seed).tolist()
@@ -108,7 +109,9 @@ def _problem(dataset: Dataset, i: int, wanted: int) -> str | None:
 
 def _step_of(entry: Any) -> StepSamples:
     if not isinstance(entry, dict) or not (is_count(entry.get("step")) and is_count(entry.get("consumed_samples"))):
-        raise CheckpointError("state.json: samples: a step must have its number, the samples consumed before it, and digests")
+        raise CheckpointError(
+            "state.json: samples: a step must have its number, the samples consumed before it, and digests"
+        )
     try:
         digests = from_bytes(base64.b64decode(entry["digests"], validate=True))
     except (KeyError, TypeError, ValueError, binascii.Error):

@@ -33,7 +33,6 @@ from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import Group, background_group
 from megatron_sp.comm.object_collectives import gather_json
 from megatron_sp.config.schema import CheckpointConfig
-from megatron_sp.estimate.memory_saves import copy_bytes
 from megatron_sp.training.nan_checks import require_finite_weights
 from megatron_sp.utils.format import format_bytes
 
@@ -46,10 +45,9 @@ _KEPT = "older checkpoints are as they were"
 
 
 class Saves:
-    """The checkpoints that a run with --save writes. All methods are collective but ``poll``, ``abandon`` and ``close``.
+    """The checkpoints that a run with --save writes.
 
-    Args:
-        run: prepared run.
+    All methods are collective but ``poll``, ``abandon`` and ``close``.
 
     Attributes:
         saved_step: step of the last complete checkpoint of this run; -1 if there is none.
@@ -77,15 +75,19 @@ class Saves:
         run, config, world_size = self._run, self._context.config, self._context.launch.world_size
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         from megatron_sp.checkpoint.background import BackgroundSaves
+        from megatron_sp.estimate.memory_saves import copy_bytes
 
         background = BackgroundSaves(run.checkpointer, background_group(world_size, timeout))
         available = run.memory_estimate.spare_host_bytes(copy_bytes(config, world_size))
         problem = background.reserve(self._tensors(), available)
         if problem is not None:
-            self._context.console.line(f"saving in the background is off: {problem}; training waits for each save, as with --no-async-save")
+            self._context.console.line(
+                f"saving in the background is off: {problem}; training waits for each save, as with --no-async-save"
+            )
             return None
         self._context.console.line(
-            f"saving in the background: {format_bytes(background.num_bytes)} of host memory on each rank are kept for the copy"
+            f"saving in the background: {format_bytes(background.num_bytes)} of host memory on each rank are kept for"
+            " the copy"
         )
         run.train_step.before_update = background.join
         return background
@@ -99,49 +101,44 @@ class Saves:
         background, step = self._background, self._run.state.progress.step
         began = time.monotonic()
         if background is None:
-            self._save_and_wait("training goes on")
+            self.save_last("training goes on")
         else:
             self._finish()
             self._context.watchdog.beat(f"copying step {step} for its save")
-            self._require_finite()
-            background.start(step, self._tensors(), self._state())
+            background.start(step, *self._contents())
             self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
         decided = self._interval.saved(step, time.monotonic() - began, self._write_s)
         if decided is not None:
             self._context.console.line(decided)
         self._run.reporter.pause_ended()
 
-    def save_last(self) -> None:
-        """Save this step, unless it is saved already, and wait until the checkpoint is complete."""
-        self._save_and_wait(_KEPT)
+    def save_last(self, if_not: str = _KEPT) -> None:
+        """Save this step, unless it is saved already, and wait until the checkpoint is complete.
 
-    def _save_and_wait(self, if_not: str) -> None:
+        ``if_not``: the consequence of a failure, for the message.
+        """
         run = self._run
         began, step = time.monotonic(), run.state.progress.step
         self._finish()
         if self.saved_step != step:
             self._context.watchdog.beat(f"saving step {step}")
-            self._require_finite()
-            report = run.checkpointer.save(step, self._tensors(), self._state())
+            report = run.checkpointer.save(step, *self._contents())
             self._note(report, time.monotonic() - began, if_not)
         run.reporter.pause_ended()
 
     def poll(self) -> None:
         """Report the outcome of the background save, if it has ended. Call at the beginning of every step."""
         self._interval.step_begins()
-        report = self._background.poll() if self._background is not None else None
-        if report is not None:
-            self._note_background(report)
+        if self._background is not None:
+            self._note_background(self._background.poll())
 
     def _finish(self) -> None:
         if self._background is not None and self._background.in_flight:
             self._context.watchdog.beat("waiting for a save in the background")
-            report = self._background.wait()
-            if report is not None:
-                self._note_background(report)
+            self._note_background(self._background.wait())
 
     def abandon(self) -> None:
-        """Give up a save in progress: a peer is lost, so it cannot complete, and ``close`` waits for it only briefly."""
+        """Give up a save in progress: a peer is lost, so it cannot complete; ``close`` waits for it only briefly."""
         self._lost = True
 
     def close(self) -> None:
@@ -151,19 +148,18 @@ class Saves:
         self._closing = True
         self._context.watchdog.beat("waiting for a save in the background")
         try:
-            report = self._background.wait(_PATIENCE_S if self._lost else None)
-            if report is not None:
-                self._note_background(report)
+            self._note_background(self._background.wait(_PATIENCE_S if self._lost else None))
         except Exception as error:  # the run ends with an error of its own
             self._context.console.line(f"warning: a save in the background has failed: {error}")
 
-    def _note_background(self, report: SaveReport) -> None:
+    def _note_background(self, report: SaveReport | None) -> None:
+        if report is None:  # it has not ended
+            return
         self._write_s = report.seconds
         if_not = _KEPT if self._closing else "training goes on"
         self._note(report, self._stall_s, if_not, background_s=report.seconds, time=self._stalled_until)
 
     def _note(self, report: SaveReport, stall_s: float, if_not: str, **more: float) -> None:
-        """Report the outcome of a save that stopped training for ``stall_s``; ``if_not``: consequence of a failure, for the message."""
         run = self._run
         self.failed = not report.saved
         if report.saved:
@@ -178,24 +174,21 @@ class Saves:
             self._context.console.line(f"warning: step {report.step} was not saved: {report.reason}; {if_not}")
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
 
-    def _require_finite(self) -> None:
-        """Check that the weights to be saved are finite. Collective."""
-        run = self._run
-        require_finite_weights((unit.master for unit in run.state.units), self._context.groups, run.state.progress.step)
-
     def _tensors(self) -> dict[str, GlobalTensor]:
         tensors = self._run.state.weights()
         if not self._context.config.checkpoint.no_save_optim:
             tensors.update(self._run.state.optimizer_tensors())
         return tensors
 
-    def _state(self) -> dict[str, Any]:
+    def _contents(self) -> tuple[dict[str, GlobalTensor], dict[str, Any]]:
+        """Return tensors and ``state.json`` of this step, if its weights are finite. Collective."""
         run = self._run
+        require_finite_weights((unit.master for unit in run.state.units), self._context.groups, run.state.progress.step)
         state = run.state.to_json(
             self._context.config, run.plan.lr_schedule.state(), run.data.datasets.fingerprint, run.layout.record
         )  # fmt: skip
         interval = self._interval.state()
-        return state if interval is None else {**state, "save_interval": interval}
+        return self._tensors(), state if interval is None else {**state, "save_interval": interval}
 
 
 FIRST_STEPS = 10  # before the first save, when nothing has been measured
@@ -205,7 +198,7 @@ _SPARE = 1.25  # factor on the time of a background save
 
 
 def best_interval_s(stall_s: float, failure_s: float) -> float:
-    """Return the optimal seconds of training between two saves that cost ``stall_s`` each, with one failure in ``failure_s``."""
+    """Return the optimal seconds between two saves that cost ``stall_s`` each, with one failure in ``failure_s``."""
     ratio = stall_s / (2 * failure_s)
     if ratio >= 1:
         return failure_s
@@ -216,17 +209,14 @@ class SaveInterval:
     """Schedule of saves, the same on every rank.
 
     Args:
-        checkpoint: checkpoint section of the configuration.
-        world_size: number of processes, for the default failure rate.
-        group: group over which ranks agree on measurements; must support CPU tensors.
-        start: step at which the process begins.
         stored: ``state()`` from the checkpoint that is resumed; ignored if it is anything else.
-
     Attributes:
         steps: steps between two saves; None without saves, or before the first measurement.
     """
 
-    def __init__(self, checkpoint: CheckpointConfig, world_size: int, group: Group, start: int, stored: Any = None) -> None:
+    def __init__(
+        self, checkpoint: CheckpointConfig, world_size: int, group: Group, start: int, stored: Any = None
+    ) -> None:
         self.is_auto = checkpoint.save_interval == "auto"
         self.steps = None if isinstance(checkpoint.save_interval, str) else checkpoint.save_interval
         self._group, self._last = group, start
@@ -242,7 +232,7 @@ class SaveInterval:
         return {"steps": self.steps, "failure_s": self._failure_s} if self.is_auto and self.steps is not None else None
 
     def step_begins(self) -> None:
-        """Record the beginning of a step: the time between two calls is the length of a step, pauses included."""
+        # record the beginning of a step: the time between two calls is the length of a step, pauses included
         now = time.monotonic()
         if self._step_began is not None:
             self._lengths.append(now - self._step_began)
@@ -276,8 +266,13 @@ class SaveInterval:
         if before is not None and 0.8 < self.steps / before < 1.25:
             return None
         bound = " (the longest that it may be)" if self.steps == high < best_s / step_s else ""
-        bound = " (or the next save would wait for the one before)" if self.steps == low > best_s / step_s and write_s > 0 else bound
+        bound = (
+            " (or the next save would wait for the one before)"
+            if self.steps == low > best_s / step_s and write_s > 0
+            else bound
+        )
         return (
-            f"--save-interval auto: every {self.steps} steps{bound}: a save stops training for {stall_s:.2g} s, a step takes"
-            f" {step_s:.2g} s, and one failure in {self._failure_s / 3600:,.4g} h is assumed (--mean-time-between-failures-hours)"
+            f"--save-interval auto: every {self.steps} steps{bound}: a save stops training for {stall_s:.2g} s, a step"
+            f" takes {step_s:.2g} s, and one failure in {self._failure_s / 3600:,.4g} h is assumed"
+            " (--mean-time-between-failures-hours)"
         )

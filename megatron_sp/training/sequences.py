@@ -1,4 +1,4 @@
-"""Sequences that a rank reads: --balance-rows, and the check that ranks which share sequences have read the same ones.
+"""Sequences that a rank reads: --balance-rows, and the check that ranks which share sequences read the same ones.
 
 A cp rank plans by its own mask what others send to it. Ranks with different masks would wait for rows that nobody
 sends, or compute with the wrong ones; so would stages of a pipeline with different lengths or documents. So with
@@ -30,9 +30,9 @@ _NOBODY = -(2**62)
 
 
 def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: ParallelGroups) -> None:
-    """Check that all ranks of each data-parallel replica have sequences of the same length, documents and padding. Collective.
+    """Check that all ranks of each data-parallel replica have sequences of the same length, documents and padding.
 
-    With one cp and one pp rank nothing is planned, and nothing compared.
+    Collective. With one cp and one pp rank nothing is planned, and nothing compared.
 
     Raises:
         DataError: they have not; on every rank.
@@ -53,10 +53,11 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
         ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
         firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]
         which = ", ".join(f"{first} to {first + ranks - 1}" if ranks > 1 else f"{first}" for first in firsts)
-        sizes = f"{f'pp {groups.pp.size()} * ' if pipelined else ''}cp {groups.cp.size()} * sp {groups.sp.size()} * tp {groups.tp.size()}"
+        sizes = f"pp {groups.pp.size()} * " if pipelined else ""
+        sizes += f"cp {groups.cp.size()} * sp {groups.sp.size()} * tp {groups.tp.size()}"
         raise DataError(
-            f"ranks {which} ({sizes} = {groups.pp.size() * ranks}) share each sequence, and have read sequences of different lengths or"
-            " documents: see that all hosts have the same data files and flags"
+            f"ranks {which} ({sizes} = {groups.pp.size() * ranks}) share each sequence, and have read sequences of"
+            " different lengths or documents: see that all hosts have the same data files and flags"
         )
 
 
@@ -70,7 +71,8 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
         return None
     if not isinstance(dataset, RowDataset):
         raise ConfigError(
-            "--balance-rows needs rows of packed documents whose lengths an index says, and this task's data have none: leave it out"
+            "--balance-rows needs rows of packed documents whose lengths an index says, and this task's data have none:"
+            " leave it out"
         )
     from megatron_sp.parallel.row_dealing import RowDealer
 
@@ -79,7 +81,7 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
 
 
 def warning_about_documents(config: Config, dataset: Dataset | None) -> str | None:
-    """Return a warning if --balance-rows goes by lengths that are not those of the documents that attention sees; else None.
+    """Return a warning if --balance-rows goes by other lengths than those of the documents that attention sees.
 
     Raises:
         DataError: a row cannot be read.
@@ -91,12 +93,13 @@ def warning_about_documents(config: Config, dataset: Dataset | None) -> str | No
     if not wrong:
         return None
     return (
-        f"--balance-rows takes documents to end where those of the data files do, and in {wrong} of {count} rows looked at the tokens that"
-        " end documents are elsewhere: the ranks' work may stay uneven. megatron-sp preprocess --append-eod puts one at each end"
+        f"--balance-rows takes documents to end where those of the data files do, and in {wrong} of {count} rows looked"
+        " at the tokens that end documents are elsewhere: the ranks' work may stay uneven. megatron-sp preprocess"
+        " --append-eod puts one at each end"
     )
 
 
 def _lengths_of(documents: np.ndarray) -> np.ndarray:
-    """Return the tokens of each document, given the number of each token's, int64 [s]."""
+    # the tokens of each document, given the number of each token's, int64 [s]
     starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
     return np.diff(starts, append=documents.size)

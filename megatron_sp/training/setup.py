@@ -60,17 +60,14 @@ class RunStatus:
         self.fields: dict[str, Any] = {}
         self.lost: dict[str, str] = {}  # other outputs that could not be written, and why
         self._began = False  # once this attempt has written the file, it no longer describes an earlier one
-        self.explain_memory: Callable[[], list[str]] | None = None  # breakdown of a rank's memory, once that is predicted
+        # breakdown of a rank's memory, once that is predicted
+        self.explain_memory: Callable[[], list[str]] | None = None
 
     def open(self, run_dir: Path) -> None:
         """Begin to keep the status in a run folder."""
         self.path = run_dir / "run_status.json"
         if (saved := saved_step(run_dir)) is not None:
             self.fields.setdefault("saved_step", saved)  # remains until a newer one is saved
-
-    def has_failed(self) -> bool:
-        """Return whether the file already reports a failure."""
-        return self.path is not None and read_status(self.path.parent).get("status") == "failed"
 
     def report(self, error: ReportedError) -> bool:
         """Write a failure; return False if another rank has told of the same lost one, so that this one need not.
@@ -81,10 +78,10 @@ class RunStatus:
         if self.path is None:
             return True
         with held_folder(self.path.parent):
-            told = read_status(self.path.parent) if isinstance(error, PeerError) else {}
-            if told.get("status") != "failed":
+            earlier = read_status(self.path.parent) if isinstance(error, PeerError) else {}
+            if earlier.get("status") != "failed":
                 self._replace("failed", error.exit_code, str(error))
-        return told.get("status") != "failed" or told.get("exit_code") != EXIT_PEER
+        return earlier.get("status") != "failed" or earlier.get("exit_code") != EXIT_PEER
 
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
         """Replace the file; a disk error is only a warning.
@@ -95,7 +92,7 @@ class RunStatus:
         if self.path is None or (self._rank != 0 and status != "failed"):
             return
         with held_folder(self.path.parent):
-            if status != "running" or not self._began or not self.has_failed():
+            if status != "running" or not self._began or read_status(self.path.parent).get("status") != "failed":
                 self._replace(status, exit_code, message)
 
     def _replace(self, status: str, exit_code: int | None, message: str) -> None:
@@ -130,7 +127,6 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
 
     Args:
         body: does the work and returns the exit code; opens the status once the run folder is known.
-        launch: rank, world size and the like of this process.
     """
     output.survive()
     status = RunStatus(launch.rank)
@@ -173,7 +169,7 @@ def _end_launcher() -> None:
 
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
-    """Return the out-of-memory message: the failed request, the predicted breakdown of memory once it is known, and suggestions."""
+    """Return the out-of-memory message: the failed request, the predicted breakdown once it is known, suggestions."""
     found = f"out of memory: {first_words(error)}"
     try:
         lines = [] if status.explain_memory is None else status.explain_memory()
@@ -182,8 +178,9 @@ def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
     if lines:
         return "\n".join([found, *lines])
     return (
-        f"{found}. Lower --micro-batch-size, --seq-length or --train-iters (the order of all samples is held), add --recompute-granularity"
-        " full or --bf16, make the model smaller, or use more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
+        f"{found}. Lower --micro-batch-size, --seq-length or --train-iters (the order of all samples is held), add"
+        " --recompute-granularity full or --bf16, make the model smaller, or use more ranks with"
+        " --tensor-model-parallel-size or --sequence-parallel-size"
     )
 
 
@@ -219,7 +216,7 @@ def set_threads(config: Config, launch: Launch) -> int:
 
 
 def _number(text: str) -> int:
-    """Return the outermost level of a number of threads, "4" or "4,2"; 0 if the text is not valid."""
+    # the outermost level of a number of threads, "4" or "4,2"; 0 if the text is not valid
     first = text.split(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and len(first) < 5 else 0
 
@@ -237,7 +234,10 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
     if device.type == "cpu":
-        config.ignored_flags += (*drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"), *drop_flash(config))
+        config.ignored_flags += (
+            *drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"),
+            *drop_flash(config),
+        )
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -256,8 +256,9 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
             raise
         host, port = launch.address or ("localhost", 0)
         raise PeerError(
-            f"the {launch.world_size} ranks did not find each other at {host}:{port}: {first_line(error)}. Check that all were started,"
-            " that the host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
+            f"the {launch.world_size} ranks did not find each other at {host}:{port}: {first_line(error)}. Check that"
+            " all were started, that the host can be reached, and that no other job has the port (torchrun --standalone"
+            " chooses a free one)."
         ) from error
 
 
@@ -282,7 +283,8 @@ def expert_parallel(config: Config, groups: ParallelGroups) -> ExpertParallel:
     if not config.model.has_experts:
         return NO_EP
     return ExpertParallel.create(
-        groups, parallel.expert_model_parallel_size, tp_seq=parallel.sequence_parallel and groups.tp.size() > 1, chunks=parallel.moe_chunks,
+        groups, parallel.expert_model_parallel_size, tp_seq=parallel.sequence_parallel and groups.tp.size() > 1,
+        chunks=parallel.moe_chunks,
         check=parallel.check_collectives,
     )  # fmt: skip
 
@@ -297,7 +299,9 @@ def _nccl_options(config: Config) -> NcclOptions:
 
 
 def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
-    """Return the run folder, created if absent: --save, or a fresh one named after task and time. The same on every rank. Collective.
+    """Return the run folder, created if absent: --save, or a fresh one named after task and time.
+
+    The same on every rank. Collective.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -308,7 +312,9 @@ def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the run folder {path} cannot be created: {error.strerror}; choose another --save") from None
+            raise ConfigError(
+                f"the run folder {path} cannot be created: {error.strerror}; choose another --save"
+            ) from None
     return path
 
 
@@ -322,7 +328,9 @@ def lock_run_dir(run_dir: Path) -> RunLock:
     try:
         return RunLock(run_dir, job=os.environ.get("TORCHELASTIC_RUN_ID", ""))
     except OSError as error:
-        raise DiskError(f"the run folder {run_dir} cannot be written: {error.strerror}; choose another --save") from None
+        raise DiskError(
+            f"the run folder {run_dir} cannot be written: {error.strerror}; choose another --save"
+        ) from None
 
 
 def dtype_of(config: Config) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Sharding of a task's model into flat units, unit by unit, so that with ZeRO stage 3 the whole model never exists on one rank."""
+"""Sharding of a task's model, unit by unit, so that with ZeRO stage 3 the whole model never exists on one rank."""
 
 from __future__ import annotations
 
@@ -31,47 +31,46 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardedModel:
-    """A model whose parameters are stored in flat units, and the objects that communicate them.
-
-    Attributes:
-        fingerprint: fingerprint of the initial parameters, before sharding.
-        host: copies for master weights in host memory (--offload-optimizer), else None.
-        table: index of the unit that the first and the last rank of a pipeline share, if this is one of them.
-        own_groups: ranks that have the same parameters of a unit, by index, where they are others than those of dp x cp x sp.
-        experts: indices of the units of experts.
-    """
+    """A model whose parameters are stored in flat units, and the objects that communicate them."""
 
     model: nn.Module
     units: list[FlatUnit]
     weights: WholeWeights
     gradients: FlatGradients
-    fingerprint: Fingerprint
-    host: HostCopies | None
+    fingerprint: Fingerprint  # fingerprint of the initial parameters, before sharding
+    host: HostCopies | None  # copies for master weights in host memory (--offload-optimizer), else None
+    # index of the unit that the first and the last rank of a pipeline share, if this is one of them
     table: int | None = None
+    # ranks that have the same parameters of a unit, by index, where they are others than those of dp x cp x sp
     own_groups: dict[int, Group] = field(default_factory=dict)
-    experts: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()  # indices of the units of experts
 
-    def optimizer(self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch") -> FlatOptimizer:
+    def optimizer(
+        self, config: Config, groups: ParallelGroups | None, kernel: Literal["torch", "apex"] = "torch"
+    ) -> FlatOptimizer:
         """Return the optimizer of the model; without groups for this process alone."""
         if groups is None:
-            return FlatOptimizer(self.units, config.optimizer, host=self.host, kernel=kernel, decoupled=table_names(self.model))
+            return FlatOptimizer(
+                self.units, config.optimizer, host=self.host, kernel=kernel, decoupled=table_names(self.model)
+            )
         whole, elsewhere = counted_by(
-            groups, len(self.units), self.own_groups, () if self.table is None else (self.table,), has_experts=config.model.has_experts
-        )
+            groups, len(self.units), self.own_groups, () if self.table is None else (self.table,),
+            has_experts=config.model.has_experts,
+        )  # fmt: skip
         return FlatOptimizer(
-            self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel, whole=whole,
+            self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel,
+            whole=whole,
             counted_elsewhere=elsewhere, decoupled=table_names(self.model),
         )  # fmt: skip
 
 
 def counted_by(
-    groups: ParallelGroups, num_units: int, own_groups: Mapping[int, Group], tables: Collection[int], *, has_experts: bool
-) -> tuple[Group, set[int]]:
-    """Return ranks that together count each parameter once in the gradients' norm, and which of this rank's units others of them count.
+    groups: ParallelGroups, num_units: int, own_groups: Mapping[int, Group], tables: Collection[int], *,
+    has_experts: bool,
+) -> tuple[Group, set[int]]:  # fmt: skip
+    """Return ranks that together count each parameter once in the norm, and which of this rank's units others count.
 
     Args:
-        groups: process groups of the run.
-        num_units: number of this rank's units.
         own_groups, tables: as of ``ShardedModel``.
         has_experts: of the whole model, for all must sum over the same ranks: also those of a stage without experts.
     """
@@ -82,18 +81,14 @@ def counted_by(
 
 
 def build_sharded(
-    build_model: Callable[..., nn.Module], config: Config, layout: ParallelContext, groups: ParallelGroups | None, device: torch.device,
-    prepare: Callable[[nn.Module, Unit], None] | None = None,
+    build_model: Callable[..., nn.Module], config: Config, layout: ParallelContext, groups: ParallelGroups | None,
+    device: torch.device, prepare: Callable[[nn.Module, Unit], None] | None = None,
 ) -> ShardedModel:  # fmt: skip
     """Build a model and move its parameters into flat units.
 
     Args:
         build_model: builds the task's model (``run.Task``).
-        config: configuration of the run.
-        layout: parallel layout for the layers.
         groups: process groups; None: this process alone, whatever the configuration says.
-        device: device for the model.
-        prepare: may change a unit's parameters before they are sharded.
     """
     parallel = config.parallel
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_cp_sp)
@@ -134,7 +129,8 @@ def build_sharded(
 
         host = HostCopies(units)
     gradients = FlatGradients(
-        units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
+        units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group,
+        overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
         own_groups=own_groups,
         delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
@@ -142,11 +138,13 @@ def build_sharded(
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
-    return ShardedModel(model, units, weights, gradients, fingerprint, host, shared[0] if shared else None, own_groups, tuple(experts))
+    return ShardedModel(
+        model, units, weights, gradients, fingerprint, host, shared[0] if shared else None, own_groups, tuple(experts)
+    )
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
-    """Return the buffer pools of a model at ZeRO stage 3: the units that share buffers."""
+    # the buffer pools of a model at ZeRO stage 3: the units that share buffers
     from megatron_sp.optim.residency import pools_of
 
     units: list[Unit] = model.units()  # type: ignore[operator]
@@ -154,7 +152,9 @@ def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
     cut = bool(stages) and stages[0].num_stages > 1
     # in a pipeline passes of several micro-batches come in turn: what shared a buffer would be fetched anew for each
     tied = cut or model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
-    return pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
+    return pools_of(
+        [u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once
+    )
 
 
 def units_together(model: nn.Module) -> list[tuple[int, ...]]:
@@ -189,7 +189,9 @@ class Fingerprint:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def require_equal(self, groups: ParallelGroups, ep_rank: int = 0) -> None:
-        """Check that ranks with the same tp and pp rank have the same parameters, with the same ep rank the same experts. Collective.
+        """Check that ranks with the same tp and pp rank have the same parameters, and experts with the same ep rank.
+
+        Collective.
 
         Raises:
             ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
@@ -210,11 +212,12 @@ class Fingerprint:
         name = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the order of the parameters")
         raise ConfigError(
             f"rank {odd[1]} has another model than rank {odd[0]}: {name} is {theirs.get(name, 'absent')} there and"
-            f" {ours.get(name, 'absent')} here (type, shape, sum of the bits); start all ranks with the same flags, seed and versions"
+            f" {ours.get(name, 'absent')} here (type, shape, sum of the bits); start all ranks with the same flags,"
+            " seed and versions"
         )
 
 
 def _sum_of_bits(x: Tensor) -> int:
-    """Return the sum of the elements' bit patterns as integers; does not depend on the device."""
+    # the sum of the elements' bit patterns as integers; does not depend on the device
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return int(x.detach().contiguous().view(width).sum(dtype=torch.int64))

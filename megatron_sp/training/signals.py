@@ -81,23 +81,25 @@ class StopSignals:
         self.requested = True
 
     def _watch(self, reports: int) -> None:
-        """Print a message on the first signal, and end the process on the second."""
-        told = spared = False
+        announced = spared = False
         while numbers := os.read(reports, 512):
             now = time.monotonic()
             for number in (number for number in numbers if number in _SIGNALS):
                 self._asked(now)
-                if not told:
-                    told = True
+                if not announced:
+                    announced = True
                     self._say("stop requested: saving after this step (a second signal leaves at once)")
-                elif self._is_echo(now):
-                    continue
+                elif self._launched and self._first is not None and now - self._first <= _ECHO_SECONDS:
+                    continue  # the same key press, forwarded by the launcher
                 elif self.saving and not spared:
                     spared = True
                     self._first = now  # this one has an echo, too
-                    self._say("second signal: the save is under way and goes on (a third one leaves at once, without it)")
+                    self._say(
+                        "second signal: the save is under way and goes on (a third one leaves at once, without it)"
+                    )
                 else:
-                    self._say(f"{'third' if spared else 'second'} signal: leaving at once, the last checkpoint stays valid")
+                    number_word = "third" if spared else "second"
+                    self._say(f"{number_word} signal: leaving at once, the last checkpoint stays valid")
                     os._exit(128 + number)
 
     def hush(self) -> None:
@@ -108,12 +110,9 @@ class StopSignals:
         if self._speaks:
             complain(line)
 
-    def _is_echo(self, now: float) -> bool:
-        return self._launched and self._first is not None and now - self._first <= _ECHO_SECONDS
-
 
 class KillSwitch:
-    """A file (--kill-switch-path) that stops the run when it appears, where signals do not reach it: on any host, created by anybody.
+    """A file (--kill-switch-path) that stops the run when it appears, where signals do not reach it.
 
     Args:
         path: the file; None: there is no such switch.
@@ -124,21 +123,23 @@ class KillSwitch:
         self._seen = False
 
     def is_thrown(self) -> bool:
-        """Return whether the file is there, or was when it was looked for before: a stop that has begun is not called off."""
+        """Return whether the file is there, or was before: a stop that has begun is not called off."""
         self._seen = self._seen or (self._path is not None and os.path.lexists(self._path))
         return self._seen
 
     def require_unthrown(self) -> None:
         """Raise a ConfigError if the file is there before the run has begun."""
         if self.is_thrown():
-            raise ConfigError(f"--kill-switch-path {self._path}: the file is there, so nothing starts: remove it, or leave the flag out")
+            raise ConfigError(
+                f"--kill-switch-path {self._path}: the file is there, so nothing starts: remove it, or leave the flag"
+                " out"
+            )
 
 
 _registered = threading.Event()
 
 
 def _forks_are_deaf() -> None:
-    """Keep forked workers, which receive the same Ctrl-C, from writing it to this process's pipe."""
     if not _registered.is_set():
         _registered.set()
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -149,19 +150,16 @@ class Watchdog:
 
     Args:
         timeout_s: longest time between two beats; the first may take ``startup_s`` longer.
-        report: file for the stacks of all threads.
-        rank: this process's rank, for the message.
-        on_end: called with the message before the process ends.
-        startup_s: additional time for the first beat.
-
     Attributes:
-        locate: called from the watchdog's thread; returns what this rank has of the model, and its place inside of what was
-            said with the last beat, both for messages and empty if there is nothing to be said (``Pipeline.locate``).
+        locate: called from the watchdog's thread; returns what this rank has of the model, and its place inside of what
+            was said with the last beat, both for messages and empty if there is nothing to be said
+            (``Pipeline.locate``).
     """
 
     def __init__(
-        self, timeout_s: float, report: Path, rank: int, on_end: Callable[[str], None] = lambda _: None, startup_s: float = 600.0
-    ) -> None:
+        self, timeout_s: float, report: Path, rank: int, on_end: Callable[[str], None] = lambda _: None,
+        startup_s: float = 600.0,
+    ) -> None:  # fmt: skip
         self._timeout_s, self._report, self._rank, self._on_end = timeout_s, report, rank, on_end
         self._deadline = time.monotonic() + timeout_s + startup_s
         self._what = "start-up"

@@ -170,7 +170,9 @@ class TrainStep:
                 optimizer.num_updates += 1
             else:
                 skip = self.is_left_out(summary)
-                optimizer.step_on_device(lr, weight_decay, summary[0], scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr)
+                optimizer.step_on_device(
+                    lr, weight_decay, summary[0], scale, skip, updated=self.weights.refresh, decoupled_lr=decoupled_lr
+                )
                 self._update_expert_biases(summary, skip)
 
         # the only point of the step where the host waits for the device; the fields are read in their order
@@ -261,7 +263,6 @@ class TrainStep:
         return self.reduced(losses, self.scaler.scale, poisoned=self.faults.poisons("grad", step))
 
     def _count_routers_first(self, micro_batches: list[MicroBatch], key: int | Tensor, step: int) -> None:
-        """Run the forward passes that count tokens per expert, if the balance term goes by the whole step's."""
         hidden = self.loss.hidden
         if self.routers is None or hidden is None or len(micro_batches) == 1:
             return
@@ -376,12 +377,11 @@ class Losses:
         return loss * (self._scale.to(loss.dtype) if isinstance(self._scale, Tensor) else self._scale)
 
     def router_counts(self) -> tuple[Tensor, Tensor]:
-        """Return the sequences and the tokens of the step, scalars."""
         self._wait_for_counts()
         return self.totals[self._num_terms + 1], self.totals[self._num_terms + 2]
 
     def _wait_for_counts(self) -> Tensor:
-        """Wait for the totals, once, and return one over each count; 0 for a count of 0."""
+        # wait for the totals, once, and return one over each count; 0 for a count of 0
         if self._inverse_counts is None:
             self._handle.wait()
             counts = self.totals[: self._num_terms]
@@ -415,7 +415,7 @@ class HostCopy:
 
 
 def _on_device(step: int, device: torch.device) -> int | Tensor:
-    """Return a number for kernels; on a GPU as a tensor, since a captured graph would hold the number itself."""
+    # a number for kernels; on a GPU as a tensor, since a captured graph would hold the number itself
     if device.type != "cuda":
         return step
     return host_empty((), torch.int64, device).fill_(step).to(device, non_blocking=True)
@@ -426,7 +426,6 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _counts(loss: Loss, micro_batches: list[MicroBatch]) -> Tensor:
-    """Return the count of each loss term (without gradients of each metric, too) over micro-batches, fp64."""
     counts = [torch.stack([count.double() for count in loss.counts(batch)]) for batch in micro_batches]
     return counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
 

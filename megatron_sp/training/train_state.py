@@ -50,29 +50,30 @@ class Progress:
             CheckpointError: a count is not a whole number >= 0.
         """
         for key in vars(self):
-            value = self._older(state, next_batch) if key == "scheduled_samples" and key not in state else state.get(key, 0)
+            value = state.get(key, 0)
+            if key == "scheduled_samples" and key not in state:
+                # an older checkpoint, of when a step went by the samples at its own end: the next step goes on there,
+                # so the curve has no kink; a converted one has no schedule of ours
+                value = self.consumed_samples + (next_batch(self.consumed_samples) if is_ahead(state) else 0)
             if not isinstance(value, int) or value < 0:
                 raise CheckpointError(f"state.json: {key} must be a whole number, found {value!r}")
             setattr(self, key, value)
-
-    def _older(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> int:
-        """Return ``scheduled_samples`` for a checkpoint from before they were counted, when a step went by the samples at its own end.
-
-        The next step goes on from there, so the curve has no kink. A converted checkpoint has no schedule of ours.
-        """
-        return self.consumed_samples + (next_batch(self.consumed_samples) if is_ahead(state) else 0)
 
 
 class TrainState:
     """All state that a resume needs, as tensors and as JSON."""
 
-    def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler
+    ) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress, self.samples = Progress(), SampleHistory()
         self.tokenizer: dict[str, Any] | None = None  # its record in a checkpoint
         self.evaluation_data: dict[str, str] = {}  # fingerprints
         specs = shard_specs(model)
-        self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
+        self.specs = {
+            name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()
+        }
 
     def weights(self) -> dict[str, GlobalTensor]:
         """Return every parameter once, trainable or frozen."""
@@ -91,7 +92,7 @@ class TrainState:
         return sum(math.prod(spec.shape) for spec in self.specs.values())
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint keeps: biases of experts, and those of a foreign model's state."""
+        # the buffers that a checkpoint keeps: biases of experts, and those of a foreign model's state
         foreign = getattr(self.model, "saved_buffers", None)
         if foreign is not None:
             return foreign()
@@ -103,7 +104,11 @@ class TrainState:
         if self.optimizer is None:
             return found
         for unit, state in zip(self.units, self.optimizer.states, strict=True):
-            kinds = {"master": unit.master if unit.is_16_bit else None, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+            kinds = {
+                "master": unit.master if unit.is_16_bit else None,
+                "exp_avg": state.exp_avg,
+                "exp_avg_sq": state.exp_avg_sq,
+            }
             for slot in unit.slots:
                 for kind, flat in kinds.items():
                     if flat is not None:
@@ -115,10 +120,6 @@ class TrainState:
 
         A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint. An fp32 or fp64 run takes
         its weights from the master weights of a 16-bit checkpoint, not from their rounding.
-
-        Args:
-            stored: names of the tensors in the checkpoint.
-            weights_only: load nothing of the optimizer.
         """
         wanted, unread = self.weights(), set[str]()
         if hasattr(self.model, "saved_buffers"):  # of a foreign model a checkpoint of an older version has none
@@ -135,33 +136,31 @@ class TrainState:
                 unread.add(name)
         return {**wanted, **optimizer}, unread
 
-    def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]) -> dict[str, Any]:
+    def to_json(
+        self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the part of a checkpoint that is not tensors."""
         return {
-            **self.progress.to_dict(),
-            "num_updates": self.optimizer.num_updates if self.optimizer is not None else 0,
+            **self.progress.to_dict(), "num_updates": self.optimizer.num_updates if self.optimizer is not None else 0,
             "has_optimizer": self.optimizer is not None and not config.checkpoint.no_save_optim,
-            "loss_scaler": self.scaler.state(),
-            "schedule": schedule,
-            "data_fingerprint": fingerprint,
-            "evaluation_data": self.evaluation_data,
-            "samples": self.samples.to_json(),
-            "tokenizer": self.tokenizer,
-            "layout": world,
-            "config": config.to_dict(),
-            "foreign_model": getattr(self.model, "description", None),
+            "loss_scaler": self.scaler.state(), "schedule": schedule, "data_fingerprint": fingerprint,
+            "evaluation_data": self.evaluation_data, "samples": self.samples.to_json(), "tokenizer": self.tokenizer,
+            "layout": world, "config": config.to_dict(), "foreign_model": getattr(self.model, "description", None),
             "versions": versions(),
-        }
+        }  # fmt: skip
 
     def load_json(self, state: dict[str, Any], start: Progress, *, weights_only: bool) -> None:
-        """Set the progress to ``start``, and unless ``weights_only`` load the update count and the loss scaler. Not for --finetune."""
+        """Set the progress to ``start``, and unless ``weights_only`` load the update count and the loss scaler.
+
+        Not for --finetune.
+        """
         self.progress = replace(start)
         if self.optimizer is not None and not weights_only:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])
 
     def after_load(self, *, weights_only: bool) -> None:
-        """Bring master weights and model weights into agreement after loading: master weights that were loaded take precedence."""
+        """Bring master and model weights into agreement after loading: loaded master weights take precedence."""
         for unit in self.units:
             if weights_only or not unit.is_16_bit:
                 unit.refresh_master()
@@ -175,6 +174,8 @@ def is_ahead(state: dict[str, Any]) -> bool:
 
 
 def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:
-    """Return the part of a parameter that is in ``flat``, a rank's range of a unit."""
+    # the part of a parameter that is in ``flat``, a rank's range of a unit
     part = within(range(slot.start, slot.stop), layout.shard)
-    return GlobalTensor.of_range(slot.spec, tuple(slot.shape), flat[part.start : part.stop], max(layout.shard.start - slot.start, 0))
+    return GlobalTensor.of_range(
+        slot.spec, tuple(slot.shape), flat[part.start : part.stop], max(layout.shard.start - slot.start, 0)
+    )

@@ -1,4 +1,4 @@
-"""Verification of a layout (--verify-parallelism): one step in it, compared with the same step on one process, before a run begins.
+"""Verification of a layout (--verify-parallelism): one step in it, compared with the same step on one process.
 
 Every parameter's gradient is compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all
 gradients); loss and gradient norm by their relative error. The one-process model is on rank 0, which reads the samples
@@ -9,8 +9,9 @@ external model both are off.
 
 With --sp-overlap-mode auto every mode that may be chosen is verified.
 
-With experts the loads must be equal, too. A token for which two experts score alike to rounding may choose another one in
-another layout; the smallest margin of the batch is reported, and where it is that small the layout makes the choices of the one process.
+With experts the loads must be equal, too. A token for which two experts score alike to rounding may choose another one
+in another layout; the smallest margin of the batch is reported, and where it is that small the layout makes the choices
+of the one process.
 """
 
 from __future__ import annotations
@@ -87,10 +88,16 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     if note := settle_schedule(config, groups.world_size):
         say(note)
     if config.model.attention_dropout > 0:
-        say(f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask depends on the layout")
+        say(
+            f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask"
+            " depends on the layout"
+        )
         config.model.attention_dropout = 0.0
     if task.torch_dropout and config.model.hidden_dropout > 0:
-        say(f"verify: hidden dropout ({config.model.hidden_dropout}) is off: an external model draws other masks in another layout")
+        say(
+            f"verify: hidden dropout ({config.model.hidden_dropout}) is off: an external model draws other masks in"
+            " another layout"
+        )
         config.model.hidden_dropout = 0.0
     _fit_layers(config, launch, groups, dtype, say)
     plan = BatchPlan.from_config(config.batch, groups.dp_size, config.model.seq_length)
@@ -116,13 +123,17 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
 
     step = _Step(config, task, dtype, groups)
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
-    reference = step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
-    sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
+    reference = (
+        step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
+    )
+    tp_seq = " with sequence parallel" if config.parallel.sequence_parallel else ""
+    sizes = f"tp {groups.tp.size()}{tp_seq}, sp {groups.sp.size()}"
     sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
     sizes += f", pp {groups.pp.size()} ({config.parallel.pipeline_kind})" if groups.pp.size() > 1 else ""
     say(
-        f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
-        f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
+        f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers,"
+        f" {str(dtype).removeprefix('torch.')}, {num_samples} sequences of {config.model.seq_length} tokens in {each}"
+        " micro-batches for each data-parallel rank"
     )
     replayed = _settle_routing(config, reference, groups, each, say)
     mine, good, pipeline = batches(groups.dp_rank), True, build_pipeline(config, groups)
@@ -131,7 +142,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
-            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
+            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead,
+            cp_keep_kv=config.parallel.cp_keep_kv,
             stages=() if pipeline is None else pipeline.own_stages, num_slices=config.parallel.num_pipeline_slices,
             ep=experts,
         )  # fmt: skip
@@ -156,21 +168,18 @@ class _Step:
         config.precision.fp64 = dtype == torch.float64
 
     def run(
-        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None = None,
-        replayed: list[Tensor] | None = None,
+        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch],
+        pipeline: Pipeline | None = None, replayed: list[Tensor] | None = None,
     ) -> _Outcome:  # fmt: skip
-        """Build the model and run one step; without groups, all of it on this process.
-
-        Args:
-            replayed: choices of experts to be made, for each micro-batch.
-        """
+        # Build the model and run one step; without groups, all of it on this process. replayed: choices of experts to
+        # be made, for each micro-batch.
         exact = self.config.precision.fp64 and self.groups.device.type == "cpu"
         with self.task.exactly() if exact else nullcontext():
             return self._run(layout, groups, micro_batches, pipeline, replayed)
 
     def _run(
-        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch], pipeline: Pipeline | None,
-        replayed: list[Tensor] | None,
+        self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch],
+        pipeline: Pipeline | None, replayed: list[Tensor] | None,
     ) -> _Outcome:  # fmt: skip
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
@@ -179,7 +188,9 @@ class _Step:
         )  # fmt: skip
         model, units, weights, gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
         events = UnitWork(weights, gradients)
-        counts = torch.stack([torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]).sum(0)
+        counts = torch.stack(
+            [torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]
+        ).sum(0)
         if groups is not None:
             require_same_sequences(micro_batches, groups)
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
@@ -192,7 +203,9 @@ class _Step:
         def context_of(index: int) -> ForwardContext:
             drops = self.config.model.hidden_dropout > 0
             batch = micro_batches[index]
-            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
+            context = micro_batch_context(
+                batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal
+            )
             if routers is None:
                 return context
             return with_routers(context, routers, batch, None if replayed is None else replayed[index])
@@ -209,11 +222,14 @@ class _Step:
             if routers is not None and routers.counts_first:
                 with routers.counting(), torch.no_grad():
                     PipelinedPasses(
-                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward, weights=weights,
-                        gradients=None, loss=lambda index, context: hidden(model, micro_batches[index], context, forward),
+                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward,
+                        weights=weights,
+                        gradients=None, loss=lambda index,
+                        context: hidden(model, micro_batches[index], context, forward),
                     ).run()  # fmt: skip
             PipelinedPasses(
-                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events, weights=weights,
+                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events,
+                weights=weights,
                 gradients=gradients,
             ).run()  # fmt: skip
         else:
@@ -251,7 +267,7 @@ class _Step:
     def _routers(
         self, model: nn.Module, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]
     ) -> RouterStep | None:  # fmt: skip
-        """Return what the routers tell the step; on one process they are watched. Collective."""
+        # what the routers tell the step; on one process they are watched. Collective
         make = getattr(model, "router_step", None)
         routers: RouterStep | None = None if make is None else make(self.groups.device)
         if routers is None:
@@ -273,14 +289,9 @@ class _Step:
 def _settle_routing(
     config: Config, reference: _Outcome | None, groups: ParallelGroups, each: int, say: Callable[[str], None]
 ) -> list[Tensor] | None:  # fmt: skip
-    """Report the smallest margin of the choices of the one process, and return them if they are to be replayed. Collective.
-
-    Args:
-        reference: outcome on one process, on rank 0.
-        each: micro-batches of a data-parallel rank.
-    Returns:
-        Choices of this rank's micro-batches.
-    """
+    # Report the smallest margin of the choices of the one process, and return them if they are to be replayed.
+    # Collective. reference: outcome on one process, on rank 0. each: micro-batches of a data-parallel rank. Choices of
+    # this rank's micro-batches.
     if not config.model.has_experts:
         return None
     watched = None if reference is None else reference.watched
@@ -305,7 +316,9 @@ def _add_noise(params: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpe
     for name, param in params:
         spec = specs[name]
         if param.ndim == 1:
-            noise = torch.randn(spec.shape, generator=name_generator(seed, f"noise/{name}"), dtype=torch.float64) * _NOISE
+            noise = (
+                torch.randn(spec.shape, generator=name_generator(seed, f"noise/{name}"), dtype=torch.float64) * _NOISE
+            )
             for offsets, view in spec.pieces(param.data):
                 view += noise[_place(offsets, view)].to(view)
 
@@ -315,20 +328,21 @@ def _place(offsets: tuple[int, ...], view: Tensor) -> tuple[slice, ...]:
 
 
 def _compare(
-    title: str, got: _Outcome, want: _Outcome | None, groups: ParallelGroups, tolerance: float, say: Callable[[str], None]
-) -> bool:
-    """Print the errors of loss, gradient norm and the worst gradients; return whether all are within the tolerance. Collective.
-
-    Args:
-        want: outcome on one process, on rank 0; None on other ranks.
-    """
+    title: str, got: _Outcome, want: _Outcome | None, groups: ParallelGroups, tolerance: float,
+    say: Callable[[str], None],
+) -> bool:  # fmt: skip
+    # Print the errors of loss, gradient norm and the worst gradients; return whether all are within the tolerance.
+    # Collective. want: outcome on one process, on rank 0; None on other ranks.
     control = groups.control
     rms = 0.0
     if want is not None:
         whole = [grad for _, grad in want.grads.values()]
         rms = math.sqrt(sum(float(g.double().square().sum()) for g in whole) / max(1, sum(g.numel() for g in whole)))
     want_loss, want_norm, rms = broadcast_json(None if want is None else [want.loss, want.grad_norm, rms], control)
-    rows = [("loss", _error(got.loss, want_loss), want_loss), ("gradient norm", _error(got.grad_norm, want_norm), want_norm)]
+    rows = [
+        ("loss", _error(got.loss, want_loss), want_loss),
+        ("gradient norm", _error(got.grad_norm, want_norm), want_norm),
+    ]
     if got.loads:
         loads = broadcast_json(None if want is None else want.loads, control)
         rows.append(("loads of experts", 0.0 if loads == got.loads else math.inf, float(max(map(max, got.loads)))))
@@ -344,7 +358,9 @@ def _compare(
                 whole_grad[_place(offsets, view)] = view.cpu()
         broadcast(whole_grad, control)
         pieces = [] if name not in got.grads else list(got.grads[name][0].pieces(got.grads[name][1]))
-        differences = [(view.cpu() - whole_grad[_place(offsets, view)]).abs().max() for offsets, view in pieces if view.numel()]
+        differences = [
+            (view.cpu() - whole_grad[_place(offsets, view)]).abs().max() for offsets, view in pieces if view.numel()
+        ]
         worst = torch.stack(differences).max().double() if differences else torch.zeros((), dtype=torch.float64)
         worst = all_reduce(worst.nan_to_num(nan=math.inf), control, "max")
         largest = float(whole_grad.abs().max())
@@ -368,10 +384,13 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.float64 if chosen == "fp64" else torch.float32
 
 
-def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: torch.dtype, say: Callable[[str], None]) -> None:
-    """Reduce the number of layers until the one-process model fits beside the sharded one, by a conservative estimate."""
+def _fit_layers(
+    config: Config, launch: Launch, groups: ParallelGroups, dtype: torch.dtype, say: Callable[[str], None]
+) -> None:
     model, parallel = config.model, config.parallel
-    assert model.num_layers and model.hidden_size and model.seq_length and model.vocab_size and model.num_attention_heads
+    assert (
+        model.num_layers and model.hidden_size and model.seq_length and model.vocab_size and model.num_attention_heads
+    )
     h, heads = model.hidden_size, (model.num_attention_heads + 2 * model.num_groups) * model.head_dim
     width = model.ffn_size * (2 if model.is_gated else 1)
     tokens = model.seq_length * config.batch.micro_batch_size
@@ -379,21 +398,25 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
     others = here / parallel.tensor_model_parallel_size
     weights = h * heads + h * model.num_attention_heads * model.head_dim + h * width + h * model.ffn_size
     kept = tokens * (3 * h + 2 * heads + 2 * width)  # activations of a layer between forward and backward
-    layer = 4 * weights * (1 + others) + kept * (1 + here / (parallel.sequence_parallel_size * parallel.context_parallel_size))
+    layer = 4 * weights * (1 + others) + kept * (
+        1 + here / (parallel.sequence_parallel_size * parallel.context_parallel_size)
+    )
     ends = 4 * 2 * model.vocab_size * h * (1 + others)
     room = _SHARE_OF_MEMORY * _free_memory(groups.device) / dtype.itemsize - ends
     at_least = parallel.pipeline_model_parallel_size * parallel.stages_per_pipeline_rank
     fits = max(at_least, min(model.num_layers, int(room // layer)))
     fits = int(all_reduce(torch.tensor([fits]), groups.control, "min"))
     if fits < model.num_layers:
-        say(f"verify: {model.num_layers} layers on one process do not fit into memory: {fits} are compared, all layers being alike")
+        say(
+            f"verify: {model.num_layers} layers on one process do not fit into memory: {fits} are compared, all layers"
+            " being alike"
+        )
         model.num_layers = fits
         parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = None
         parallel.pipeline_model_parallel_layout = None
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return the free memory of the device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
