@@ -27,7 +27,7 @@ from megatron_sp.report.sections import (
     prediction_section,
 )
 from megatron_sp.report.time_section import time_section
-from megatron_sp.report.time_use import Attempt, time_line, totals
+from megatron_sp.report.time_use import time_line, totals
 from megatron_sp.utils import markup
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.format import format_duration, format_parameters, show
@@ -112,6 +112,8 @@ def figures(run: RunFiles) -> Figures:
     best, best_step = min((pair for pair in losses if math.isfinite(pair[0])), default=(math.nan, 0))
     named = [run.status.get("train_iters"), *(s.get("train_iters") for s in run.of_kind("start")[-1:])]
     memory = [number(r.get("memory_bytes")) for r in run.of_kind("train")]
+    sums = totals(time_line(tries))
+    whole = sum(sums.values())  # since the first launch; "steps" are those that were kept
     return Figures(
         step=max([0, *(r["step"] for r in run.records[-1:]), *run.history.train]),
         train_iters=next((n for n in map(number, named) if math.isfinite(n)), math.nan),
@@ -119,20 +121,13 @@ def figures(run: RunFiles) -> Figures:
         tokens_per_s=_median(run, "tokens_per_s"), mfu=_median(run, "mfu"),
         memory=max((m for m in memory if math.isfinite(m)), default=math.nan),
         interruptions=len(starts_after_interruptions(run.records)), skipped=number(last.get("skipped_steps")),
-        useful=useful_share(tries),
+        useful=sums["steps"] / whole if whole > 0 else math.nan,
     )  # fmt: skip
 
 
 def _median(run: RunFiles, field: str) -> float:
     values = [v for r in run.train if math.isfinite(v := number(r.get(field)))]
     return statistics.median(values) if values else math.nan
-
-
-def useful_share(tries: Sequence[Attempt]) -> float:
-    # the share of the time since the first launch that was spent in training steps that were kept
-    sums = totals(time_line(tries))
-    whole = sum(sums.values())
-    return sums["steps"] / whole if whole > 0 else math.nan
 
 
 def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
@@ -144,7 +139,7 @@ def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
         "header",
         tag("p", "run report", class_="kicker"),
         tag("h1", run.name, pill(state)),
-        tag("p", join(*_with_dots(_in_words(run))), class_="lead"),
+        tag("p", " · ".join(_in_words(run)) or "no record yet", class_="lead"),
         tag("p", f"{run.folder}", " · compared with " + names if others else "", f" · made {made}", class_="quiet"),
     )
 
@@ -154,10 +149,6 @@ def pill(state: State) -> Html:
         "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}",
         title=state.why or None,
     )  # fmt: skip
-
-
-def _with_dots(words: Sequence[str]) -> list[object]:
-    return [" · ".join(words)] if words else ["no record yet"]
 
 
 def _in_words(run: RunFiles) -> list[str]:
@@ -188,11 +179,10 @@ def tiles(run: RunFiles, now: float) -> Html:
     share = f.step / f.train_iters if f.train_iters > 0 else math.nan
     twice = len(run.repeated)
     equal = sum(are_equal(taken) for taken in run.repeated.values())
-    again = (
-        f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical"
-        if twice
-        else "no logged step was repeated"
-    )
+    again = "no logged step was repeated"
+    if twice:
+        again = f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical"
+    skipped = "warn" if f.skipped > 0 else ""
     rows = [
         ("State", f"{SIGNS[state.look]} {state.word}", state.why or "finished normally", state.look),
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
@@ -204,44 +194,34 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
         ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
         ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
-        (
-            "Skipped steps",
-            show(f.skipped, "count"),
-            "gradients not finite, weights unchanged",
-            "warn" if f.skipped > 0 else "",
-        ),
+        ("Skipped steps", show(f.skipped, "count"), "gradients not finite, weights unchanged", skipped),
     ]
-    return tag("div", [_tile(*row) for row in rows], class_="tiles")
+    tiles = []
+    for *texts, look in rows:
+        parts = [tag("div", text, class_=kind) for kind, text in zip(("name", "value", "about"), texts, strict=True)]
+        tiles.append(tag("div", parts, class_=f"tile {look}".strip()))
+    return tag("div", tiles, class_="tiles")
 
 
 def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    titles = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy (chance is 50 %)"}
     tiles = []
     for last in list(run.history.valid.values())[-1:]:
         about = f"in the validation at step {last['step']:,}"
-        tiles += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
+        for name in accuracies(last):
+            title = titles.get(name, name.replace("_", " ").capitalize())
+            tiles.append((title, show(number(last.get(name)), "percent"), about, ""))
     for last in run.of_kind("classification")[-1:]:
         about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
         tiles.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
     return tiles
 
 
-def _title(name: str) -> str:
-    # the heading for the name of an accuracy, such as ``lm_accuracy``
-    words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy (chance is 50 %)"}
-    return words.get(name, name.replace("_", " ").capitalize())
-
-
-def _tile(name: str, value: str, about: str, look: str) -> Html:
-    parts = [tag("div", text, class_=kind) for kind, text in (("name", name), ("value", value), ("about", about))]
-    return tag("div", parts, class_=f"tile {look}".strip())
-
-
 def _about_best(run: RunFiles, f: Figures) -> str:
     if not math.isfinite(f.best):
         return "no validation yet"
-    perplexity = (
-        f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
-    )
+    has_perplexity = "perplexity" in run.history.valid[f.best_step]
+    perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if has_perplexity else ""
     return f"{perplexity}at step {f.best_step:,}"
 
 

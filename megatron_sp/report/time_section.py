@@ -158,9 +158,6 @@ def _repeated_card(run: RunFiles) -> Html:
 def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:
     fields = (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
     wrong = [word for word, field in fields if len({str(r.get(field)) for r in taken}) > 1]
-    values = [" → ".join(dict.fromkeys(_exact(r, field) for r in taken)) for field in ("loss", "grad_norm")]
+    exact = {field: [f"{number(r.get(field)):.17g}" for r in taken] for field in ("loss", "grad_norm")}
+    values = [" → ".join(dict.fromkeys(numbers)) for numbers in exact.values()]
     return [f"{step:,}", *values, f"✕ {', '.join(wrong)} differ" if wrong else "✓ equal"]
-
-
-def _exact(record: Record, field: str) -> str:
-    return f"{number(record.get(field)):.17g}"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor, nn
 
+from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets, Evaluation, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.loop import Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from megatron_sp.config.schema import Config
-    from megatron_sp.parallel.parallel_context import ParallelContext
 
 
 def tokenizer_provider(config: Config) -> Tokenizer:

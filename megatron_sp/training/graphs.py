@@ -382,10 +382,8 @@ class StepGraphs:
         return found
 
     def _difference(self, wanted: list[int], found: list[int]) -> str:
-        names = [
-            "loss or norm",
-            *(f"the gradients of {unit.name}" for unit in self._step.gradients.units if unit.slots),
-        ]
+        units = [unit for unit in self._step.gradients.units if unit.slots]
+        names = ["loss or norm", *(f"the gradients of {unit.name}" for unit in units)]
         differ = [name for name, a, b in zip(names, wanted, found, strict=True) if a != b]
         return f"a replay has other bits than an eager step: {', '.join(differ[:3])}" if differ else ""
 
@@ -420,11 +418,8 @@ def digest(x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def deterministic_kernels(step: TrainStep) -> Iterator[None]:
     # let a step compute with kernels that repeat to the bit; cuDNN's attention, which does not, gives way to torch's
-    options, was_on, warns = (
-        step.options,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    options, was_on = step.options, torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     try:

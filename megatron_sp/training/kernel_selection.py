@@ -67,11 +67,9 @@ class AttentionChoice:
         """Return what a recomputation does with attention, in words, or None if there is none."""
         if self.repeated is None:
             return None
-        return (
-            f"repeats attention: {self.repeated}"
-            if self.repeated
-            else "keeps attention's output and the log of its sums"
-        )
+        if not self.repeated:
+            return "keeps attention's output and the log of its sums"
+        return f"repeats attention: {self.repeated}"
 
 
 def require_attention(config: Config, launch: Launch, device: torch.device) -> None:
@@ -126,11 +124,9 @@ def _choose(config: Config, groups: ParallelGroups, before: Any, *, measure: boo
         mine = _find(config, groups.device)
     names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
     dropout, milliseconds = config.model.attention_dropout, dict[KernelName, float]()
-    reason = (
-        mine.reason
-        if names == list(mine.names)
-        else f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
-    )
+    reason = mine.reason
+    if names != list(mine.names):
+        reason = f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
     _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
         return AttentionChoice(chosen(before, "as before the resume", dropout), milliseconds)

@@ -12,8 +12,6 @@ import dataclasses
 import math
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -28,21 +26,13 @@ from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
 from megatron_sp.training import nan_checks
 from megatron_sp.training.metrics import Console
-from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens
+from megatron_sp.training.report import NO_LOSS_TOKENS, about_no_loss_tokens, profiler
 from megatron_sp.training.resume_point import require_kept_steps, require_own_checkpoint
 from megatron_sp.training.run import Run, RunContext, Task, prepare
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import KillSwitch, StopSignals, Watchdog
 from megatron_sp.training.step import evaluate_batches, on_device
-from megatron_sp.utils.errors import (
-    EXIT_DISK,
-    EXIT_OK,
-    EXIT_PEER,
-    EXIT_PREEMPTED,
-    ConfigError,
-    PeerError,
-    ReportedError,
-)  # fmt: skip
+from megatron_sp.utils import errors
 from megatron_sp.utils.faults import FaultPlan
 from megatron_sp.utils.launch import Launch
 
@@ -53,12 +43,9 @@ Split = Literal["valid", "test"]
 
 _PREEMPTIONS = {"signal": "a signal", "kill switch": "the kill switch"}
 _STOP_REASONS = {
-    "done": "the run is complete",
-    "signal": "a signal asked for it",
-    "kill switch": "the file of --kill-switch-path is there",
-    "duration": "--exit-duration-in-mins",
-    "interval": "--exit-interval",
-}
+    "done": "the run is complete", "signal": "a signal asked for it", "interval": "--exit-interval",
+    "kill switch": "the file of --kill-switch-path is there", "duration": "--exit-duration-in-mins",
+}  # fmt: skip
 
 
 def pretrain(config: Config, task: Task) -> NoReturn:
@@ -70,7 +57,7 @@ def pretrain(config: Config, task: Task) -> NoReturn:
 def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> int:
     parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
     if pp_size > 1 and task.loss.hidden is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{task.name} cannot be cut into the {pp_size} stages of --pipeline-model-parallel-size: pretraining of GPT"
             " and BERT can; leave it out"
         )
@@ -108,7 +95,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         patience_s = 1.5 * timedelta(minutes=parallel.distributed_timeout_minutes).total_seconds()
         watchdog = Watchdog(
             patience_s, run_dir / f"stacks-rank{launch.rank}.txt", launch.rank,
-            on_end=lambda message: status.write("failed", EXIT_PEER, message),
+            on_end=lambda message: status.write("failed", errors.EXIT_PEER, message),
         )  # fmt: skip
         closing.callback(watchdog.close)
         context = RunContext(
@@ -127,15 +114,15 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
                 closing.callback(saves.close)
             code = train(run, saves)
         except Exception as error:
-            is_lost = isinstance(error, PeerError)
-            if not is_lost and (isinstance(error, ReportedError) or not is_peer_failure(error)):
+            is_lost = isinstance(error, errors.PeerError)
+            if not is_lost and (isinstance(error, errors.ReportedError) or not is_peer_failure(error)):
                 raise
             signals.hush()  # the launcher's SIGTERM is about the same
             if saves is not None:
                 saves.abandon()
             if is_lost:
                 raise
-            raise PeerError(peers.explain(error, run_dir, watchdog.place)) from error
+            raise errors.PeerError(peers.explain(error, run_dir, watchdog.place)) from error
     # after a failure they stay: the launcher's SIGTERM would end this rank before it has reported why
     signals.restore()
     return code
@@ -144,7 +131,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
 def train(run: Run, saves: Saves | None = None) -> int:
     """Take the remaining steps, validate, test; return the exit code. ``saves``: None without --save."""
     context, progress, train_iters = run.context, run.state.progress, run.plan.train_iters
-    code, skips_training = EXIT_OK, context.config.batch.skip_train
+    code, skips_training = errors.EXIT_OK, context.config.batch.skip_train
     if not skips_training and progress.step < train_iters:
         context.console.start_progress(train_iters, progress.step)
         reason = _take_steps(run, saves)
@@ -156,29 +143,28 @@ def train(run: Run, saves: Saves | None = None) -> int:
         else:  # a save checks them, too
             weights = (unit.master for unit in run.state.units)
             nan_checks.require_finite_weights(weights, context.groups, progress.step)
-        why = _STOP_REASONS[reason]
-        context.console.line(f"stopped at step {progress.step}: {why}{_what_is_kept(run, saves, reason)}")
+        kept = _what_is_kept(run, saves, reason)
+        context.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{kept}")
         if reason in _PREEMPTIONS:
-            code = EXIT_PREEMPTED
+            code = errors.EXIT_PREEMPTED
     elif run.continues_own and not skips_training:
-        more = "for more steps, raise --train-iters"
-        context.console.line(f"the run is complete: step {progress.step} of {train_iters}; {more}")
+        done = f"the run is complete: step {progress.step} of {train_iters}"
+        context.console.line(f"{done}; for more steps, raise --train-iters")
     finished = progress.step >= train_iters or skips_training
-    if code == EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
-        code = EXIT_PREEMPTED
+    if code == errors.EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
+        code = errors.EXIT_PREEMPTED
     if finished and not skips_training:
         nan_checks.require_sound_end(progress.bad_steps, progress.step)
-    if code == EXIT_OK and finished and context.task.finish is not None:
+    if code == errors.EXIT_OK and finished and context.task.finish is not None:
         context.watchdog.beat("finish")
         context.task.finish(run)
     if saves is not None and saves.failed:
         what = "the last checkpoint could not be written"
-        context.status.write("failed", EXIT_DISK, what, step=progress.step)
-        context.console.line(
-            f"error: {what} (see the warnings above): free some space and start again with --auto-resume"
-        )
-        return EXIT_DISK
-    context.status.write("preempted" if code == EXIT_PREEMPTED else "done", code, step=progress.step)
+        context.status.write("failed", errors.EXIT_DISK, what, step=progress.step)
+        way_out = "free some space and start again with --auto-resume"
+        context.console.line(f"error: {what} (see the warnings above): {way_out}")
+        return errors.EXIT_DISK
+    context.status.write("preempted" if code == errors.EXIT_PREEMPTED else "done", code, step=progress.step)
     return code
 
 
@@ -189,13 +175,14 @@ def _take_steps(run: Run, saves: Saves | None) -> str:
     --exit-interval. Not after the last step: ``train`` saves however the loop ends, and evaluates what is finished.
     """
     context, progress, plan, parts = run.context, run.state.progress, run.plan, run.parts
-    exit_interval, overlap_report = context.config.batch.exit_interval, run.layout.overlap_report
-    loader, schedule = run.data.train_loader, plan.lr_schedule
+    exit_interval, eval_interval = context.config.batch.exit_interval, context.config.batch.eval_interval
+    validates = lambda: bool(eval_interval and progress.step > 0 and progress.step % eval_interval == 0)
+    loader, schedule, overlap_report = run.data.train_loader, plan.lr_schedule, run.layout.overlap_report
     assert loader is not None
     # a former process may have ended between the save of this step and its validation
-    if run.continues_own and _is_validation_due(run) and not _evaluate_once(run, "valid"):
+    if run.continues_own and validates() and not _evaluate_once(run, "valid"):
         return _who_stops(run) or "signal"
-    with _profiler(run) as profiler_step:
+    with profiler(run) as profiler_step:
         while progress.step < plan.train_iters:
             # read the batch
             step, consumed = progress.step + 1, progress.consumed_samples
@@ -245,16 +232,11 @@ def _take_steps(run: Run, saves: Saves | None) -> str:
                 saves.save()
                 if preempted := _who_stops(run):
                     return preempted
-            if _is_validation_due(run) and not _evaluate(run, "valid"):
+            if validates() and not _evaluate(run, "valid"):
                 return _who_stops(run) or "signal"
             if exits:
                 return "interval"
     return "done"
-
-
-def _is_validation_due(run: Run) -> bool:
-    step, interval = run.state.progress.step, run.context.config.batch.eval_interval
-    return bool(interval and step > 0 and step % interval == 0)
 
 
 def _next_micro_batches(
@@ -263,7 +245,7 @@ def _next_micro_batches(
     # this rank's next micro-batches, on its device, their sequences cut off after ``longest`` tokens
     try:
         micro_batches = loader.step(consumed_samples, count)
-    except ReportedError as error:
+    except errors.ReportedError as error:
         error.on_all_ranks = False  # the others are waiting in a collective already
         raise
     if longest is not None and longest < micro_batches[0]["tokens"].shape[1]:
@@ -372,24 +354,6 @@ def _mean_losses(run: Run, kind: Split, loader: BatchLoader) -> list[float | Non
             return None
     sums, counts = all_reduce(total, context.groups.world).view(2, -1).tolist()
     return [s / c if c > 0 else None for s, c in zip(sums, counts, strict=True)]
-
-
-@contextlib.contextmanager
-def _profiler(run: Run) -> Iterator[Callable[[], None]]:
-    # profile the steps of --profile-step-start/-end with torch's profiler; yields what to call after each step
-    logging, rank, done = run.context.config.logging, run.context.launch.rank, run.state.progress.step
-    if not logging.profile or rank not in logging.profile_ranks or done >= logging.profile_step_end:
-        yield lambda: None
-        return
-    wait, active = max(logging.profile_step_start - done, 0), logging.profile_step_end - logging.profile_step_start
-    warmup = min(wait, 1)
-    with warnings.catch_warnings():
-        # to profile the very first step is what was asked for
-        warnings.filterwarnings("ignore", "Profiler won't be using warmup")
-        plan = torch.profiler.schedule(wait=wait - warmup, warmup=warmup, active=max(active, 1), repeat=1)
-    path = run.context.run_dir / f"profile-rank{rank}.json"
-    with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:
-        yield profiler.step
 
 
 def _what_is_kept(run: Run, saves: Saves | None, reason: str) -> str:

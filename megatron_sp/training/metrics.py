@@ -85,9 +85,8 @@ class MetricsLog:
         self._is_first = False
 
     def _add_tensorboard(self, config: LoggingConfig) -> None:
-        writer = availability.load("tensorboard").SummaryWriter(
-            config.tensorboard_dir, max_queue=config.tensorboard_queue_size
-        )
+        tensorboard = availability.load("tensorboard")
+        writer = tensorboard.SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
 
         def sink(record: dict[str, Any]) -> None:
             for key, value in record.items():
@@ -98,9 +97,8 @@ class MetricsLog:
         self._closers.append(("TensorBoard", writer.close))
 
     def _add_wandb(self, config: LoggingConfig, run_dir: Path, resolved: dict[str, Any]) -> None:
-        self._closers.append(
-            ("logging", functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions))
-        )
+        restore = functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions)
+        self._closers.append(("logging", restore))
         # W&B's own log may be on a full disk: logging would print a traceback for each of its lines
         logging.raiseExceptions = False
         run = availability.load("wandb").init(

@@ -72,12 +72,8 @@ class BatchPlan:
 
     def _grows(self, consumed_samples: int) -> bool:
         # whether the ramp-up goes on after ``consumed_samples``
-        return (
-            self.ramp_samples > 0
-            and self.increment > 0
-            and self.start < self.full
-            and consumed_samples <= self.ramp_samples
-        )
+        has_ramp = self.ramp_samples > 0 and self.increment > 0 and self.start < self.full
+        return has_ramp and consumed_samples <= self.ramp_samples
 
     def _same_size(self, consumed_samples: int) -> int | None:
         # how many steps from ``consumed_samples`` on certainly have the same size; None: all

@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,9 +148,8 @@ class OverlapReport:
         return rows
 
     def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
-        collectives = iter(
-            time_alone([what for what in flights if what.pipe is None], self._groups, self._clock, self._ep)
-        )
+        without_messages = [what for what in flights if what.pipe is None]
+        collectives = iter(time_alone(without_messages, self._groups, self._clock, self._ep))
         found: dict[Collective, float] = {}
         if self._pipeline is not None:
             messages = {what for what in flights if what.pipe is not None}
@@ -160,11 +160,8 @@ class OverlapReport:
         index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), self._groups.control)
         mine, ranks = recorded[index], self._groups.pp_ranks
         about = [RankTimes.of(mine).as_json(), bytes_sent(mine, "pp", self._groups.pp_rank)] if ranks[0] == 0 else None
-        return [
-            (RankTimes.from_json(found[0]), found[1])
-            for found in gather_json(about, self._groups.control)
-            if found is not None
-        ]
+        of_ranks = [found for found in gather_json(about, self._groups.control) if found is not None]
+        return [(RankTimes.from_json(times), sent) for times, sent in of_ranks]
 
     def _write_pipeline(self, pipeline: Pipeline, found: Sequence[tuple[RankTimes, int]]) -> None:
         # print the schedule as planned and as run, and draw it; if that fails, print a line and go on
@@ -310,11 +307,8 @@ def time_messages(
             return channels.send(send[: sum(what.sends)], what.pipe[1])
         return channels.receive(receive[: sum(what.receives)], what.pipe[0])
 
-    return {
-        what: seconds
-        for what, seconds in zip(own, _time_in_turns(own, start, groups, clock), strict=True)
-        if what is not None
-    }
+    timed = zip(own, _time_in_turns(own, start, groups, clock), strict=True)
+    return {what: seconds for what, seconds in timed if what is not None}
 
 
 def _time_in_turns(
@@ -342,9 +336,8 @@ def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[st
     found = {}
     for dtype in {what.dtype for what in collectives}:
         sizes = [(sum(what.sends), sum(what.receives)) for what in collectives if what.dtype == dtype]
-        found[dtype] = tuple(
-            torch.zeros(max(each), dtype=getattr(torch, dtype), device=device) for each in zip(*sizes, strict=True)
-        )
+        largest = [max(each) for each in zip(*sizes, strict=True)]
+        found[dtype] = tuple(torch.zeros(size, dtype=getattr(torch, dtype), device=device) for size in largest)
     return found  # type: ignore[return-value]
 
 
@@ -386,11 +379,8 @@ def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Overlap
     for (axis, layer, direction), indices in places.items():
         exposed = [sum(step.flights[i].exposed for i in indices) for step in steps]
         share = statistics.median(e / step.seconds for e, step in zip(exposed, steps, strict=True))
-        rows.append(
-            OverlapEntry(
-                axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share
-            )
-        )
+        exchange, median = sum(alone[i] for i in indices), statistics.median(exposed)
+        rows.append(OverlapEntry(axis, layer, direction, len(indices), exchange, median, share))
     return sorted(rows, key=lambda r: (r.axis, r.layer is None, r.layer or 0, r.direction != "forward"))
 
 
@@ -418,15 +408,11 @@ def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: S
             '  ("pipeline": messages, by the stage that made them; exposed is also the wait until they were sent)'
         )
     if sum(row.exposed for row in rows) > sum(row.exchange for row in rows):
-        lines.append(
-            "  (exposed above exchange: the ranks wait for each other, or computation takes the processor from the"
-            " exchanges)"
-        )
+        why = "the ranks wait for each other, or computation takes the processor from the exchanges"
+        lines.append(f"  (exposed above exchange: {why})")
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
-    lines.append(
-        f"  exposed in all: rank 0 {100 * shares[0]:.1f} % of its step, the worst, rank {worst},"
-        f" {100 * shares[worst]:.1f} %"
-    )
+    of_worst = f"the worst, rank {worst}, {100 * shares[worst]:.1f} %"
+    lines.append(f"  exposed in all: rank 0 {100 * shares[0]:.1f} % of its step, {of_worst}")
     return lines
 
 
@@ -458,38 +444,27 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: floa
         for span in step.spans:
             label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
             about = {"layer": span.layer, "direction": span.direction}
-            events.append(
-                _event(
-                    0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about
-                )
-            )
+            category = "wait" if span.label == WAIT else "compute"
+            events.append(_event(0, category, label, start + span.begin, start + span.end, about))
         for first, axis in ((1, "sp"), (11, "cp"), (21, "tp"), (31, "pp"), (41, "ep")):
             for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
                 names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
-                events.append(
-                    _event(
-                        first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)
-                    )
-                )
+                what = flight.what
+                facts: dict[str, Any] = {
+                    "layer": flight.layer, "direction": flight.direction, "op": what.op,
+                    "elements": sum(what.receives if what.op == "receive" else what.sends),
+                    "dtype": what.dtype, "exposed_us": 1e6 * flight.exposed,
+                }  # fmt: skip
+                begin, end = start + flight.begin, start + flight.end
+                events.append(_event(first + lane, "exchange", flight.name, begin, end, facts))
         start += step.seconds
     about_lines = [{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}]
     for tid, name in sorted(names.items()):
         about_lines.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}})
         about_lines.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": tid, "args": {"sort_index": tid}})
     table_rows = [{**row._asdict(), "hidden": row.hidden} for row in rows]
-    return {
-        "traceEvents": about_lines + events,
-        "displayTimeUnit": "ms",
-        "otherData": {"step_seconds": length, "rows": table_rows},
-    }
-
-
-def _about(flight: CollectiveTimes) -> dict[str, Any]:
-    return {
-        "layer": flight.layer, "direction": flight.direction, "op": flight.what.op,
-        "elements": sum(flight.what.receives if flight.what.op == "receive" else flight.what.sends),
-        "dtype": flight.what.dtype, "exposed_us": 1e6 * flight.exposed,
-    }  # fmt: skip
+    other = {"step_seconds": length, "rows": table_rows}
+    return {"traceEvents": about_lines + events, "displayTimeUnit": "ms", "otherData": other}
 
 
 def _event(tid: int, category: str, name: str, begin: float, end: float, about: dict[str, Any]) -> dict[str, Any]:
@@ -542,7 +517,9 @@ def windows(step: StepTimes) -> list[Window]:
     shown = set(layers[first : first + LAYERS_SHOWN])
     found = []
     for direction in ("forward", "backward"):
-        of_pass = _first_pass(step.spans, direction)
+        # the first micro-batch's pass ends where a span of another direction begins
+        start = next((i for i, span in enumerate(step.spans) if span.direction == direction), len(step.spans))
+        of_pass = list(takewhile(lambda span: span.direction == direction, step.spans[start:]))  # noqa: B023
         inside = [span for span in of_pass if span.layer in shown]
         if not inside:
             continue
@@ -551,12 +528,6 @@ def windows(step: StepTimes) -> list[Window]:
         flights = [flight for flight in step.flights if flight.end > begin and flight.begin < end]
         found.append(Window(direction, begin, end, spans, flights))
     return found
-
-
-def _first_pass(spans: Sequence[Span], direction: Direction) -> list[Span]:
-    start = next((i for i, span in enumerate(spans) if span.direction == direction), len(spans))
-    end = next((i for i in range(start, len(spans)) if spans[i].direction != direction), len(spans))
-    return list(spans[start:end])
 
 
 def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:

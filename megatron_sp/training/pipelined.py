@@ -63,10 +63,9 @@ class Pipeline:
     @property
     def parts(self) -> list[str]:
         """Stages of each rank of the world, in words."""
-        return [
-            _of_stages([stage for stage, owner in enumerate(self.rank_of) if owner == rank // (self._world_size // self.size)])
-            for rank in range(self._world_size)
-        ]
+        stages_of = [[stage for stage, owner in enumerate(self.rank_of) if owner == pp] for pp in range(self.size)]
+        per_stage = self._world_size // self.size
+        return [_of_stages(stages_of[rank // per_stage]) for rank in range(self._world_size)]
 
     def locate(self) -> tuple[str, str]:
         """Return the stage and the action that this rank is at, for messages; outside of a schedule all its stages."""

@@ -102,13 +102,8 @@ def split_from(stored: Any, ranks: int) -> Split | None:
     """Return the sizes of sp and cp of a stored layout if they are of as many ranks; else None."""
     # older checkpoints do not name cp
     sizes = [stored.get("sp"), stored.get("cp", 1)] if isinstance(stored, dict) else []
-    if (
-        sizes
-        and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-        and math.prod(sizes) == ranks
-    ):
-        return sizes[0], sizes[1]
-    return None
+    are_sizes = bool(sizes) and all(type(size) is int and size > 0 for size in sizes)
+    return (sizes[0], sizes[1]) if are_sizes and math.prod(sizes) == ranks else None
 
 
 def choice_from(stored: Any) -> tuple[str, int]:

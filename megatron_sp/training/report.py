@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,17 +30,18 @@ from megatron_sp.training.step import StepResult
 from megatron_sp.training.train_state import Progress
 from megatron_sp.utils.format import format_bytes, format_duration
 
+if TYPE_CHECKING:
+    from megatron_sp.training.run import Run
+
 NO_LOSS_TOKENS = "no loss tokens"
 
 
 def about_no_loss_tokens(config: Config) -> str:
     """Return what a mean over no token means, and what may be the reason."""
     masks = [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss",) if getattr(config.data, name)]
-    why = (
-        f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?"
-        if masks
-        else "the data mask all of them"
-    )
+    why = "the data mask all of them"
+    if masks:
+        why = f"{masks[0]} masks all of them: is the id that ends documents the right one (--eod-id)?"
     return f"no token has a loss, so there is none to report: {why}"
 
 
@@ -84,7 +87,13 @@ class StepReporter:
             if len(self._lengths) == STEPS:
                 self._compare(progress.step)
         self._step_began = now
-        causal, full = self._flops_per_token(length)
+        if length not in self._per_token:
+            model = dataclasses.replace(self._config.model, seq_length=length)
+            if self._flops is None:
+                self._per_token[length] = step_flops_per_token(model, head_share(self._config))
+            else:
+                self._per_token[length] = self._flops(model)
+        causal, full = self._per_token[length]
         self._tokens += size * length
         self._causal, self._full = self._causal + size * length * causal, self._full + size * length * full
         self._steps += 1
@@ -108,15 +117,6 @@ class StepReporter:
             )
         self._seconds, self._tokens, self._steps, self._causal, self._full = 0.0, 0, 0, 0.0, 0.0
 
-    def _flops_per_token(self, length: int) -> tuple[float, float]:
-        if length not in self._per_token:
-            model = dataclasses.replace(self._config.model, seq_length=length)
-            count = self._flops
-            self._per_token[length] = (
-                step_flops_per_token(model, head_share(self._config)) if count is None else count(model)
-            )
-        return self._per_token[length]
-
     def _compare(self, step: int) -> None:
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         reserved = torch.cuda.max_memory_reserved(self._groups.device) if self._groups.device.type == "cuda" else 0
@@ -130,9 +130,9 @@ class StepReporter:
         optimizer: FlatOptimizer, size: int,
     ) -> dict[str, Any]:  # fmt: skip
         device_seconds = self._seconds * self._groups.world_size
-        causal, full = (
-            flops / device_seconds / 1e12 if device_seconds else 0.0 for flops in (self._causal, self._full)
-        )
+        causal = full = 0.0
+        if device_seconds:
+            causal, full = (flops / device_seconds / 1e12 for flops in (self._causal, self._full))
         loss = result.losses[0] if result.num_loss_tokens else None
         record: dict[str, Any] = {
             "step": progress.step, "consumed_samples": progress.consumed_samples,
@@ -151,21 +151,12 @@ class StepReporter:
         record |= {} if result.routers is None else result.routers.record()
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
-            squares = torch.stack(
-                [
-                    nothing,
-                    *(
-                        squared_norm(part).to(nothing)
-                        for u in optimizer.counted_units
-                        for _, part in u.counted(u.master)
-                    ),
-                ]
-            ).sum()
+            parts = [part for unit in optimizer.counted_units for _, part in unit.counted(unit.master)]
+            squares = torch.stack([nothing, *(squared_norm(part).to(nothing) for part in parts)]).sum()
             record["params_norm"] = math.sqrt(float(all_reduce(squares, optimizer.holders)))
         if self._config.logging.log_num_zeros_in_grad:
-            zeros = torch.stack(
-                [nothing, *((part == 0).sum() for u in optimizer.counted_units for _, part in u.counted(u.grad_shard))]
-            ).sum()
+            parts = [part for unit in optimizer.counted_units for _, part in unit.counted(unit.grad_shard)]
+            zeros = torch.stack([nothing, *((part == 0).sum() for part in parts)]).sum()
             record["num_zeros_in_grad"] = int(all_reduce(zeros, optimizer.holders))
         return record
 
@@ -197,3 +188,21 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def profiler(run: Run) -> Iterator[Callable[[], None]]:
+    # profile the steps of --profile-step-start/-end with torch's profiler; yields what to call after each step
+    logging, rank, done = run.context.config.logging, run.context.launch.rank, run.state.progress.step
+    if not logging.profile or rank not in logging.profile_ranks or done >= logging.profile_step_end:
+        yield lambda: None
+        return
+    wait, active = max(logging.profile_step_start - done, 0), logging.profile_step_end - logging.profile_step_start
+    warmup = min(wait, 1)
+    with warnings.catch_warnings():
+        # to profile the very first step is what was asked for
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")
+        plan = torch.profiler.schedule(wait=wait - warmup, warmup=warmup, active=max(active, 1), repeat=1)
+    path = run.context.run_dir / f"profile-rank{rank}.json"
+    with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:
+        yield profiler.step

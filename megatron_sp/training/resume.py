@@ -314,11 +314,8 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
     keeps = config.optimizer.use_checkpoint_opt_param_scheduler and not finetunes
 
     def taken(key: str) -> str:
-        return (
-            " (not taken: --use-checkpoint-opt-param-scheduler keeps the former)"
-            if keeps and key.startswith(_OF_SCHEDULE)
-            else ""
-        )
+        is_kept = keeps and key.startswith(_OF_SCHEDULE)
+        return " (not taken: --use-checkpoint-opt-param-scheduler keeps the former)" if is_kept else ""
 
     return [
         f"{key}: {a} -> {b}{taken(key)}" for key, (a, b) in diff(old, config).items()

@@ -52,11 +52,9 @@ class SampleHistory:
 
     def words(self) -> str:
         """Return a description of these samples for messages."""
-        return (
-            f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}"
-            if self._steps
-            else "no samples"
-        )
+        if not self._steps:
+            return "no samples"
+        return f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}"
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the steps for ``state.json``, with the digests of a step in base64, 8 characters each."""

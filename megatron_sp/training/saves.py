@@ -266,11 +266,8 @@ class SaveInterval:
         if before is not None and 0.8 < self.steps / before < 1.25:
             return None
         bound = " (the longest that it may be)" if self.steps == high < best_s / step_s else ""
-        bound = (
-            " (or the next save would wait for the one before)"
-            if self.steps == low > best_s / step_s and write_s > 0
-            else bound
-        )
+        if self.steps == low > best_s / step_s and write_s > 0:
+            bound = " (or the next save would wait for the one before)"
         return (
             f"--save-interval auto: every {self.steps} steps{bound}: a save stops training for {stall_s:.2g} s, a step"
             f" takes {step_s:.2g} s, and one failure in {self._failure_s / 3600:,.4g} h is assumed"

@@ -48,7 +48,7 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
     found = torch.full((groups.dp_size, 2), _NOBODY, dtype=torch.int64)
     found[groups.dp_rank] = torch.tensor([mine, -mine])  # largest, and smallest with another sign
     all_reduce(found, groups.control, "max")
-    differ = [replica for replica, (largest, smallest) in enumerate(found.tolist()) if largest != -smallest and largest != _NOBODY]
+    differ = [i for i, (largest, smallest) in enumerate(found.tolist()) if largest not in (-smallest, _NOBODY)]
     if differ:
         ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
         firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]

@@ -234,10 +234,8 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
         config.parallel.distributed_backend = "gloo"
         config.ignored_flags += (NCCL_ON_CPU,)
     if device.type == "cpu":
-        config.ignored_flags += (
-            *drop_nccl(config, "there is no GPU in this run: the ranks talk over gloo"),
-            *drop_flash(config),
-        )
+        why = "there is no GPU in this run: the ranks talk over gloo"
+        config.ignored_flags += (*drop_nccl(config, why), *drop_flash(config))
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -73,7 +73,7 @@ class Loss:
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """Names of what a validation reports: the terms and the metrics."""
+        """Names of what a validation reports."""
         return (*self.names, *self.metrics)
 
 
@@ -107,9 +107,9 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How forward passes are computed."""
+    """How forward passes are computed; ``seed`` is that of dropout."""
 
-    seed: int  # of dropout
+    seed: int
     drops: bool  # any dropout rate is above 0
     kernel: KernelName  # of attention
     torch_dropout: bool = False  # see ``run.Task``
@@ -142,7 +142,6 @@ class TrainStep:
         """Perform step number ``step`` (from 1), which is also a key of dropout. Collective.
 
         Args:
-            micro_batches: this rank's, in order; at least one.
             decoupled_lr: learning rate of word embeddings and output layer (default: ``lr``).
             stop: this rank wants to stop after the step.
             digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the
@@ -335,7 +334,8 @@ class TrainStep:
             self.gradients.poison()
         self.gradients.finish_step()
         norm = self.optimizer.grad_norm()
-        norm = norm if _is_one(scale) else norm / scale
+        if isinstance(scale, Tensor) or scale != 1.0:
+            norm = norm / scale
         sums = handle.wait()
         # a term without tokens counts as 0, even if its sum is not finite
         terms = sums[:num_terms].masked_fill(losses.is_empty, 0.0)
@@ -372,9 +372,9 @@ class Losses:
         self._sums = sums if self._sums is None else self._sums.add_(sums)
         shares = [term * inverse.to(term.dtype) for term, inverse in zip(terms, inverse_counts, strict=True)]
         loss = sum(shares[1:], shares[0])
-        if _is_one(self._scale):
-            return loss
-        return loss * (self._scale.to(loss.dtype) if isinstance(self._scale, Tensor) else self._scale)
+        if isinstance(self._scale, Tensor):
+            return loss * self._scale.to(loss.dtype)
+        return loss if self._scale == 1.0 else loss * self._scale
 
     def router_counts(self) -> tuple[Tensor, Tensor]:
         self._wait_for_counts()
@@ -419,10 +419,6 @@ def _on_device(step: int, device: torch.device) -> int | Tensor:
     if device.type != "cuda":
         return step
     return host_empty((), torch.int64, device).fill_(step).to(device, non_blocking=True)
-
-
-def _is_one(scale: float | Tensor) -> bool:
-    return not isinstance(scale, Tensor) and scale == 1.0
 
 
 def _counts(loss: Loss, micro_batches: list[MicroBatch]) -> Tensor:

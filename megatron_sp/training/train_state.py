@@ -104,11 +104,8 @@ class TrainState:
         if self.optimizer is None:
             return found
         for unit, state in zip(self.units, self.optimizer.states, strict=True):
-            kinds = {
-                "master": unit.master if unit.is_16_bit else None,
-                "exp_avg": state.exp_avg,
-                "exp_avg_sq": state.exp_avg_sq,
-            }
+            kinds = {"master": unit.master if unit.is_16_bit else None}
+            kinds |= {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
             for slot in unit.slots:
                 for kind, flat in kinds.items():
                     if flat is not None:
