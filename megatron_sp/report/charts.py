@@ -209,8 +209,7 @@ class Chart:
         """Return the chart for the page's script."""
         return {
             "key": self.key, "kind": self.kind, "axis": self.axis, "unit": self.unit, "zero": self.from_zero,
-            "noisy": self.noisy,
-            "h": self.height, "curves": [c.to_json() for c in self.drawn],
+            "noisy": self.noisy, "h": self.height, "curves": [c.to_json() for c in self.drawn],
             "levels": [[v, t] for v, t in self.levels if math.isfinite(v)],
         }  # fmt: skip
 
@@ -229,13 +228,9 @@ def figure(chart: Chart, *, several: bool) -> Html:
     bad = sum(c.num_bad for c in chart.drawn if any(t != "nan" for _, t in c.bad) or chart.key in ("loss", "grad_norm"))
     note = f"▾ {bad:,} {'value is' if bad == 1 else 'values are'} not finite (red marks). " if bad else ""
     return tag(
-        "figure",
-        tag("figcaption", tag("h3", chart.title), log),
-        _legend(chart) if named else None,
-        tag("div", class_="canvas"),
-        tag("p", note + chart.note, class_="quiet") if note + chart.note else None,
-        _values(chart, named=named),
-        class_="card chart wide" if chart.wide else "card chart", data_key=chart.key,
+        "figure", tag("figcaption", tag("h3", chart.title), log), _legend(chart) if named else None,
+        tag("div", class_="canvas"), tag("p", note + chart.note, class_="quiet") if note + chart.note else None,
+        _values(chart, named=named), class_="card chart wide" if chart.wide else "card chart", data_key=chart.key,
     )  # fmt: skip
 
 

@@ -231,8 +231,7 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
     at = max(common, default=None)
     head = [
         "run", "state", "steps", "tokens", f"loss at step {at:,}" if at is not None else "last loss", "best validation",
-        "tokens/s", "MFU",
-        "peak memory", "interruptions", "skipped",
+        "tokens/s", "MFU", "peak memory", "interruptions", "skipped",
     ]  # fmt: skip
     rows = []
     for index, run in enumerate(runs):
@@ -241,9 +240,8 @@ def comparison(runs: Sequence[RunFiles], now: float) -> Html:
         name = tag("th", tag("span", class_=f"swatch c{index % 6} d{index % 6}"), run.name, scope="row")
         rows.append([
             name, pill(state_of(run, now)), f"{f.step:,}", show(f.tokens, "si"), show(loss, "loss"),
-            show(f.best, "loss"),
-            show(f.tokens_per_s, "si"), show(f.mfu, "percent"), show(f.memory, "bytes"), f.interruptions,
-            show(f.skipped, "count"),
+            show(f.best, "loss"), show(f.tokens_per_s, "si"), show(f.mfu, "percent"), show(f.memory, "bytes"),
+            f.interruptions, show(f.skipped, "count"),
         ])  # fmt: skip
     return table(head, rows, numeric=range(2, 11))
 

@@ -122,8 +122,7 @@ def classification_section(runs: Sequence[RunFiles]) -> Section | None:
     return section(
         "classification", "Classification",
         card("Validation examples", table(head, rows, numeric=range(1, 7)), _majority_baseline(confused)),
-        None if confused is None else _classes(confused),
-        None if confused is None else _mistakes(confused),
+        None if confused is None else _classes(confused), None if confused is None else _mistakes(confused),
     )  # fmt: skip
 
 

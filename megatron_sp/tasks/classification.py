@@ -77,8 +77,7 @@ class Classification:
         """Build the classifier of the configuration."""
         return BertClassifier(
             config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config),
-            layout=layout,
-            on_unit=on_unit,
+            layout=layout, on_unit=on_unit,
         )  # fmt: skip
 
     def classify(self, run: Run) -> None:

@@ -75,8 +75,7 @@ def external_task(
     return Task(
         name=name, build_tokenizer=tokenizer_of, build_datasets=data.dataset_provider, build_model=build_model,
         loss=Loss(names=("lm loss",), counts=data.loss_counts, sums=sums, causal=causal, metrics=metrics),
-        torch_dropout=True,
-        exactly=Float64Mode,
+        torch_dropout=True, exactly=Float64Mode,
     )  # fmt: skip
 
 

@@ -132,9 +132,8 @@ def environment(
     """
     return {
         "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.release()}", "layout": layout, "attention": attention,
-        "kernels": kernels,
+        "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.release()}", "layout": layout,
+        "attention": attention, "kernels": kernels,
     }  # fmt: skip
 
 

@@ -155,10 +155,8 @@ class MemoryEstimate:
         before = self._before if self._kind == "cpu" else 0
         of_gpu = {"reserved_bytes": reserved, "graphs_bytes": graphs} if self._kind == "cuda" else {}
         return {
-            **of_gpu,
-            "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before,
-            "step_s": step_s,
-            "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide,
+            **of_gpu, "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before,
+            "step_s": step_s, "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide,
             "collectives": self.traffic.number,
         }  # fmt: skip
 

@@ -28,7 +28,8 @@ from megatron_sp.parallel.row_slices import KeysOfSlices, RowSlice
 from megatron_sp.parallel.slice_cut import cut_into_slices
 
 if TYPE_CHECKING:
-    from megatron_sp.training.step import Losses, TrainStep
+    from megatron_sp.parallel.router_pass import RouterStep
+    from megatron_sp.training.step import Losses, ModelPass, TrainStep
 
 
 class Pipeline:
@@ -121,10 +122,9 @@ class PipelinedPasses:
 
     def __init__(
         self, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch], *,
-        context_of: Callable[[int], ForwardContext],
-        hidden: Callable[[nn.Module, MicroBatch, ForwardContext, UnitEvents | None], Tensor],
-        loss: Callable[[int, ForwardContext], Tensor], events: UnitEvents, weights: WholeWeights,
-        gradients: FlatGradients | None, faults: Callable[[str], None] | None = None, recorder: Recorder | None = None,
+        context_of: Callable[[int], ForwardContext], hidden: ModelPass, loss: Callable[[int, ForwardContext], Tensor],
+        events: UnitEvents, weights: WholeWeights, gradients: FlatGradients | None,
+        faults: Callable[[str], None] | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.pipeline, self.model, self.micro_batches, self.gradients = pipeline, model, micro_batches, gradients
         self._context_of, self._hidden, self._loss, self._events = context_of, hidden, loss, events
@@ -261,6 +261,23 @@ class PipelinedPasses:
             self.gradients.finish_micro_batch(blocks)
 
 
+def count_pipelined(
+    routers: RouterStep, pipeline: Pipeline, model: nn.Module, micro_batches: Sequence[MicroBatch],
+    context_of: Callable[[int], ForwardContext], hidden: ModelPass, weights: WholeWeights,
+) -> None:  # fmt: skip
+    """Run the forward passes in which routers count tokens for those to come, without gradients. Collective."""
+    events = UnitWork(weights, None)
+
+    def head(index: int, context: ForwardContext) -> Tensor:
+        return hidden(model, micro_batches[index], context, events)
+
+    with routers.counting(), torch.no_grad():
+        PipelinedPasses(
+            pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=events,
+            weights=weights, gradients=None,
+        ).run()  # fmt: skip
+
+
 def run_pipelined_step(
     step: TrainStep, pipeline: Pipeline, micro_batches: list[MicroBatch], key: int | Tensor, losses: Losses, number: int
 ) -> None:
@@ -278,16 +295,7 @@ def run_pipelined_step(
         return step.context_of(micro_batches[index], key)
 
     if step.routers is not None and step.routers.counts_first:
-        forward = UnitWork(weights, None)
-
-        def head(index: int, context: ForwardContext) -> Tensor:
-            return hidden(model, micro_batches[index], context, forward)
-
-        with step.routers.counting(), torch.no_grad():
-            PipelinedPasses(
-                pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=head, events=forward,
-                weights=weights, gradients=None,
-            ).run()  # fmt: skip
+        count_pipelined(step.routers, pipeline, model, micro_batches, context_of, hidden, weights)
         step.seed(number)  # the passes that follow drop the same
 
     def loss_of(index: int, context: ForwardContext) -> Tensor:

@@ -136,15 +136,12 @@ class StepReporter:
         loss = result.losses[0] if result.num_loss_tokens else None
         record: dict[str, Any] = {
             "step": progress.step, "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            "loss": loss, "loss_hex": None if loss is None else loss.hex(),
-            "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(),
-            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens,
-            "samples_sha": step_digest(result.sample_digests),
+            "consumed_tokens": progress.consumed_tokens, "loss": loss, "loss_hex": None if loss is None else loss.hex(),
+            "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(), "lr": lr, "global_batch_size": size,
+            "loss_tokens": result.num_loss_tokens, "samples_sha": step_digest(result.sample_digests),
             "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps,
-            "tokens_per_s": rate,
-            "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None,
-            "peak": self._peak_name,
+            "tokens_per_s": rate, "tflops_causal": causal, "tflops_full": full,
+            "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
         record |= {} if result.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}

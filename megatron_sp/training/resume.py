@@ -148,9 +148,8 @@ NEW_RUNS: dict[str, tuple[str, ...]] = {
 """Fields that a new run may change, and what is compared."""
 RUNS = (
     "seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout", "init_method_std",
-    "make_vocab_size_divisible_by",
-    "moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
+    "make_vocab_size_divisible_by", "moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "moe_z_loss_coeff", "moe_router_bias_update_rate",
 )  # fmt: skip
 """Fields that each process of a run may set anew. Of a table of learned positions the length is the model's."""
 
@@ -325,8 +324,7 @@ def check_model(stored: dict[str, Any], config: Config, *, finetunes: bool) -> l
 
 _OF_SCHEDULE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.decoupled_", "optimizer.weight_decay",
-    "optimizer.start_weight_decay",
-    "optimizer.end_weight_decay",
+    "optimizer.start_weight_decay", "optimizer.end_weight_decay",
 )  # fmt: skip
 """Beginnings of the fields that make a run's schedule (``optim/lr_schedule.py``)."""
 

@@ -533,10 +533,9 @@ def choose_layout(context: RunContext, origin: Origin | None, attention: Attenti
     layers = ParallelContext.of(
         groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
         overlap=parallel.overlaps_exchanges and mode != "none",
-        recorder=None if overlap_report is None else overlap_report.recorder,
-        cp_chunks=parallel.cp_chunks, cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
-        stages=() if pipeline is None else pipeline.own_stages, num_slices=parallel.num_pipeline_slices,
-        ep=experts,
+        recorder=None if overlap_report is None else overlap_report.recorder, cp_chunks=parallel.cp_chunks,
+        cp_stages_ahead=parallel.num_stages_ahead, cp_keep_kv=parallel.cp_keep_kv,
+        stages=() if pipeline is None else pipeline.own_stages, num_slices=parallel.num_pipeline_slices, ep=experts,
     )  # fmt: skip
     overlap = {"mode": mode, "chunks": chunks}
     record |= {"sp_overlap": overlap, "attention": attention.kernel.name, "sizes": context.sizes}

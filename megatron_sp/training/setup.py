@@ -282,8 +282,7 @@ def expert_parallel(config: Config, groups: ParallelGroups) -> ExpertParallel:
         return NO_EP
     return ExpertParallel.create(
         groups, parallel.expert_model_parallel_size, tp_seq=parallel.sequence_parallel and groups.tp.size() > 1,
-        chunks=parallel.moe_chunks,
-        check=parallel.check_collectives,
+        chunks=parallel.moe_chunks, check=parallel.check_collectives,
     )  # fmt: skip
 
 

@@ -59,8 +59,7 @@ class ShardedModel:
         )  # fmt: skip
         return FlatOptimizer(
             self.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=self.host, kernel=kernel,
-            whole=whole,
-            counted_elsewhere=elsewhere, decoupled=table_names(self.model),
+            whole=whole, counted_elsewhere=elsewhere, decoupled=table_names(self.model),
         )  # fmt: skip
 
 
@@ -130,10 +129,8 @@ def build_sharded(
         host = HostCopies(units)
     gradients = FlatGradients(
         units, SINGLE_RANK if groups is None else groups.dp_cp_sp, tp=layout.tp.group,
-        overlap=parallel.overlap_grad_reduce,
-        reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
-        own_groups=own_groups,
-        delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
+        overlap=parallel.overlap_grad_reduce, reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
+        host=host, own_groups=own_groups, delayed=delayed_weights(model, layout.tp) if parallel.delay_wgrad else (),
     )  # fmt: skip
     attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:

@@ -43,7 +43,7 @@ from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.router_pass import RouterStep, Watched
 from megatron_sp.training.kernel_selection import use_of
 from megatron_sp.training.microbatches import BatchPlan
-from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline
+from megatron_sp.training.pipelined import Pipeline, PipelinedPasses, build_pipeline, count_pipelined
 from megatron_sp.training.probe import modes_to_try, words_for
 from megatron_sp.training.routers import count_first, with_routers
 from megatron_sp.training.run import Task, set_vocab_size
@@ -123,9 +123,9 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
 
     step = _Step(config, task, dtype, groups)
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
-    reference = (
-        step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
-    )
+    reference = None
+    if everybody:
+        reference = step.run(ParallelContext(), None, [micro for of_rank in everybody for micro in of_rank])
     tp_seq = " with sequence parallel" if config.parallel.sequence_parallel else ""
     sizes = f"tp {groups.tp.size()}{tp_seq}, sp {groups.sp.size()}"
     sizes += f", cp {groups.cp.size()}" if groups.cp.size() > 1 else ""
@@ -141,9 +141,8 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     for mode in modes_to_try(config):
         layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
-            overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
-            cp_chunks=config.parallel.cp_chunks, cp_stages_ahead=config.parallel.num_stages_ahead,
-            cp_keep_kv=config.parallel.cp_keep_kv,
+            overlap=mode[0] != "none" and config.parallel.overlaps_exchanges, cp_chunks=config.parallel.cp_chunks,
+            cp_stages_ahead=config.parallel.num_stages_ahead, cp_keep_kv=config.parallel.cp_keep_kv,
             stages=() if pipeline is None else pipeline.own_stages, num_slices=config.parallel.num_pipeline_slices,
             ep=experts,
         )  # fmt: skip
@@ -171,8 +170,7 @@ class _Step:
         self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch],
         pipeline: Pipeline | None = None, replayed: list[Tensor] | None = None,
     ) -> _Outcome:  # fmt: skip
-        # Build the model and run one step; without groups, all of it on this process. replayed: choices of experts to
-        # be made, for each micro-batch.
+        # without groups all of it on this process; ``replayed``: choices of experts to be made, for each micro-batch
         exact = self.config.precision.fp64 and self.groups.device.type == "cpu"
         with self.task.exactly() if exact else nullcontext():
             return self._run(layout, groups, micro_batches, pipeline, replayed)
@@ -188,9 +186,8 @@ class _Step:
         )  # fmt: skip
         model, units, weights, gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
         events = UnitWork(weights, gradients)
-        counts = torch.stack(
-            [torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]
-        ).sum(0)
+        of_batches = [torch.stack([count.double().cpu() for count in loss_of.counts(batch)]) for batch in micro_batches]
+        counts = torch.stack(of_batches).sum(0)
         if groups is not None:
             require_same_sequences(micro_batches, groups)
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
@@ -220,17 +217,10 @@ class _Step:
         if pipeline is not None:
             assert hidden is not None, "a task without stages, which the flags refuse"
             if routers is not None and routers.counts_first:
-                with routers.counting(), torch.no_grad():
-                    PipelinedPasses(
-                        pipeline, model, micro_batches, context_of=context_of, hidden=hidden, events=forward,
-                        weights=weights,
-                        gradients=None, loss=lambda index,
-                        context: hidden(model, micro_batches[index], context, forward),
-                    ).run()  # fmt: skip
+                count_pipelined(routers, pipeline, model, micro_batches, context_of, hidden, weights)
             PipelinedPasses(
                 pipeline, model, micro_batches, context_of=context_of, hidden=hidden, loss=loss, events=events,
-                weights=weights,
-                gradients=gradients,
+                weights=weights, gradients=gradients,
             ).run()  # fmt: skip
         else:
             if routers is not None and hidden is not None:
@@ -289,9 +279,10 @@ class _Step:
 def _settle_routing(
     config: Config, reference: _Outcome | None, groups: ParallelGroups, each: int, say: Callable[[str], None]
 ) -> list[Tensor] | None:  # fmt: skip
-    # Report the smallest margin of the choices of the one process, and return them if they are to be replayed.
-    # Collective. reference: outcome on one process, on rank 0. each: micro-batches of a data-parallel rank. Choices of
-    # this rank's micro-batches.
+    """Report the smallest margin of the one process's choices; return this rank's if they must be replayed. Collective.
+
+    ``reference`` is the outcome on one process, on rank 0; ``each`` the micro-batches of a data-parallel rank.
+    """
     if not config.model.has_experts:
         return None
     watched = None if reference is None else reference.watched
@@ -316,9 +307,8 @@ def _add_noise(params: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpe
     for name, param in params:
         spec = specs[name]
         if param.ndim == 1:
-            noise = (
-                torch.randn(spec.shape, generator=name_generator(seed, f"noise/{name}"), dtype=torch.float64) * _NOISE
-            )
+            generator = name_generator(seed, f"noise/{name}")
+            noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64) * _NOISE
             for offsets, view in spec.pieces(param.data):
                 view += noise[_place(offsets, view)].to(view)
 
