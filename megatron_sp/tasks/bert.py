@@ -49,13 +49,13 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
     """Return the loss sums of masked tokens and sentence order; without gradients also the number of hits of each."""
-    made = cast("BertModel", model)(
+    losses = cast("BertModel", model)(
         batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch.get("order"), context, events
     )  # fmt: skip
-    terms, hits = [made.masked], [made.masked_hits]
-    if made.order is not None and made.order_hits is not None:
-        terms.append(made.order)
-        hits.append(made.order_hits)
+    terms, hits = [losses.masked], [losses.masked_hits]
+    if losses.order is not None and losses.order_hits is not None:
+        terms.append(losses.order)
+        hits.append(losses.order_hits)
     return terms if torch.is_grad_enabled() else terms + hits
 
 

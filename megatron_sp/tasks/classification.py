@@ -147,5 +147,5 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
     """Return the sum of the cross entropies; without gradients also the number of hits."""
-    made = model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events)
-    return [made.sum] if torch.is_grad_enabled() else [made.sum, made.hits]
+    outputs = model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events)
+    return [outputs.sum] if torch.is_grad_enabled() else [outputs.sum, outputs.hits]

@@ -114,11 +114,11 @@ def about_repeats(
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, torch and Python, and of CUDA and NCCL where there is a GPU."""
-    found = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    installed = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda or torch.version.hip)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        installed["cuda"] = str(torch.version.cuda or torch.version.hip)
+        installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return installed
 
 
 def environment(

@@ -310,8 +310,8 @@ class StepGraphs:
         return captured
 
     def _of_all(self, trial: Trial) -> list[Trial]:
-        totals = [trial.problem, trial.eager_s, trial.replay_s]
-        return [Trial(*theirs) for theirs in gather_json(totals, self._step.groups.control)]
+        own_trial = [trial.problem, trial.eager_s, trial.replay_s]
+        return [Trial(*of_rank) for of_rank in gather_json(own_trial, self._step.groups.control)]
 
     def _capture(
         self, micro_batches: list[MicroBatch], totals: Tensor, weight_decay: float
@@ -378,13 +378,13 @@ class StepGraphs:
 
     def _bits(self, summary: Tensor) -> list[int]:
         units = [unit.grad_shard for unit in self._step.gradients.units if unit.slots]
-        found: list[int] = torch.stack([digest(summary), *(digest(grads) for grads in units)]).tolist()
-        return found
+        digests: list[int] = torch.stack([digest(summary), *(digest(grads) for grads in units)]).tolist()
+        return digests
 
-    def _difference(self, wanted: list[int], found: list[int]) -> str:
+    def _difference(self, wanted: list[int], replayed: list[int]) -> str:
         units = [unit for unit in self._step.gradients.units if unit.slots]
         names = ["loss or norm", *(f"the gradients of {unit.name}" for unit in units)]
-        differ = [name for name, a, b in zip(names, wanted, found, strict=True) if a != b]
+        differ = [name for name, a, b in zip(names, wanted, replayed, strict=True) if a != b]
         return f"a replay has other bits than an eager step: {', '.join(differ[:3])}" if differ else ""
 
     def _seconds(self, run: Callable[[], object]) -> float:
@@ -446,12 +446,12 @@ def why_not_captured(config: Config, device_type: str, *, is_own: bool) -> list[
     Args:
         is_own: False for a model from elsewhere.
     """
-    found = obstacles(config)
+    lacks = obstacles(config)
     if not is_own:
-        found.append(Obstacle("what a model from elsewhere reads on the host is not known", "train one of ours"))
+        lacks.append(Obstacle("what a model from elsewhere reads on the host is not known", "train one of ours"))
     if device_type != "cuda" and config.kernels.device != "cpu":
-        found.append(Obstacle("torch sees no GPU, and a CPU has no graphs", "use a GPU"))
-    return found
+        lacks.append(Obstacle("torch sees no GPU, and a CPU has no graphs", "use a GPU"))
+    return lacks
 
 
 def require_captured(config: Config, *, is_own: bool) -> None:
@@ -461,8 +461,8 @@ def require_captured(config: Config, *, is_own: bool) -> None:
         ConfigError: it cannot, with every reason.
     """
     if config.kernels.cuda_graphs == "on" and not config.parallel.verify_parallelism and not config.batch.skip_train:
-        found = why_not_captured(config, "cuda" if torch.cuda.is_available() else "cpu", is_own=is_own)
-        raise_all([violation(each) for each in found])
+        lacks = why_not_captured(config, "cuda" if torch.cuda.is_available() else "cpu", is_own=is_own)
+        raise_all([violation(lack) for lack in lacks])
 
 
 def is_profiled(logging: LoggingConfig, begun: int, step: int) -> bool:

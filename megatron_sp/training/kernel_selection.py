@@ -121,11 +121,12 @@ def _why_repeated(name: KernelName, config: Config, groups: ParallelGroups, own_
 
 def _choose(config: Config, groups: ParallelGroups, before: Any, *, measure: bool) -> AttentionChoice:
     with all_ranks_agree(groups.control):
-        mine = _find(config, groups.device)
-    names, lacks = _common(mine, gather_json([list(mine.names), mine.lacks, mine.reason], groups.control))
+        candidates = _find(config, groups.device)
+    own = [list(candidates.names), candidates.lacks, candidates.reason]
+    names, lacks = _common(candidates, gather_json(own, groups.control))
     dropout, milliseconds = config.model.attention_dropout, dict[KernelName, float]()
-    reason = mine.reason
-    if names != list(mine.names):
+    reason = candidates.reason
+    if names != list(candidates.names):
         reason = f"not used: {'; '.join(f'{name}: {why}' for name, why in lacks.items())}"
     _require_not_plain(config, names, reason)
     if config.kernels.attention_backend in CHOSEN_HERE and before in names:
@@ -174,14 +175,14 @@ def use_of(config: Config, device: torch.device) -> AttentionUse:
     )  # fmt: skip
 
 
-def _common(mine: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelName], dict[str, str]]:
+def _common(candidates: Candidates, of_ranks: list[list[Any]]) -> tuple[list[KernelName], dict[str, str]]:
     # the candidates of all ranks, in this rank's order, and why others are not; ``reference`` works everywhere
-    names = [name for name in mine.names if all(name in theirs for theirs, _, _ in of_ranks)]
+    names = [name for name in candidates.names if all(name in names_there for names_there, _, _ in of_ranks)]
     lacks: dict[str, str] = {}
-    for rank, (theirs, reasons, _) in enumerate(of_ranks):
-        for name in {name for others, _, _ in of_ranks for name in others}.difference(theirs):
-            lacks.setdefault(name, f"rank {rank}: {reasons.get(name) or f'it takes {theirs[0]}'}")
-    everywhere = {name: why for name, why in mine.lacks.items() if name not in lacks}
+    for rank, (names_there, reasons, _) in enumerate(of_ranks):
+        for name in {name for others, _, _ in of_ranks for name in others}.difference(names_there):
+            lacks.setdefault(name, f"rank {rank}: {reasons.get(name) or f'it takes {names_there[0]}'}")
+    everywhere = {name: why for name, why in candidates.lacks.items() if name not in lacks}
     return names or ["reference"], {**lacks, **everywhere}
 
 

@@ -150,17 +150,19 @@ class OverlapReport:
     def _time_alone(self, flights: Sequence[Collective]) -> list[float]:
         without_messages = [what for what in flights if what.pipe is None]
         collectives = iter(time_alone(without_messages, self._groups, self._clock, self._ep))
-        found: dict[Collective, float] = {}
+        seconds_of: dict[Collective, float] = {}
         if self._pipeline is not None:
             messages = {what for what in flights if what.pipe is not None}
-            found = time_messages(messages, self._pipeline.channels, self._groups, self._clock)
-        return [next(collectives) if what.pipe is None else found[what] for what in flights]
+            seconds_of = time_messages(messages, self._pipeline.channels, self._groups, self._clock)
+        return [next(collectives) if what.pipe is None else seconds_of[what] for what in flights]
 
     def _gather_pipeline(self, recorded: Sequence[StepTimes], typical: StepTimes) -> list[tuple[RankTimes, int]]:
         index = broadcast_json(next(i for i, step in enumerate(recorded) if step is typical), self._groups.control)
-        mine, ranks = recorded[index], self._groups.pp_ranks
-        about = [RankTimes.of(mine).as_json(), bytes_sent(mine, "pp", self._groups.pp_rank)] if ranks[0] == 0 else None
-        of_ranks = [found for found in gather_json(about, self._groups.control) if found is not None]
+        step_times, ranks = recorded[index], self._groups.pp_ranks
+        about = None
+        if ranks[0] == 0:
+            about = [RankTimes.of(step_times).as_json(), bytes_sent(step_times, "pp", self._groups.pp_rank)]
+        of_ranks = [of_rank for of_rank in gather_json(about, self._groups.control) if of_rank is not None]
         return [(RankTimes.from_json(times), sent) for times, sent in of_ranks]
 
     def _write_pipeline(self, pipeline: Pipeline, found: Sequence[tuple[RankTimes, int]]) -> None:
@@ -254,15 +256,15 @@ def time_alone(
         RuntimeError: the ranks of a stage ran different numbers of collectives.
     """
     numbers: dict[Collective, int] = {}
-    mine = [numbers.setdefault(what, len(numbers)) for what in collectives]
-    everyone = gather_json([groups.pp.rank(), mine], groups.control)
+    own_kinds = [numbers.setdefault(what, len(numbers)) for what in collectives]
+    everyone = gather_json([groups.pp.rank(), own_kinds], groups.control)
     stages: dict[int, list[list[int]]] = {}
-    for stage, theirs in everyone:
-        stages.setdefault(stage, []).append(theirs)
-    if any(len({len(theirs) for theirs in of_ranks}) > 1 for of_ranks in stages.values()):
+    for stage, of_rank in everyone:
+        stages.setdefault(stage, []).append(of_rank)
+    if any(len({len(of_rank) for of_rank in of_ranks}) > 1 for of_ranks in stages.values()):
         raise RuntimeError(
             "the ranks have run different numbers of collectives in one step:"
-            f" {[len(theirs) for _, theirs in everyone]}"
+            f" {[len(of_rank) for _, of_rank in everyone]}"
         )
     kinds = {stage: [tuple(of_ranks) for of_ranks in zip(*lists, strict=True)] for stage, lists in stages.items()}
     kind_of = kinds[groups.pp.rank()]
@@ -274,9 +276,9 @@ def time_alone(
         return _start(what, groups, ep, send[: sum(what.sends)], receive[: sum(what.receives)])
 
     turns: list[Collective | None] = [example[kind] for kind in dict.fromkeys(kind_of)]
-    turns += [None] * (max(len(set(each)) for each in kinds.values()) - len(turns))
-    found = dict(zip(dict.fromkeys(kind_of), _time_in_turns(turns, start, groups, clock), strict=False))
-    return [found[kind] for kind in kind_of]
+    turns += [None] * (max(len(set(in_stage)) for in_stage in kinds.values()) - len(turns))
+    seconds_of = dict(zip(dict.fromkeys(kind_of), _time_in_turns(turns, start, groups, clock), strict=False))
+    return [seconds_of[kind] for kind in kind_of]
 
 
 def time_messages(
@@ -290,8 +292,8 @@ def time_messages(
     sent = [[*(what.pipe or ()), sum(what.sends), what.dtype] for what in messages if what.op == "send"]
     everyone = gather_json([line, sent], groups.control)
     lines: dict[int, set[tuple[int, int, int, str]]] = {}
-    for of_line, theirs in everyone:
-        lines.setdefault(of_line, set()).update(map(tuple, theirs))
+    for of_line, of_rank in everyone:
+        lines.setdefault(of_line, set()).update(map(tuple, of_rank))
     own: list[Collective | None] = []
     for source, target, size, dtype in sorted(lines[line]):
         ends = {source: Collective("pp", "send", (size,), (), dtype, (source, target)),
@@ -318,27 +320,27 @@ def _time_in_turns(
 
     Collective.
     """
-    found: list[list[float]] = [[] for _ in turns]
+    seconds_of: list[list[float]] = [[] for _ in turns]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
-        for what, seconds in zip(turns, found, strict=True):
+        for what, seconds in zip(turns, seconds_of, strict=True):
             took = _time_once(what, start, groups, clock)
             if index > 0:  # the first round is for warm-up
                 seconds.append(took)
         spent = torch.tensor([time.monotonic() - began], dtype=torch.float64)
         if index > 0 and float(all_reduce(spent, groups.control, "max")) > _SECONDS:
             break
-    return [statistics.median(seconds) for seconds in found]
+    return [statistics.median(seconds) for seconds in seconds_of]
 
 
 def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     # a send and a receive buffer for each dtype, large enough for all collectives; zeros, so that no sum overflows
-    found = {}
+    buffers = {}
     for dtype in {what.dtype for what in collectives}:
         sizes = [(sum(what.sends), sum(what.receives)) for what in collectives if what.dtype == dtype]
-        largest = [max(each) for each in zip(*sizes, strict=True)]
-        found[dtype] = tuple(torch.zeros(size, dtype=getattr(torch, dtype), device=device) for size in largest)
-    return found  # type: ignore[return-value]
+        largest = [max(column) for column in zip(*sizes, strict=True)]
+        buffers[dtype] = tuple(torch.zeros(size, dtype=getattr(torch, dtype), device=device) for size in largest)
+    return buffers  # type: ignore[return-value]
 
 
 def _time_once(
@@ -431,8 +433,8 @@ def _added(rows: Sequence[OverlapEntry]) -> OverlapEntry:
 def _summary(rows: Sequence[OverlapEntry]) -> str:
     if not rows:
         return "no exchanges"
-    whole = _added(rows)
-    return f"exchanges of all layers {1e3 * whole.exchange:.1f} ms, {100 * whole.hidden:.0f} % hidden"
+    total = _added(rows)
+    return f"exchanges of all layers {1e3 * total.exchange:.1f} ms, {100 * total.hidden:.0f} % hidden"
 
 
 def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: float) -> dict[str, Any]:
@@ -515,7 +517,7 @@ def windows(step: StepTimes) -> list[Window]:
     layers = sorted({span.layer for span in step.spans if span.layer is not None})
     first = max(0, (len(layers) - LAYERS_SHOWN) // 2)
     shown = set(layers[first : first + LAYERS_SHOWN])
-    found = []
+    of_directions = []
     for direction in ("forward", "backward"):
         # the first micro-batch's pass ends where a span of another direction begins
         start = next((i for i, span in enumerate(step.spans) if span.direction == direction), len(step.spans))
@@ -526,8 +528,8 @@ def windows(step: StepTimes) -> list[Window]:
         begin, end = min(span.begin for span in inside), max(span.end for span in inside)
         spans = [span for span in of_pass if span.end > begin and span.begin < end]
         flights = [flight for flight in step.flights if flight.end > begin and flight.begin < end]
-        found.append(Window(direction, begin, end, spans, flights))
-    return found
+        of_directions.append(Window(direction, begin, end, spans, flights))
+    return of_directions
 
 
 def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:

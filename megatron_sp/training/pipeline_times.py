@@ -132,11 +132,10 @@ def planned(plan: PipelinePlan, took: Timetable) -> Timetable:
             times[kind, stage, part].append(end - begin)
     mean = {key: fmean(values) for key, values in times.items()}
     # a W that has no box is part of its B
-    found = replay(plan, lambda action: mean.get((action.kind, action.stage, action.slice), 0.0))
+    replayed = replay(plan, lambda action: mean.get((action.kind, action.stage, action.slice), 0.0))
+    start, stop = replayed.start, replayed.stop
     drawn = [[action for action in actions if plan.splits or action.kind != "W"] for actions in plan.actions]
-    return Timetable(
-        tuple(tuple(Box(action, found.start[action], found.stop[action]) for action in actions) for actions in drawn)
-    )
+    return Timetable(tuple(tuple(Box(action, start[action], stop[action]) for action in actions) for actions in drawn))
 
 
 class Waits(NamedTuple):
@@ -202,15 +201,15 @@ def _text_row(row: Sequence[Box], longest: float, columns: int) -> str:
         shares = [max(0.0, min(end, box.end) - max(begin, box.begin)) for box in row]
         most = max(range(len(row)), key=lambda i: shares[i], default=None)
         owners.append(most if most is not None and sum(shares) >= width / 2 else None)
-    found, column = "", 0
+    text, column = "", 0
     while column < columns:
         owner, length = owners[column], 1
         while column + length < columns and owners[column + length] == owner:
             length += 1
         name = "" if owner is None else names[owner] if len(names[owner]) <= length else names[owner][0]
-        found += name.ljust(length, "." if owner is None else "-")
+        text += name.ljust(length, "." if owner is None else "-")
         column += length
-    return found
+    return text
 
 
 def _names(row: Sequence[Box]) -> list[str]:

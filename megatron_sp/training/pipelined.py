@@ -88,10 +88,12 @@ def _of_stages(stages: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _checked(kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs) -> PipelinePlan:
-    made = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices, costs)
-    check_plan(made)
-    return made
+def _checked(
+    kind: PipelineKind, size: int, stages_per_rank: int, num_micro_batches: int, num_slices: int, costs: Costs
+) -> PipelinePlan:
+    plan = plan_pipeline(kind, size, stages_per_rank, num_micro_batches, num_slices, costs)
+    check_plan(plan)
+    return plan
 
 
 def build_pipeline(config: Config, groups: ParallelGroups) -> Pipeline | None:
@@ -193,9 +195,9 @@ class PipelinedPasses:
         self._enter("forward")
         stage, index = self.pipeline.stages[action.stage], action.micro_batch
         context = replace(self._context(index, action.slice), stage=StageInput(stage, y, "head"))
-        made = self._loss(index, context)
+        loss = self._loss(index, context)
         self._enter("backward")
-        return made
+        return loss
 
     def _context(self, index: int, number: int) -> ForwardContext:
         if index not in self._contexts:
@@ -221,8 +223,8 @@ class PipelinedPasses:
         order = self._model.stage_order(stage, backward=False, trained=False)
         units = self._model.units()
         # a table that the first and the last stage of a rank use is complete when the first one is
-        mine = {"embedding": stage.is_first, "head": stage.is_last}
-        others = {index for index in order if index in self._shared and mine.get(units[index].name, True)}
+        is_complete = {"embedding": stage.is_first, "head": stage.is_last}
+        others = {index for index in order if index in self._shared and is_complete.get(units[index].name, True)}
         return [index for index in order if index in self._blocks], sorted(others)
 
     def before_backward(self, action: Action, put_off: Action | None) -> None:

@@ -120,10 +120,10 @@ class StepReporter:
     def _compare(self, step: int) -> None:
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         reserved = torch.cuda.max_memory_reserved(self._groups.device) if self._groups.device.type == "cuda" else 0
-        found = (measured, length, reserved, self.graphs_bytes())
-        self._console.line(self._memory.line(*found))
+        measurements = (measured, length, reserved, self.graphs_bytes())
+        self._console.line(self._memory.line(*measurements))
         if self._memory.is_own:
-            self._metrics.write("prediction", step=step, **self._memory.record(*found))
+            self._metrics.write("prediction", step=step, **self._memory.record(*measurements))
 
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float,

@@ -90,11 +90,15 @@ def resume_samples(
             " probes tell that the data are the same"
         )
     history = SampleHistory.from_json(stored.get("samples", []))
-    found = history.first_difference(datasets.train, config.data.dataloader_type, config.batch.seed, group)
-    if old == new and found is None:
+    difference = history.first_difference(datasets.train, config.data.dataloader_type, config.batch.seed, group)
+    if old == new and difference is None:
         return history
-    what = f"the {history.words()} were read again, and the first that differs is {found}" if found is not None else ""
-    if found is not None and old == new and config.data.dataloader_type == "cyclic":
+    what = (
+        f"the {history.words()} were read again, and the first that differs is {difference}"
+        if difference is not None
+        else ""
+    )
+    if difference is not None and old == new and config.data.dataloader_type == "cyclic":
         what += (
             f" (if no file has changed, the order has: --dataloader-type cyclic draws it from the number of samples,"
             f" {len(datasets.train)} now, which for blends and synthetic data follows from the number of steps)"

@@ -77,13 +77,13 @@ class SampleHistory:
             group: group whose ranks share the work; must support CPU tensors. None: a single process.
         """
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        mine: tuple[int, str] | None = None
+        own_difference: tuple[int, str] | None = None
         for place, (step, number, i, wanted) in enumerate(self._samples(len(dataset), order, seed)):
             if place % size == rank and (problem := _problem(dataset, i, wanted)) is not None:
-                mine = place, f"sample {i} (number {number} of step {step}): {problem}"
+                own_difference = place, f"sample {i} (number {number} of step {step}): {problem}"
                 break
-        found = [told for told in gather_json(mine, group) if told is not None]
-        return None if not found else str(min(found)[1])
+        differences = [difference for difference in gather_json(own_difference, group) if difference is not None]
+        return None if not differences else str(min(differences)[1])
 
     def _samples(self, total: int, order: Order, seed: int) -> Iterator[tuple[int, int, int, int]]:
         for step, consumed, digests in self._steps:

@@ -256,8 +256,8 @@ class SaveInterval:
         self._last = step
         if not self.is_auto:
             return None
-        mine = [stall_s, statistics.median(self._lengths) if self._lengths else 0.0, write_s]
-        stall_s, step_s, write_s = (max(column) for column in zip(*gather_json(mine, self._group), strict=True))
+        measured = [stall_s, statistics.median(self._lengths) if self._lengths else 0.0, write_s]
+        stall_s, step_s, write_s = (max(column) for column in zip(*gather_json(measured, self._group), strict=True))
         if step_s <= 0:
             return None
         best_s = best_interval_s(stall_s, self._failure_s)

@@ -44,11 +44,11 @@ def require_same_sequences(micro_batches: Sequence[MicroBatch], groups: Parallel
         digest.update(str(tuple(batch["tokens"].shape)).encode())
         for name in _READ_BY_THE_HOST:
             digest.update(f"{name}: ".encode() + (batch[name].cpu().numpy().tobytes() if name in batch else b"none"))
-    mine = int.from_bytes(digest.digest()[:7], "little")
-    found = torch.full((groups.dp_size, 2), _NOBODY, dtype=torch.int64)
-    found[groups.dp_rank] = torch.tensor([mine, -mine])  # largest, and smallest with another sign
-    all_reduce(found, groups.control, "max")
-    differ = [i for i, (largest, smallest) in enumerate(found.tolist()) if largest not in (-smallest, _NOBODY)]
+    own_digest = int.from_bytes(digest.digest()[:7], "little")
+    digests = torch.full((groups.dp_size, 2), _NOBODY, dtype=torch.int64)
+    digests[groups.dp_rank] = torch.tensor([own_digest, -own_digest])  # largest, and smallest with another sign
+    all_reduce(digests, groups.control, "max")
+    differ = [i for i, (largest, smallest) in enumerate(digests.tolist()) if largest not in (-smallest, _NOBODY)]
     if differ:
         ranks, pipelined = groups.cp.size() * groups.sp.size() * groups.tp.size(), groups.pp.size() > 1
         firsts = [(stage * groups.dp_size + differ[0]) * ranks for stage in range(groups.pp.size())]

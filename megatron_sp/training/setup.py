@@ -170,15 +170,15 @@ def _end_launcher() -> None:
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
     """Return the out-of-memory message: the failed request, the predicted breakdown once it is known, suggestions."""
-    found = f"out of memory: {first_words(error)}"
+    message = f"out of memory: {first_words(error)}"
     try:
         lines = [] if status.explain_memory is None else status.explain_memory()
     except Exception:  # there may be no memory left for an explanation
         lines = []
     if lines:
-        return "\n".join([found, *lines])
+        return "\n".join([message, *lines])
     return (
-        f"{found}. Lower --micro-batch-size, --seq-length or --train-iters (the order of all samples is held), add"
+        f"{message}. Lower --micro-batch-size, --seq-length or --train-iters (the order of all samples is held), add"
         " --recompute-granularity full or --bf16, make the model smaller, or use more ranks with"
         " --tensor-model-parallel-size or --sequence-parallel-size"
     )

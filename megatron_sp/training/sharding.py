@@ -156,8 +156,8 @@ def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
 
 def units_together(model: nn.Module) -> list[tuple[int, ...]]:
     """Return a model's units that are used at the same time."""
-    found = getattr(model, "units_together", None)  # a model of others has none
-    return [] if found is None else found()
+    together = getattr(model, "units_together", None)  # a model of others has none
+    return [] if together is None else together()
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
@@ -194,10 +194,13 @@ class Fingerprint:
             ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
         """
         stage = groups.pp_rank
-        mine = [[f"{stage}/{groups.tp_rank}", self.digest()], [f"{stage}/ep{ep_rank}", self.digest(of_experts=True)]]
+        own_digests = [
+            [f"{stage}/{groups.tp_rank}", self.digest()],
+            [f"{stage}/ep{ep_rank}", self.digest(of_experts=True)],
+        ]
         of_part: dict[str, tuple[int, str]] = {}
         odd: tuple[int, int] | None = None
-        for rank, digests in enumerate(gather_json(mine, groups.control)):
+        for rank, digests in enumerate(gather_json(own_digests, groups.control)):
             for part, digest in digests:
                 first, known = of_part.setdefault(part, (rank, digest))
                 if known != digest and odd is None:

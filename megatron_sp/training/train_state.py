@@ -77,15 +77,15 @@ class TrainState:
 
     def weights(self) -> dict[str, GlobalTensor]:
         """Return every parameter once, trainable or frozen."""
-        found: dict[str, GlobalTensor] = {}
+        tensors: dict[str, GlobalTensor] = {}
         for unit in self.units:
-            found |= {slot.name: _of_slot(unit.layout, slot, unit.local_params) for slot in unit.slots}
+            tensors |= {slot.name: _of_slot(unit.layout, slot, unit.local_params) for slot in unit.slots}
             if unit.frozen is not None and unit.local_frozen is not None:
-                found |= {slot.name: _of_slot(unit.frozen, slot, unit.local_frozen) for slot in unit.frozen.slots}
+                tensors |= {slot.name: _of_slot(unit.frozen, slot, unit.local_frozen) for slot in unit.frozen.slots}
         for name, p in self.model.named_parameters():
-            if name not in found:
-                found[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
-        return found | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}
+            if name not in tensors:
+                tensors[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
+        return tensors | {name: GlobalTensor.whole(buffer) for name, buffer in self._buffers().items()}
 
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model; of a pipeline, of this rank's stages."""
@@ -100,17 +100,17 @@ class TrainState:
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""
-        found: dict[str, GlobalTensor] = {}
+        tensors: dict[str, GlobalTensor] = {}
         if self.optimizer is None:
-            return found
+            return tensors
         for unit, state in zip(self.units, self.optimizer.states, strict=True):
             kinds = {"master": unit.master if unit.is_16_bit else None}
             kinds |= {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
             for slot in unit.slots:
                 for kind, flat in kinds.items():
                     if flat is not None:
-                        found[f"optimizer.{kind}.{slot.name}"] = _of_slot(unit.layout, slot, flat)
-        return found
+                        tensors[f"optimizer.{kind}.{slot.name}"] = _of_slot(unit.layout, slot, flat)
+        return tensors
 
     def to_load(self, stored: Collection[str], *, weights_only: bool) -> tuple[dict[str, GlobalTensor], set[str]]:
         """Return the tensors to load from a checkpoint, and the names of those that may stay unread.

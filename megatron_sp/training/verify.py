@@ -209,9 +209,9 @@ class _Step:
 
         def loss(index: int, context: ForwardContext) -> Tensor:
             terms = loss_of.sums(model, micro_batches[index], context, events)
-            made = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
-            total.add_(made.detach().double().cpu())
-            return made
+            scaled_loss = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
+            total.add_(scaled_loss.detach().double().cpu())
+            return scaled_loss
 
         hidden, forward = loss_of.hidden, UnitWork(weights, None)
         if pipeline is not None:
@@ -231,10 +231,10 @@ class _Step:
             weights.start_step(len(micro_batches))
             for index in range(len(micro_batches)):
                 context = context_of(index)
-                made = loss(index, context)
+                scaled_loss = loss(index, context)
                 if index == len(micro_batches) - 1:
                     gradients.last_micro_batch()
-                made.backward()
+                scaled_loss.backward()
                 if context.routers is not None:
                     context.routers.finish()
                 gradients.finish_micro_batch()
@@ -243,10 +243,10 @@ class _Step:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
         loads: list[list[int]] = []
         if routers is not None and routers.weights is not None:
-            told, of_terms = routers.told().cpu(), routers.weights()
-            told = told if groups is None else all_reduce(told, groups.control)
-            total = total + told[0] * of_terms.balance.cpu() + told[1] * of_terms.z.cpu()
-            loads = routers.loads_in(told).long().tolist()
+            counters, of_terms = routers.told().cpu(), routers.weights()
+            counters = counters if groups is None else all_reduce(counters, groups.control)
+            total = total + counters[0] * of_terms.balance.cpu() + counters[1] * of_terms.z.cpu()
+            loads = routers.loads_in(counters).long().tolist()
         norm = sharded.optimizer(self.config, groups).grad_norm()
         grads: dict[str, tuple[ShardSpec, Tensor]] = {}
         for unit in units:
