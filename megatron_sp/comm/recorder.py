@@ -102,6 +102,8 @@ class Collective(NamedTuple):
 
 @dataclass
 class CollectiveRecord:
+    """A collective of the recorded step, and when it was started, waited for and complete."""
+
     recorder: Recorder
     what: Collective
     name: str  # what it transfers; of a message the action that made it

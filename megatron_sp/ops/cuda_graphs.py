@@ -9,6 +9,8 @@ import torch
 
 
 class Graph(Protocol):
+    """A captured graph; ``replay`` queues its kernels again."""
+
     def replay(self) -> None:
         pass
 

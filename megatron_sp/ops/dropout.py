@@ -58,6 +58,8 @@ class DropoutKeys:
 
 
 class DropoutRows(NamedTuple):
+    """Keys from which dropout by hash draws the mask of each row."""
+
     keys: Tensor  # of the rows, int32 [s, b]; with ``site`` those of the tokens, int64
     site: int | None = None  # key of the site, which is yet to be mixed into ``keys``
 

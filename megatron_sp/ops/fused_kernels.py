@@ -40,6 +40,8 @@ _APEX_AND_TORCH: tuple[Literal["apex", "torch"], ...] = ("apex", "torch")
 
 @dataclass(frozen=True)
 class FusedKernel:
+    """What computes an operation here, and why."""
+
     op: str
     name: FusedKernelName
     reason: str

@@ -49,6 +49,8 @@ NOT_SHARDED = Zero()
 
 @dataclass(frozen=True)
 class Slot:
+    """Place of a parameter in the flat buffers of its unit: elements ``start`` to ``stop``."""
+
     name: str
     param: nn.Parameter
     shape: torch.Size  # the parameter itself may be away (stage 3)

@@ -136,7 +136,9 @@ class PipelinedPasses:
         self._shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._contexts: dict[int, tuple[ForwardContext, KeysOfSlices]] = {}
         last = "F" if gradients is None else "B"
-        self._to_come = Counter(action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last)
+        self._to_come = Counter(
+            action.micro_batch for action in self.plan.actions[pipeline.rank] if action.kind == last
+        )
         units = model.units()  # type: ignore[operator]
         self._blocks = [index for index, unit in enumerate(units) if unit.alike]
         self._shared = [index for index, unit in enumerate(units) if not unit.alike]
@@ -144,7 +146,9 @@ class PipelinedPasses:
         for action in self.plan.actions[pipeline.rank]:
             if action.kind != "W":
                 backward = action.kind == "B"
-                order += self._model.stage_order(pipeline.stages[action.stage], backward=backward, trained=gradients is not None)
+                order += self._model.stage_order(
+                    pipeline.stages[action.stage], backward=backward, trained=gradients is not None
+                )
         weights.start_step(1, order)
 
     def _fault(self, place: str) -> None:
@@ -180,7 +184,9 @@ class PipelinedPasses:
         """See ``StageWork``."""
         self._enter("forward")
         stage, index, trained = self.pipeline.stages[action.stage], action.micro_batch, self.gradients is not None
-        context = replace(self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all"))
+        context = replace(
+            self._context(index, action.slice), stage=StageInput(stage, x, "blocks" if trained else "all")
+        )
         if not trained:
             self._forget(index)
         if stage.is_last and not trained:

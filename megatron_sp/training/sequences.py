@@ -77,7 +77,9 @@ def row_dealer(config: Config, dataset: Dataset, dp_size: int) -> RowDealer | No
     from megatron_sp.parallel.row_dealing import RowDealer
 
     model = config.model
-    return RowDealer(dataset.document_lengths, config.batch.micro_batch_size, dp_size, not model.is_bert, model.window_size)
+    return RowDealer(
+        dataset.document_lengths, config.batch.micro_batch_size, dp_size, not model.is_bert, model.window_size
+    )
 
 
 def warning_about_documents(config: Config, dataset: Dataset | None) -> str | None:
@@ -89,7 +91,9 @@ def warning_about_documents(config: Config, dataset: Dataset | None) -> str | No
     if not config.parallel.balance_rows or not isinstance(dataset, RowDataset):
         return None
     count = min(_ROWS_LOOKED_AT, len(dataset))
-    wrong = sum(not np.array_equal(_lengths_of(dataset[i]["documents"]), dataset.document_lengths(i)) for i in range(count))
+    wrong = sum(
+        not np.array_equal(_lengths_of(dataset[i]["documents"]), dataset.document_lengths(i)) for i in range(count)
+    )
     if not wrong:
         return None
     return (

@@ -87,6 +87,7 @@ def is_fused(x: Tensor) -> bool:
 
 
 def is_fused_on(device: torch.device) -> bool:
+    """Return whether the Triton kernels compute on this device."""
     return _in_use and device.type == DEVICE
 
 
