@@ -18,6 +18,9 @@ from megatron_sp.ops.kernels import launch
 from megatron_sp.ops.kernels.launch import is_fused
 from megatron_sp.ops.main_grad import MainGrad, put_grad
 
+_Need = tuple[bool, bool, bool]  # whether x, weight and bias need a gradient
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # theirs
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -91,8 +94,8 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
 
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
-    need: tuple[bool, bool, bool], add: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    need: _Need, add: Tensor | None = None,
+) -> _Gradients:  # fmt: skip
     """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if summed so); None where not needed.
 
     ``add``: another gradient of x, to be added to the first.
@@ -117,15 +120,14 @@ def norm_backward(
 
 
 def norm_gradients(
-    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool],
+    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: _Need,
     passed: Tensor | None, *,
     main_grad: MainGrad | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> _Gradients:  # fmt: skip
     """Run backward of a norm; return what autograd needs, with the gradients of its parameters put in the main_grad.
 
     Args:
         grad: gradient of the normed x.
-        need: flags of x, weight and bias that need a gradient.
         passed: another gradient of x, from the residual branch, which is added.
     """
     spec = norm.spec
@@ -168,7 +170,7 @@ def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tenso
 
 
 def _rms_norm_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, need: tuple[bool, bool, bool], add: Tensor | None
+    grad: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, need: _Need, add: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     # dx = rstd * (g - normed * mean(g * normed)), where g = grad * scale, and the gradient of scale
     width = x.shape[-1]
@@ -199,8 +201,8 @@ def _rms_norm_backward(
 
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, Tensor], spec: NormSpec,
-    need: tuple[bool, bool, bool], add: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    need: _Need, add: Tensor | None,
+) -> _Gradients:  # fmt: skip
     width, (mean, rstd) = x.shape[-1], stats
     if is_small(x) and x.numel():
         wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
@@ -261,9 +263,9 @@ def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
 
 def _apex_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec,
-    need: tuple[bool, bool, bool],
+    need: _Need,
     add: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> _Gradients:  # fmt: skip
     kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
     backward = kernels.backward_affine if spec.kind == "LayerNorm" else kernels.rms_backward_affine
     grad = grad.to(x.dtype).contiguous()
