@@ -33,20 +33,19 @@ class WaitError(RuntimeError):
 
 
 class Handle:
-    """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this
-    thread).
+    """Handle of a collective in flight: ``wait()`` makes the result visible to the current stream (CPU: this thread).
 
     Neither the operand nor the result may be touched before; the handle keeps both alive, and warns if dropped.
     """
 
     def __init__(
         self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None,
-        operand: Tensor | None = None,
-        expected: str = "",
+        operand: Tensor | None = None, expected: str = "",
     ) -> None:  # fmt: skip
-        self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
-        self.expected = expected
-        self._waited = False
+        self._work, self._result, self._name, self._operand = work, result, name, operand
+        self._finish = finish  # makes the result, after the wait
+        self.expected = expected  # what is waited for, for a message; empty: torch's own error says all that is known
+        self.waited = False
         self._flight: CollectiveRecord | None = None
         self._reminder = None if work is None else _Reminder(name, result)
 
@@ -64,10 +63,10 @@ class Handle:
             RuntimeError: called a second time, when the buffer may already have been reused.
             WaitError: a message that is ``expected`` did not arrive.
         """
-        if self._waited:
+        if self.waited:
             what = f"{self._name} of {tuple(self._result.shape)}"
             raise RuntimeError(f"wait() was called twice on {what}: keep its result instead")
-        self._waited = True
+        self.waited = True
         if self._work is not None:
             if self._reminder is not None:
                 self._reminder.is_due = False
@@ -88,12 +87,9 @@ class Handle:
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
-    @property
-    def waited(self) -> bool:
-        return self._waited
-
 
 class _Reminder:
+    # an object of its own, so that a handle without work costs no call at its end
     def __init__(self, name: str, result: Tensor) -> None:
         self._name, self._result, self.is_due = name, result, True
 
@@ -108,7 +104,8 @@ class _Reminder:
 
 
 class _Done(Handle):
-    _work, _waited, expected = None, False, ""
+    # a result that is there: on one rank every layer makes several, so it costs the host little
+    _work, waited, expected = None, False, ""
 
     def __init__(self, result: Tensor, name: str = "nothing") -> None:
         self._result, self._name = result, name
@@ -117,7 +114,7 @@ class _Done(Handle):
         return self
 
     def wait(self) -> Tensor:
-        again, self._waited = self._waited, True
+        again, self.waited = self.waited, True
         return super().wait() if again else self._result  # which says what is wrong
 
 

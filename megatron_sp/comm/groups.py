@@ -27,6 +27,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class _Alone:
+    # one rank that needs no torch process group, for generation, tools and unit tests
     def size(self) -> int:
         return 1
 

@@ -157,6 +157,7 @@ def runs_grouped(device: torch.device) -> bool:
 
 
 def _ends(counts: list[int], device: torch.device) -> Tensor:
+    # where each expert's rows end, int32 [E], on the device
     return to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
 
 
@@ -285,6 +286,7 @@ class _PartOfAll(NamedTuple):
 
 
 class _StackedGrad:
+    # of a parameter [E, ...]: each expert's first part overwrites what is there
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
         self._main_grad, self._param = main_grad, param
         # until the main_grad asks for the gradient; None: parts are added at once

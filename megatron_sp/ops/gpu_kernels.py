@@ -224,4 +224,5 @@ def takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> CUDNN | None:
 
 
 def _with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    # [s, m, r|1, d] to [m, r|1, s, d] without a copy
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

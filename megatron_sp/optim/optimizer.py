@@ -161,6 +161,8 @@ class FlatOptimizer:
         self, scalars: Sequence[UpdateScalars], rates: tuple[float, float], weight_decay: float, divisor: Tensor | None,
         updated: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
+        # by kernels that read ``scalars``, or by one that takes ``rates``: of most parameters, and of the decoupled
+        # ones
         master = self.units[0].master
         # torch's kernels have the divisor in fp32, too little for fp64
         by_kernel = self.kernel == "torch" and master.dtype == torch.float32

@@ -55,6 +55,7 @@ class WholeWeights:
             self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
 
     def _make_buffers(self, pool: Pool) -> tuple[Tensor, Tensor | None]:
+        # one for the trainable and one for the frozen parameters, as large as the largest unit's
         units = [self.units[index] for index in pool.units]
         like = units[0].local_params
         alone = units[0].zero.group.size() == 1  # then a unit's range is the unit
@@ -125,6 +126,7 @@ class WholeWeights:
         self.forget()
 
     def _start(self, index: int, buffer: int, evicted: int | None) -> None:
+        # fetching a unit into its assigned buffer, which held ``evicted``
         if evicted is not None:
             self._unbind(evicted)
         memory = self._buffers[buffer] = self._buffers[buffer] or self._make_buffers(self._pools[buffer])

@@ -99,6 +99,7 @@ class _Triton(NamedTuple):
 
 @cache
 def _triton() -> _Triton | None:
+    # Triton's driver and hooks; None where launches are left to the JIT
     triton, driver = availability.load("triton"), availability.load("triton", "triton.runtime").driver
     version = re.match(r"(\d+)\.(\d+)", triton.__version__)
     if version is None or not OLDEST <= (int(version[1]), int(version[2])) <= NEWEST:

@@ -276,5 +276,6 @@ def _ahead(width: int, elements: int, num_bytes: int) -> int:
 
 
 def _tile(width: int) -> tuple[int, int]:
+    # (columns, rows) that a program of the forward pass works on at a time
     block = min(power_of_2(width), WIDEST)
     return block, max(1, _TILE // block)
