@@ -446,7 +446,6 @@ def _memory_levels(runs: Sequence[RunFiles]) -> tuple[list[tuple[float, str]], s
 
 
 def axis_map(run: RunFiles) -> dict[str, list[float]]:
-    """Return a thinned-out table of steps, tokens and minutes, by which the page's script changes the x axis."""
     records = [r for r in run.train if math.isfinite(number(r.get("consumed_tokens")))]
     every = max(1, math.ceil(len(records) / _KNOTS))
     knots = records[::every] + (records[-1:] if records and (len(records) - 1) % every else [])

@@ -37,7 +37,6 @@ def card(title: str, *children: object) -> Html:
 
 
 def quiet(text: str) -> Html:
-    """Paragraph in a muted color."""
     return tag("p", text, class_="quiet")
 
 
@@ -281,7 +280,6 @@ _AXES = {"cp": "context", "ep": "experts", "pp": "pipeline", "sp": "ulysses", "t
 
 
 def numerics_section(run: RunFiles) -> Section | None:
-    """Return the section about skipped steps and overflows."""
     rows, before, earlier = [], 0.0, 0
     is_fp16 = bool(run.config and run.config["precision"]["fp16"])
     for r in run.train:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    """Build the data sets of the flags, with so many samples of each split."""
     assert config.model.seq_length
     return build_bert_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
@@ -60,7 +59,6 @@ def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, even
 
 
 def stage_output(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> Tensor:
-    """Return what a stage of a pipeline hands on."""
     return cast("BertModel", model).hidden(batch["tokens"], context, events, batch["types"])
 
 

@@ -54,7 +54,6 @@ def shape_of(folder: str) -> dict[str, int]:
 
 
 def shape_in(configuration: Any) -> dict[str, int]:
-    """Return the shape in a configuration of transformers as fields of ours."""
     text = configuration.get_text_config(decoder=True)
     values = {
         field: next((v for n in names if type(v := _entry(text, n)) is int), None) for field, names in NAMES.items()

@@ -20,12 +20,10 @@ from megatron_sp.training.step import Loss
 
 
 def tokenizer_provider(config: Config) -> Tokenizer:
-    """Build the tokenizer of the flags."""
     return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    """Build the data sets of the flags, with so many samples of each split."""
     assert config.model.seq_length
     return build_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
@@ -47,13 +45,11 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Return the sum of token losses of a micro-batch."""
     loss_sum, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)
     return [loss_sum]
 
 
 def stage_output(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> Tensor:
-    """Return what a stage of a pipeline hands on."""
     return cast("GPTModel", model).hidden(batch["tokens"], context, events)
 
 

@@ -58,7 +58,6 @@ class Pipeline:
 
     @property
     def own_stages(self) -> tuple[Stage, ...]:
-        """This rank's stages."""
         return tuple(stage for stage, owner in zip(self.stages, self.rank_of, strict=True) if owner == self.rank)
 
     @property

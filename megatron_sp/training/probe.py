@@ -94,7 +94,6 @@ def splits(config: Config, world_size: int) -> list[Split]:
 
 
 def words_for_split(split: Split) -> str:
-    """Return sizes of sp and cp for the log."""
     return f"sp {split[0]} x cp {split[1]}"
 
 
@@ -126,7 +125,6 @@ def candidates(config: Config) -> list[Candidate]:
 
 
 def modes_to_try(config: Config) -> list[Candidate]:
-    """Return the mode that the flags name, with its number of chunks, or with auto all of them."""
     parallel = config.parallel
     if parallel.sequence_parallel_size == 1:
         return [("none", 1)]
@@ -137,7 +135,6 @@ def modes_to_try(config: Config) -> list[Candidate]:
 
 
 def words_for(candidate: Candidate) -> str:
-    """Return the name of a mode in the log."""
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
 
 

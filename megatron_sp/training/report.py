@@ -37,7 +37,6 @@ NO_LOSS_TOKENS = "no loss tokens"
 
 
 def about_no_loss_tokens(config: Config) -> str:
-    """Return what a mean over no token means, and what may be the reason."""
     masks = [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss",) if getattr(config.data, name)]
     why = "the data mask all of them"
     if masks:
