@@ -99,7 +99,7 @@ class CheckedGroup:
     def _key(self, member: int, number: int | None = None) -> str:
         return f"{self._space}/{self._number if number is None else number}/{member}"
 
-    def _calls(self, mine: Call) -> list[Call]:
+    def _calls(self, own: Call) -> list[Call]:
         # the calls of all ranks, in rank order; wait until all are there
         keys = [self._key(member) for member in range(self.size())]
         began, pause_s, looks = time.monotonic(), 1e-4, 0
@@ -108,7 +108,7 @@ class CheckedGroup:
             waited = time.monotonic() - began
             if waited > _PATIENCE_S or waited > self._timeout_s:
                 if looks == 0:
-                    self._store.set(waiting, f"collective {self._number} of group {self.name} ({mine})")
+                    self._store.set(waiting, f"collective {self._number} of group {self.name} ({own})")
                 looks += 1
                 self._look(keys, waited)
             time.sleep(pause_s)

@@ -287,8 +287,8 @@ def _own_group(lines: list[list[int]], groups: ParallelGroups, device: torch.dev
     for group in map(unchecked, known):
         if group.size() > 1 and dist.get_process_group_ranks(group) == own_ranks:
             return group
-    made = [_new_group(line, device, {}, urgent=urgent) for line in lines]  # every rank takes part in making each
-    own = made[lines.index(own_ranks)]
+    new_groups = [_new_group(line, device, {}, urgent=urgent) for line in lines]  # every rank takes part in making each
+    own = new_groups[lines.index(own_ranks)]
     assert own is not None
     return own
 

@@ -131,7 +131,7 @@ class Packed:
 
     kernel: FlashKernel
     documents: tuple[Part, ...]  # their pieces, in order, which cover every row
-    each: int  # columns of m per sequence
+    columns: int  # of m per sequence
     causal: bool
     window: int | None = None
 
@@ -149,28 +149,30 @@ class Packed:
         return Gradients(*(self._by_position(t, q.shape[0]) for t in grads))
 
     def _by_token(self, x: Tensor) -> Tensor:
-        return rearrange(x, "s (b g) r d -> (b s) (g r) d", g=self.each)
+        return rearrange(x, "s (b g) r d -> (b s) (g r) d", g=self.columns)
 
     def _by_position(self, x: Tensor, s: int) -> Tensor:
-        return rearrange(x, "(b s) (g r) d -> s (b g) r d", s=s, g=self.each)
+        return rearrange(x, "(b s) (g r) d -> s (b g) r d", s=s, g=self.columns)
 
     def _pairs(self, q: Tensor) -> Pairs:
         return Pairs(self.causal, self.window, lengths_of(self.documents, q.shape[0], q.device))
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], each: int, kernel: Callable[..., Tensor]) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Part, ...], columns: int, kernel: Callable[..., Tensor]
+) -> Tensor:
     """Compute the attention of all documents in one call of a GPU kernel that autograd differentiates.
 
     Args:
         q, k, v: [s, m, r, d], [s, m, 1, d].
         documents: their pieces, in order, which cover every row.
-        each: columns of m per sequence.
+        columns: of m per sequence.
         kernel: of q, k, v [tokens, heads, d], cumulative lengths int32 [n + 1], longest length.
     """
-    by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=each) for t in (q, k, v)]
+    by_token = [rearrange(t, "s (b g) r d -> (b s) (g r) d", g=columns) for t in (q, k, v)]
     lengths = lengths_of(documents, q.shape[0], q.device)
     out = kernel(*by_token, lengths.ends_q, lengths.longest_q)
-    return rearrange(out, "(b s) (g r) d -> s (b g) r d", s=q.shape[0], g=each)
+    return rearrange(out, "(b s) (g r) d -> s (b g) r d", s=q.shape[0], g=columns)
 
 
 @lru_cache(maxsize=4)

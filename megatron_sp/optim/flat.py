@@ -306,11 +306,11 @@ def squared_norm(*parts: Tensor) -> Tensor:
     # sums of some thousand elements keep fp32 accurate; fp64 for all would be slow on a GPU. One launch for each tensor
     block, norms = 4096, list[Tensor]()
     for x in parts:
-        whole = x.numel() // block * block
-        if whole:
-            norms.append(torch.linalg.vector_norm(x[:whole].view(-1, block), dim=1))
-        if whole < x.numel():
-            norms.append(torch.linalg.vector_norm(x[whole:]).view(1))
+        full = x.numel() // block * block
+        if full:
+            norms.append(torch.linalg.vector_norm(x[:full].view(-1, block), dim=1))
+        if full < x.numel():
+            norms.append(torch.linalg.vector_norm(x[full:]).view(1))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     return torch.cat(norms).double().square_().sum()

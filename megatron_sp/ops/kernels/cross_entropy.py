@@ -74,20 +74,20 @@ def cross_entropy_gradient_kernel(
         tl.store(GRAD + start + column, (grad * weight).to(GRAD.dtype.element_ty), mask=column < width)
 
 
-def statistics(logits: Tensor, labels: Tensor, valid: int, found: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def statistics(logits: Tensor, labels: Tensor, valid: int, results: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return fp32 [3, t]: each row's maximum, its sum of exp(logit - maximum), and the logit of its label.
 
     Args:
         labels: int64 [t]; -1 where another rank has it, whose logit here is 0.
-        found: where a rank has the whole table: receives losses, fp32 [t], and whether no logit is larger than the
+        results: where a rank has the whole table: receives losses, fp32 [t], and whether no logit is larger than the
             label's, bool [t]; labels outside of the table are then clamped to it.
     """
     tokens, width = logits.shape
     stats = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
     launch(
         cross_entropy_statistics_kernel, (tokens,),
-        (logits, labels, stats, *(found or (stats, stats)), tokens, width, valid),
-        reads=[logits, labels], writes=[stats, *(found or ())], warps=8, WHOLE=found is not None,
+        (logits, labels, stats, *(results or (stats, stats)), tokens, width, valid),
+        reads=[logits, labels], writes=[stats, *(results or ())], warps=8, WHOLE=results is not None,
         BLOCK=min(_BLOCK, power_of_2(width)),
     )  # fmt: skip
     return stats
