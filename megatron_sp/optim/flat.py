@@ -98,10 +98,10 @@ class FlatLayout:
             if decayed[name]:
                 self.num_decayed = end
         self.ids = [id(slot.param) for slot in self.slots]
-        num_shards, index = (zero.group.size(), zero.group.rank()) if zero.stage > 0 else (1, 0)
+        num_shards, rank = (zero.group.size(), zero.group.rank()) if zero.stage > 0 else (1, 0)
         self.numel = round_up(end, align * num_shards)  # ranges of the same size; the padding stays zero
         shard_size = self.numel // num_shards
-        self.shard = range(index * shard_size, (index + 1) * shard_size)
+        self.shard = range(rank * shard_size, (rank + 1) * shard_size)
         self._views: dict[int, list[Tensor]] = {}  # by the address of a buffer that lives as long as the run
         self._nothing: Tensor | None = None
 
